@@ -1,0 +1,71 @@
+"""Every error that howsmooth raises on purpose.
+
+All derive from :class:`HowsmoothError`, so that a caller can catch the library's refusals and
+nothing else; the command line turns each into one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "CaptureError",
+    "DerivativeError",
+    "HowsmoothError",
+    "ModelError",
+    "NonFiniteError",
+    "StoreError",
+    "TextError",
+]
+
+
+class HowsmoothError(Exception):
+    """Base of all errors raised on purpose by this library."""
+
+
+class ArgumentError(HowsmoothError, ValueError):
+    """An argument is not what the function needs.
+
+    Parameters
+    ----------
+    argument
+        The name of the argument, as the caller wrote it.
+    expected
+        What would have been accepted.
+    got
+        What came.
+    remedy
+        What to do about it; a full sentence, or empty.
+
+    """
+
+    def __init__(self, argument: str, *, expected: str, got: str, remedy: str = "") -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        message = f"{argument}: expected {expected}, got {got}."
+        super().__init__(f"{message} {remedy}" if remedy else message)
+
+
+class NonFiniteError(ArgumentError):
+    """An input, a parameter or a product holds NaN or infinity, so no number can be certified."""
+
+
+class DerivativeError(HowsmoothError):
+    """A map has no derivative of the kind that is needed, or its derivative is not what it claims."""
+
+
+class ModelError(HowsmoothError):
+    """A model cannot be found, read or built."""
+
+
+class CaptureError(HowsmoothError):
+    """An attention layer of a model cannot be captured, or the captured map fails its verification."""
+
+
+class TextError(HowsmoothError):
+    """A text cannot be found or read, or is too short for what was asked of it."""
+
+
+class StoreError(HowsmoothError):
+    """A store of measurements cannot be opened, belongs to another study, or cannot be written."""
