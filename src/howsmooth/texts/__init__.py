@@ -1,0 +1,7 @@
+"""Texts to measure on: prose that every Python carries, two well-known corpora, or any file."""
+
+from __future__ import annotations
+
+from howsmooth.texts.loaders import TEXTS, Text, load_text
+
+__all__ = ["TEXTS", "Text", "load_text"]

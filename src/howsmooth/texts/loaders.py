@@ -1,0 +1,181 @@
+"""One function from a name or a path to a text: content, digest and a sentence on its origin."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from howsmooth.errors import ArgumentError, TextError
+from howsmooth.texts.python_docs import python_docs
+
+__all__ = ["TEXTS", "Text", "load_text"]
+
+#: The texts that have a name; anything else is a path.
+TEXTS = ("python-docs", "alice", "ag_news")
+
+#: Files that a folder given as a path may hold, in the order in which they are looked for.
+_KNOWN_FILES = ("carroll-alice.txt", "test.csv")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to measure on.
+
+    Parameters
+    ----------
+    name
+        Its short name; for a path, the name of the file without suffix.
+    content
+        The text itself.
+    source
+        One sentence: where it came from, and which version.
+
+    Attributes
+    ----------
+    digest : str
+        SHA-256 of the content in UTF-8, hexadecimal.
+
+    """
+
+    name: str
+    content: str = field(repr=False)
+    source: str
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.content.strip():
+            raise TextError(f"text {self.name!r} is empty: there is nothing to measure on. Give another file.")
+        object.__setattr__(self, "digest", hashlib.sha256(self.content.encode("utf-8")).hexdigest())
+
+
+def load_text(name: str | Path) -> Text:
+    """Load a text by its name or its path.
+
+    Parameters
+    ----------
+    name
+        ``"python-docs"`` (English prose of the running Python's documentation, no download),
+        ``"alice"`` (*Alice in Wonderland*, through the package nltk), ``"ag_news"`` (the test split of
+        AG_NEWS, through the package datasets); or the path of a text file (UTF-8), of a ``.csv`` in
+        the format of AG_NEWS (label, title, description; no header), or of a folder that holds
+        ``carroll-alice.txt`` or ``test.csv``. A name wins over a file of that name: write
+        ``./alice`` for the file.
+
+    Returns
+    -------
+    Text
+        With the content, its digest and its origin.
+
+    Raises
+    ------
+    ArgumentError
+        If `name` is empty.
+    TextError
+        If the text cannot be found or read, is empty, or is not text.
+
+    """
+    if not str(name).strip():
+        raise ArgumentError("text", expected="a name or a path", got="an empty string", remedy=_choices())
+    if name == "python-docs":
+        content, source = python_docs()
+        return Text("python-docs", content, source)
+    if name == "alice":
+        return _alice()
+    if name == "ag_news":
+        return _ag_news()
+    return _from_path(Path(name).expanduser())
+
+
+def _choices() -> str:
+    return f"Use one of {', '.join(TEXTS)}, or the path of a .txt or .csv file."
+
+
+def _package(package: str, text: str, needs: str) -> ModuleType:
+    """Import an optional package, or say how to do without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise TextError(f"text {text!r} is read through the package {package}, which is not installed. {needs}") from None
+
+
+def _alice() -> Text:
+    remedy = (
+        "Run `pip install nltk` and `python -m nltk.downloader gutenberg`, or give the path of a file "
+        "carroll-alice.txt as the text."
+    )
+    nltk = _package("nltk", "alice", remedy)
+    try:
+        content: str = importlib.import_module("nltk.corpus").gutenberg.raw("carroll-alice.txt")
+    except LookupError:
+        raise TextError(f"text 'alice': nltk is installed, but not its corpus 'gutenberg'. {remedy}") from None
+    version = getattr(nltk, "__version__", "of unknown version")
+    return Text("alice", content, f"Alice in Wonderland (Lewis Carroll, 1865), Gutenberg corpus of nltk {version}.")
+
+
+def _ag_news() -> Text:
+    remedy = (
+        "Run `pip install datasets` with a network connection, or give the path of AG_NEWS's test.csv "
+        "(label, title, description) as the text."
+    )
+    datasets = _package("datasets", "ag_news", remedy)
+    try:
+        rows: list[str] = list(datasets.load_dataset("fancyzhx/ag_news", split="test")["text"])
+    except Exception as error:  # the loader's network and cache errors have no common base
+        reason = " ".join(str(error).split())[:200]
+        raise TextError(f"text 'ag_news': the package datasets could not load it ({reason}). {remedy}") from error
+    source = f"AG_NEWS, test split, {len(rows)} items, through datasets {datasets.__version__}."
+    return Text("ag_news", "\n".join(rows) + "\n", source)
+
+
+def _from_path(path: Path) -> Text:
+    if path.is_dir():
+        known = [path / file for file in _KNOWN_FILES if (path / file).is_file()]
+        if not known:
+            raise TextError(
+                f"text {str(path)!r} is a folder without {' or '.join(_KNOWN_FILES)}. Give the path of the file itself."
+            )
+        path = known[0]
+    if not path.exists():
+        raise TextError(f"text {str(path)!r} is neither a known name nor a file. {_choices()}")
+    content = _read(path)
+    digits = hashlib.sha256(content.encode("utf-8")).hexdigest()[:12]
+    if path.suffix.lower() == ".csv":
+        rows = _news_rows(path, content)
+        return Text(path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}.")
+    return Text(path.stem, content, f"The local file {path.name} (sha256 {digits}...).")
+
+
+def _read(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise TextError(f"text {str(path)!r} cannot be read: {reason}. Give a readable file.") from None
+    try:
+        content = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        content = "\0"
+    if "\0" in content:
+        raise TextError(f"text {str(path)!r} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8.")
+    return content.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _news_rows(path: Path, content: str) -> list[str]:
+    """Join title and description of every row with a space, as the usual loaders of AG_NEWS do."""
+    rows: list[str] = []
+    for number, row in enumerate(csv.reader(content.splitlines(), skipinitialspace=True), start=1):
+        if not row:
+            continue
+        if len(row) != 3:
+            raise TextError(
+                f"text {str(path)!r}, row {number}: expected three columns (label, title, description) as in "
+                f"AG_NEWS, got {len(row)}. Give a plain .txt file instead."
+            )
+        rows.append(f"{row[1]} {row[2]}")
+    if not rows:
+        raise TextError(f"text {str(path)!r} is empty: there is nothing to measure on. Give another file.")
+    return rows
