@@ -1,0 +1,13 @@
+"""Attention maps: what is measured, as plain functions of the tokens with their parameters.
+
+``core`` is softmax attention on queries, keys and values; ``self_attention`` puts the projections
+around it; ``norms`` and ``compositions`` build the wider scopes (residual, pre-norm, post-norm).
+"""
+
+from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.map import TokenMap
+from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.rotary import Rotary
+from howsmooth.attention.self_attention import SelfAttention
+
+__all__ = ["Compose", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention", "TokenMap"]

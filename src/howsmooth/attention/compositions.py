@@ -1,0 +1,125 @@
+"""Residual connections and compositions, from which the wider scopes are built.
+
+Post-norm block: ``Compose(norm, Residual(attention))``. Pre-norm block: ``Residual(Compose(attention, norm))``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.map import TokenMap
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Compose", "Residual"]
+
+
+class Residual(TokenMap):
+    """X ↦ X + inner(X)."""
+
+    def __init__(self, inner: TokenMap) -> None:
+        if inner.d != inner.d_out:
+            raise ArgumentError(
+                "inner",
+                expected="a map with d_out = d",
+                got=f"d = {inner.d}, d_out = {inner.d_out}",
+                remedy="A residual needs the output projection.",
+            )
+        self.inner = inner
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.inner.d
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self.inner.d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.inner.device
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return f"residual plus ({self.inner.describe()})"
+
+    def __repr__(self) -> str:
+        return f"Residual({self.inner!r})"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError if the inner map cannot take ``n`` tokens."""
+        self.inner.check_length(n)
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Residual:
+        """Return the same map with parameters of another dtype or on another device."""
+        return Residual(self.inner.to(dtype=dtype, device=device))
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Compose(TokenMap):
+    """X ↦ outer(inner(X))."""
+
+    def __init__(self, outer: TokenMap, inner: TokenMap) -> None:
+        if outer.d != inner.d_out:
+            raise ArgumentError(
+                "outer", expected=f"a map on tokens of dimension {inner.d_out}", got=f"dimension {outer.d}"
+            )
+        if outer.dtype != inner.dtype or outer.device != inner.device:
+            raise ArgumentError(
+                "outer",
+                expected=f"{inner.dtype} on {inner.device}, as inner",
+                got=f"{outer.dtype} on {outer.device}",
+            )
+        self.outer = outer
+        self.inner = inner
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.inner.d
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self.outer.d_out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.inner.device
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return f"{self.outer.describe()} of ({self.inner.describe()})"
+
+    def __repr__(self) -> str:
+        return f"Compose({self.outer!r}, {self.inner!r})"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError if a part cannot take ``n`` tokens."""
+        self.inner.check_length(n)
+        self.outer.check_length(n)
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Compose:
+        """Return the same map with parameters of another dtype or on another device."""
+        return Compose(
+            self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device)
+        )
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))

@@ -1,0 +1,126 @@
+"""What every map on tokens of this library has in common."""
+
+from __future__ import annotations
+
+import abc
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["TokenMap", "as_parameter", "check_tokens"]
+
+
+class TokenMap(abc.ABC):
+    """A differentiable map X (..., n, d) -> (..., n, d_out), independent over the leading axes.
+
+    Its parameters are plain tensors without gradients; a map is never changed after it is built.
+    """
+
+    @property
+    @abc.abstractmethod
+    def d(self) -> int:
+        """Dimension of an input token."""
+
+    @property
+    @abc.abstractmethod
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+
+    @abc.abstractmethod
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
+        """Return the same map with parameters of another dtype or on another device."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return one phrase that says what the map is, masks and residuals included."""
+
+    def check_length(self, n: int) -> None:  # noqa: B027 - most maps take any length
+        """Raise ArgumentError if the map cannot take ``n`` tokens."""
+
+    @abc.abstractmethod
+    def _forward(self, x: Tensor) -> Tensor:
+        """Apply the map to tokens that were checked."""
+
+    def __call__(self, X: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]:
+        """Apply the map to tokens X (..., n, d) and return (..., n, d_out)."""
+        check_tokens(X, self)
+        return self._forward(X)
+
+
+def check_tokens(x: Tensor, f: TokenMap) -> None:
+    """Raise ArgumentError unless ``x`` can be given to ``f``: shape (..., n >= 1, d), dtype, device, length."""
+    if x.ndim < 2 or x.shape[-1] != f.d or x.shape[-2] < 1:
+        raise ArgumentError(
+            "X",
+            expected=f"tokens of shape (..., n, {f.d}) with n >= 1",
+            got=f"shape {tuple(x.shape)}",
+            remedy="Put one token in each row; for one token write x[None, :].",
+        )
+    if x.dtype != f.dtype:
+        raise ArgumentError(
+            "X",
+            expected=f"dtype {f.dtype} as the map's parameters",
+            got=str(x.dtype),
+            remedy="Convert one of the two, with X.to(dtype) or map.to(dtype=...).",
+        )
+    if x.device != f.device:
+        raise ArgumentError(
+            "X",
+            expected=f"a tensor on {f.device} as the map's parameters",
+            got=str(x.device),
+            remedy="Move one of the two, with X.to(device) or map.to(device=...).",
+        )
+    f.check_length(x.shape[-2])
+
+
+def as_parameter(
+    name: str,
+    value: Tensor | None,
+    shape: tuple[int | str, ...],
+    *,
+    like: Tensor | None = None,
+) -> Tensor:
+    """Return ``value`` detached, after checking its shape, dtype, device and that it is finite.
+
+    ``shape`` holds sizes, or names for sizes that may be anything positive.
+    """
+    expected = f"a floating-point tensor of shape ({', '.join(str(s) for s in shape)})"
+    if not isinstance(value, Tensor):
+        raise ArgumentError(name, expected=expected, got=type(value).__name__, remedy="Use torch.as_tensor.")
+    fits = value.ndim == len(shape) and all(
+        size == want if isinstance(want, int) else size >= 1
+        for size, want in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ArgumentError(name, expected=expected, got=f"shape {tuple(value.shape)}")
+    if value.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError(
+            name,
+            expected="dtype float32 or float64",
+            got=str(value.dtype),
+            remedy="Convert it, for instance with .float(): half precision cannot carry a derivative's interval.",
+        )
+    if like is not None and (value.dtype != like.dtype or value.device != like.device):
+        raise ArgumentError(
+            name,
+            expected=f"{like.dtype} on {like.device}, as the other parameters",
+            got=f"{value.dtype} on {value.device}",
+            remedy="Give all parameters one dtype and one device.",
+        )
+    if not bool(torch.isfinite(value).all()):
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+    return value.detach()

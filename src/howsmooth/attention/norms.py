@@ -1,0 +1,112 @@
+"""LayerNorm and RMSNorm as maps on tokens (Definition 2.3)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.errors import ArgumentError
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(TokenMap):
+    """N(x) = √d · h / sqrt(|h|² + d ε) ∘ γ + β for each token; ``centred`` says whether h = x − mean(x)."""
+
+    centred: bool
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight = as_parameter("weight", weight, ("d",))
+        self.bias = None if bias is None else as_parameter("bias", bias, (self.d,), like=self.weight)
+        self.eps = float(eps)
+        if not (math.isfinite(self.eps) and self.eps >= 0):
+            raise ArgumentError("eps", expected="a finite number >= 0", got=str(eps))
+
+    @property
+    def d(self) -> int:
+        """Dimension of a token."""
+        return self.weight.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of a token."""
+        return self.d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.weight.device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
+
+    def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h (..., n, d) and s = sqrt(|h|² + d ε) (..., n, 1)."""
+        h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
+        return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        h, s = self.direction_and_length(x)
+        out = math.sqrt(self.d) * h / s * self.weight
+        return out if self.bias is None else out + self.bias
+
+
+class LayerNorm(_Norm):
+    """LayerNorm over the last axis.
+
+    Parameters
+    ----------
+    weight, bias
+        Gain γ and shift β, (d,); ``bias`` may be None.
+    eps
+        The ε under the root, added to the mean square.
+
+    """
+
+    centred = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> None:
+        super().__init__(weight, bias, eps)
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return "LayerNorm"
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerNorm:
+        """Return the same norm with parameters of another dtype or on another device."""
+        bias = None if self.bias is None else self.bias.to(dtype=dtype, device=device)
+        return LayerNorm(self.weight.to(dtype=dtype, device=device), bias, self.eps)
+
+
+class RMSNorm(_Norm):
+    """RMSNorm over the last axis.
+
+    Parameters
+    ----------
+    weight
+        The gain γ that is applied, (d,); for models that store γ − 1, give 1 + weight.
+    eps
+        The ε under the root, added to the mean square.
+
+    """
+
+    centred = False
+
+    def __init__(self, weight: Tensor, eps: float = 1e-6) -> None:
+        super().__init__(weight, None, eps)
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return "RMSNorm"
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> RMSNorm:
+        """Return the same norm with parameters of another dtype or on another device."""
+        return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)

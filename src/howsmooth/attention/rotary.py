@@ -1,0 +1,69 @@
+"""Rotary position embedding: a rotation of queries and keys that depends on the position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.map import as_parameter
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Rotary"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary positions in the half-split convention of transformers.
+
+    The first ``rot_dim`` entries t of each query and key become t∘cos + rotate_half(t)∘sin, with
+    rotate_half(t) = (-t[rot_dim/2:], t[:rot_dim/2]); the others are left alone.
+
+    Parameters
+    ----------
+    cos, sin
+        Tables of shape (n_max, rot_dim), one row a position, rot_dim even.
+
+    """
+
+    cos: Float[Tensor, "n_max rot_dim"]
+    sin: Float[Tensor, "n_max rot_dim"]
+
+    def __post_init__(self) -> None:
+        cos = as_parameter("cos", self.cos, ("n", "rot_dim"))
+        sin = as_parameter("sin", self.sin, tuple(cos.shape), like=cos)
+        if cos.shape[1] % 2:
+            raise ArgumentError("cos", expected="an even rot_dim", got=f"shape {tuple(cos.shape)}")
+        object.__setattr__(self, "cos", cos)
+        object.__setattr__(self, "sin", sin)
+
+    @property
+    def n_max(self) -> int:
+        """Number of positions in the tables."""
+        return self.cos.shape[0]
+
+    @property
+    def rot_dim(self) -> int:
+        """Number of entries that are rotated."""
+        return self.cos.shape[1]
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Rotary:
+        """Return the same tables in another dtype or on another device."""
+        return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
+
+    def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
+        """Rotate queries, keys or their tangents (the map is linear)."""
+        n, half = t.shape[-2], self.rot_dim // 2
+        turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
+        swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+        return torch.cat((turned * self.cos[:n] + swapped * self.sin[:n], rest), dim=-1)
+
+    def rotate_adjoint(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
+        """Apply the adjoint of :meth:`rotate`."""
+        n, half = t.shape[-2], self.rot_dim // 2
+        turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
+        s = turned * self.sin[:n]
+        swapped = torch.cat((s[..., half:], -s[..., :half]), dim=-1)
+        return torch.cat((turned * self.cos[:n] + swapped, rest), dim=-1)

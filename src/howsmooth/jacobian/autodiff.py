@@ -1,0 +1,166 @@
+"""The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
+
+Fused attention kernels have no forward mode on the CPU, so both modes run under PyTorch's "math"
+attention backend: one and the same function is differentiated in both directions. Before any number
+is trusted the map is checked: same output twice (no dropout), members independent of each other, and
+products that are adjoint to each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["AutodiffJacobian"]
+
+# Modules whose output in training mode is random or depends on the other members of the batch.
+_STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+
+
+class AutodiffJacobian(LinearOperator):
+    """Jacobian of ``f`` at ``x`` by ``torch.func.jvp`` and ``torch.func.vjp``.
+
+    Parameters
+    ----------
+    f
+        A map of ``x`` to a tensor whose leading axes are those of ``x``; each member of the batch
+        must depend on its own input only.
+    x
+        Point of linearisation, (..., n, d), float32 or float64.
+    event_ndim
+        Number of trailing axes that make up one member, 2 for tokens.
+
+    Raises
+    ------
+    ArgumentError
+        If ``f`` is a module in training mode with dropout or batch norm, gives different outputs for
+        one input, mixes the batch, or returns something else than a tensor (batch, ...).
+    DerivativeError
+        If forward or reverse mode is not available, or the two do not agree.
+    NonFiniteError
+        If f(x) is not finite.
+
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, event_ndim: int = 2) -> None:
+        _refuse_training_mode(f)
+        x = x.detach()
+        lead = x.shape[: x.ndim - event_ndim]
+        self._f = f
+        self._x = x
+        y = self._evaluate(x)
+        if not isinstance(y, Tensor) or y.shape[: len(lead)] != lead or y.ndim == len(lead):
+            got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise ArgumentError(
+                "f", expected=f"a map to a tensor of shape {(*lead, '...')}, as the batch of x", got=got
+            )
+        if y.dtype != x.dtype:
+            raise ArgumentError(
+                "f",
+                expected=f"an output in {x.dtype}, as x",
+                got=str(y.dtype),
+                remedy="Bring the map and x to one dtype, float32 or float64.",
+            )
+        if not bool(torch.isfinite(y).all()):
+            raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
+        if not torch.equal(y, self._evaluate(x)):
+            raise ArgumentError(
+                "f",
+                expected="the same output for the same input",
+                got="two different outputs",
+                remedy="Turn off dropout and other randomness, for instance with f.eval().",
+            )
+        self._y_shape = y.shape
+        super().__init__(
+            max(1, lead.numel()), tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :]), x.dtype, x.device
+        )
+        with _one_backend(), _as_derivative_errors("reverse"):
+            _, self._vjp = torch.func.vjp(f, x)
+        self._check_derivatives()
+
+    def _evaluate(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), _one_backend():
+            return self._f(x)
+
+    def _product(self, e: Tensor) -> Tensor:
+        with _one_backend(), _as_derivative_errors("forward"):
+            _, tangent = torch.func.jvp(self._f, (self._x,), (e.reshape(self._x.shape),))
+        return cast(Tensor, tangent).detach().reshape(self.batch, *self.out_shape)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        with _one_backend(), _as_derivative_errors("reverse"), warnings.catch_warnings():
+            (cotangent,) = self._vjp(u.reshape(self._y_shape))
+        return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
+
+    def _check_derivatives(self) -> None:
+        """Check that forward and reverse mode are adjoint, and that members do not see each other."""
+        generator = torch.Generator().manual_seed(0)
+        e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
+        u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
+        e, u = e.to(self._x), u.to(self._x)
+        je, jtu = self._product(e), self._adjoint_product(u)
+        left = (je * u).flatten(1).sum(1, dtype=torch.float64)
+        right = (jtu * e).flatten(1).sum(1, dtype=torch.float64)
+        size = torch.maximum(je.flatten(1).norm(dim=1), torch.finfo(self.dtype).tiny * torch.ones(()).to(u))
+        allowed = 1e4 * torch.finfo(self.dtype).eps * size.double() * u.flatten(1).norm(dim=1).double()
+        if not bool(((left - right).abs() <= allowed).all()):
+            raise DerivativeError(
+                "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). A detach, an in-place change "
+                "or a custom derivative inside f is wrong; no number can be trusted."
+            )
+        # Members i and j are told apart by one binary digit of their index: tangents on the members
+        # with that digit set must leave all others still.
+        for digit in range((self.batch - 1).bit_length()):
+            chosen = torch.tensor([bool(member >> digit & 1) for member in range(self.batch)], device=self.device)
+            moved = self._product(e * chosen.view(-1, *(1,) * (e.ndim - 1)))
+            if bool(moved[~chosen].any()):
+                raise ArgumentError(
+                    "f",
+                    expected="members of the batch that do not depend on each other",
+                    got="a map that mixes them",
+                    remedy="Measure one member at a time, or put batch statistics in evaluation mode.",
+                )
+
+
+def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
+    if not isinstance(f, nn.Module):
+        return
+    for name, module in f.named_modules():
+        active = module.training and (getattr(module, "p", 1.0) > 0)
+        if isinstance(module, _STATEFUL) and active:
+            raise ArgumentError(
+                "f",
+                expected="a module in evaluation mode",
+                got=f"{type(module).__name__} '{name or 'f'}' in training mode",
+                remedy="Call f.eval() first.",
+            )
+
+
+@contextmanager
+def _one_backend() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def _as_derivative_errors(mode: str) -> Iterator[None]:
+    """Turn PyTorch's refusals to differentiate into one clear error."""
+    try:
+        yield
+    except HowsmoothError:
+        raise
+    except (NotImplementedError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DerivativeError(
+            f"f: {mode}-mode differentiation failed: {reason} Write the map with operations that have "
+            f"{mode}-mode derivatives, or give one of howsmooth's own maps."
+        ) from error

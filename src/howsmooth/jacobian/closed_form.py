@@ -1,0 +1,225 @@
+"""Jacobians of this library's own maps in closed form.
+
+The point of linearisation is evaluated in float64 whatever the dtype of the products: in float32 the
+rounding of a large score would be an error in the exponent of every probability. Only the products
+run in the dtype that was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.attention.core import attention_probabilities
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian.softmax import SoftmaxDerivative
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["closed_form_jacobian", "has_closed_form"]
+
+
+def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether :func:`closed_form_jacobian` knows the map ``f``."""
+    if isinstance(f, Residual):
+        return has_closed_form(f.inner)
+    if isinstance(f, Compose):
+        return has_closed_form(f.outer) and has_closed_form(f.inner)
+    return isinstance(f, SelfAttention | LayerNorm | RMSNorm)
+
+
+def closed_form_jacobian(f: TokenMap, x: Tensor, *, dtype: torch.dtype | None = None) -> LinearOperator:
+    """Return the Jacobian of ``f`` at each member of ``x`` (batch, n, d).
+
+    Parameters
+    ----------
+    f
+        A map for which :func:`has_closed_form` is true.
+    x
+        Tokens (batch, n, d), in the dtype of the map.
+    dtype
+        Dtype of the products, float32 or float64; that of ``x`` by default.
+
+    """
+    if x.device.type == "mps":
+        raise ArgumentError(
+            "x", expected="a tensor on the CPU or a CUDA device", got="mps", remedy="Use x.cpu(): MPS has no float64."
+        )
+    if not has_closed_form(f):
+        raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
+    f.check_length(x.shape[-2])
+    return _linearise(f.to(dtype=torch.float64), x.double(), dtype or x.dtype)
+
+
+def _linearise(f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
+    """Linearise a float64 map at float64 tokens; products in ``dtype``."""
+    match f:
+        case SelfAttention():
+            return AttentionJacobian.at(f, x, dtype)
+        case LayerNorm() | RMSNorm():
+            return NormJacobian.at(f, x, dtype)
+        case Residual():
+            return ResidualJacobian(_linearise(f.inner, x, dtype))
+        case Compose():
+            return ComposedJacobian(_linearise(f.outer, f.inner(x), dtype), _linearise(f.inner, x, dtype))
+        case _:  # pragma: no cover - has_closed_form was asked first
+            raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
+
+
+class AttentionJacobian(LinearOperator):
+    """Jacobian of multi-head self-attention: projections, softmax derivative, output projection.
+
+    The three input projections are one matrix product, rows (queries, keys, values), the scale folded
+    into the query rows.
+    """
+
+    def __init__(
+        self, attention: SelfAttention, weight: Tensor, output: Tensor | None, core: SoftmaxDerivative
+    ) -> None:
+        n = core.k.shape[1]
+        super().__init__(
+            core.k.shape[0] // attention.kv_heads,
+            (n, attention.d),
+            (n, attention.d_out),
+            weight.dtype,
+            weight.device,
+        )
+        self.attention = attention
+        self.weight = weight
+        self.output = output
+        self.core = core
+        rotary = attention.rotary
+        self.rotary = None if rotary is None else rotary.to(dtype=weight.dtype)
+
+    @classmethod
+    def at(cls, f: SelfAttention, x: Tensor, dtype: torch.dtype) -> AttentionJacobian:
+        """Linearise float64 attention at float64 tokens (batch, n, d)."""
+        q, k, v = f.projections(x)
+        group = f.heads // f.kv_heads
+        q = q.unflatten(1, (f.kv_heads, group))
+        p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[1]))
+        q = (f.scale * q).flatten(2, 3).flatten(0, 1)
+        k, v, p = k.flatten(0, 1), v.flatten(0, 1), p.flatten(2, 3).flatten(0, 1)
+        k, v = k - k.mean(dim=1, keepdim=True), v - v.mean(dim=1, keepdim=True)
+        core = SoftmaxDerivative(*(t.to(dtype) for t in (q, k, v, p, p @ v)))
+        weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
+        output = None if f.output is None else f.output.to(dtype)
+        return cls(f, weight.to(dtype), output, core)
+
+    def _product(self, e: Tensor) -> Tensor:
+        f, (b, n, _) = self.attention, e.shape
+        q_rows, kv_rows = f.heads * f.key_dim, f.kv_heads * f.key_dim
+        dq, dk, dv = (e @ self.weight.mT).split((q_rows, kv_rows, f.kv_heads * f.value_dim), dim=-1)
+        dq = dq.view(b, n, f.heads, f.key_dim).transpose(1, 2)
+        dk = dk.view(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
+        dv = dv.view(b, n, f.kv_heads, f.value_dim).transpose(1, 2)
+        if self.rotary is not None:
+            dq, dk = self.rotary.rotate(dq), self.rotary.rotate(dk)
+        rows = b * f.kv_heads
+        do = self.core.product(
+            dq.reshape(rows, -1, f.key_dim), dk.reshape(rows, n, f.key_dim), dv.reshape(rows, n, f.value_dim)
+        )
+        heads = do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
+        return heads if self.output is None else heads @ self.output.mT
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        f, (b, n, _) = self.attention, u.shape
+        heads = u if self.output is None else u @ self.output
+        do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
+        dq, dk, dv = self.core.adjoint(do.reshape(b * f.kv_heads, -1, f.value_dim))
+        dq = dq.view(b, f.heads, n, f.key_dim)
+        dk = dk.view(b, f.kv_heads, n, f.key_dim)
+        if self.rotary is not None:
+            dq, dk = self.rotary.rotate_adjoint(dq), self.rotary.rotate_adjoint(dk)
+        parts = (dq, dk, dv.view(b, f.kv_heads, n, f.value_dim))
+        return torch.cat([part.transpose(1, 2).reshape(b, n, -1) for part in parts], dim=-1) @ self.weight
+
+    def select(self, members: Tensor) -> AttentionJacobian:
+        """Return the operator of some members."""
+        kv_heads = self.attention.kv_heads
+        heads = torch.arange(kv_heads, device=members.device)
+        rows = (members[:, None] * kv_heads + heads).flatten().to(self.device)
+        return AttentionJacobian(self.attention, self.weight, self.output, self.core.select(rows))
+
+
+class NormJacobian(LinearOperator):
+    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²), H the centring or the identity."""
+
+    def __init__(self, gain: Tensor, unit: Tensor, factor: Tensor, *, centred: bool) -> None:
+        batch, n, d = unit.shape
+        super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device)
+        self.gain = gain
+        self.unit = unit  # h / s
+        self.factor = factor  # √d / s
+        self.centred = centred
+
+    @classmethod
+    def at(cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype) -> NormJacobian:
+        """Linearise a float64 norm at float64 tokens (batch, n, d)."""
+        h, s = f.direction_and_length(x)
+        if bool((s == 0).any()):
+            raise ArgumentError(
+                "x",
+                expected="tokens at which the norm is differentiable",
+                got="a token of zero length after centring, with eps = 0",
+                remedy="Use a norm with eps > 0.",
+            )
+        return cls(
+            f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred
+        )
+
+    def _symmetric(self, e: Tensor) -> Tensor:
+        if self.centred:
+            e = e - e.mean(dim=-1, keepdim=True)
+        return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.gain * self._symmetric(e)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self._symmetric(self.gain * u)
+
+    def select(self, members: Tensor) -> NormJacobian:
+        """Return the operator of some members."""
+        members = members.to(self.device)
+        return NormJacobian(self.gain, self.unit[members], self.factor[members], centred=self.centred)
+
+
+class ResidualJacobian(LinearOperator):
+    """I + J."""
+
+    def __init__(self, inner: LinearOperator) -> None:
+        super().__init__(inner.batch, inner.in_shape, inner.out_shape, inner.dtype, inner.device)
+        self.inner = inner
+
+    def _product(self, e: Tensor) -> Tensor:
+        return e + self.inner.product(e)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return u + self.inner.adjoint_product(u)
+
+    def select(self, members: Tensor) -> ResidualJacobian:
+        """Return the operator of some members."""
+        return ResidualJacobian(self.inner.select(members))
+
+
+class ComposedJacobian(LinearOperator):
+    """The product of two Jacobians, by the chain rule."""
+
+    def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
+        super().__init__(inner.batch, inner.in_shape, outer.out_shape, inner.dtype, inner.device)
+        self.outer = outer
+        self.inner = inner
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.outer.product(self.inner.product(e))
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.inner.adjoint_product(self.outer.adjoint_product(u))
+
+    def select(self, members: Tensor) -> ComposedJacobian:
+        """Return the operator of some members."""
+        return ComposedJacobian(self.outer.select(members), self.inner.select(members))

@@ -1,0 +1,295 @@
+"""The local Lipschitz constant ‖D_X f‖₂ of a map at given tokens, with an interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.attention.map import check_tokens
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
+
+__all__ = ["LipschitzEstimate", "local_lipschitz"]
+
+Method = Literal["closed form", "autodiff"]
+
+# The smallest rtol and risk 1 − confidence that products in a dtype can support: below, rounding
+# would be most of the interval, or would rival the start's component along the leading direction.
+_FINEST_RTOL = {torch.float32: 2e-5, torch.float64: 1e-12}
+_FINEST_RISK = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+# Members are measured together as long as the two Krylov bases of this many steps fit in this many
+# bytes; more members would only leave the processor's caches.
+_EXPECTED_STEPS = 32
+_BASIS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class LipschitzEstimate:
+    """The local Lipschitz constant of each member of a batch, with its interval.
+
+    Attributes
+    ----------
+    value
+        The leading Ritz value, float64, shape (...): the best estimate, and up to rounding a lower limit.
+    lower, upper
+        Interval that holds ‖D_X f‖₂ with probability at least ``confidence``, for each member, over the
+        random start; widened for rounding. lower <= value <= upper.
+    confidence
+        See ``upper``.
+    converged
+        upper − lower <= rtol · value. Where false, the value is a lower limit and nothing more.
+    iterations
+        Golub–Kahan steps, each one product with the Jacobian and one with its adjoint.
+    input_direction, output_direction
+        Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out): the
+        perturbation of X that moves the output most, and where it moves it. Where singular values are
+        repeated (symmetric inputs) they are one choice of many. The output direction is zero where the
+        constant is.
+    method
+        "closed form" or "autodiff".
+    scope
+        What was measured, in words: the map with its masks, residuals and norms.
+    rtol, seed
+        As asked for.
+
+    """
+
+    value: Float[Tensor, "*batch"]
+    lower: Float[Tensor, "*batch"]
+    upper: Float[Tensor, "*batch"]
+    confidence: float
+    converged: Bool[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+    input_direction: Float[Tensor, "*batch _in _d_in"]
+    output_direction: Tensor
+    method: Method
+    scope: str
+    rtol: float
+    seed: int | tuple[int, ...]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about members that did not converge; empty if all did."""
+        missed = int((~self.converged).sum())
+        if not missed:
+            return ""
+        steps = int(self.iterations[~self.converged].max())
+        return (
+            f"{missed} of {self.converged.numel()} members did not reach rtol = {self.rtol:g} within {steps} "
+            "iterations: raise max_iterations, loosen rtol, or measure in float64. Their intervals hold all the same."
+        )
+
+    def __repr__(self) -> str:
+        if self.value.ndim == 0:
+            status = "converged" if bool(self.converged) else "NOT converged"
+            return (
+                f"LipschitzEstimate({float(self.value):.6g} in [{float(self.lower):.6g}, {float(self.upper):.6g}] at "
+                f"{self.confidence:.4%} confidence, {status} in {int(self.iterations)} iterations; {self.scope}; "
+                f"{self.method})"
+            )
+        return (
+            f"LipschitzEstimate(shape {tuple(self.value.shape)}, {int(self.converged.sum())} of "
+            f"{self.converged.numel()} converged; {self.scope}; {self.method})"
+        )
+
+
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    rtol: float = 1e-4,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int | Sequence[int] = 0,
+    method: Literal["auto", "closed form", "autodiff"] = "auto",
+) -> LipschitzEstimate:
+    """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
+
+    Batched Golub–Kahan bidiagonalisation of the Jacobian from a random start; each member stops when
+    its own interval is narrower than ``rtol``.
+
+    Parameters
+    ----------
+    f
+        A map of this library (closed form), or any differentiable PyTorch map of tokens (..., n, d) to a
+        tensor with the same leading axes (autodiff). Members of the batch must be independent.
+    x
+        Tokens (..., n, d), float32 or float64; batched over the leading axes.
+    rtol
+        Relative width of the interval at which a member has converged.
+    confidence
+        Probability, over the random start, with which each interval holds.
+    max_iterations
+        Golub–Kahan steps at most.
+    seed
+        Seed of the random start: one for all members, or one a member. A member's result depends on its
+        own input and seed, not on the batch it stands in; with one seed, member i uses its own stream i.
+    method
+        "auto": closed form where there is one, else autodiff.
+
+    Returns
+    -------
+    LipschitzEstimate
+        With value, interval, status and directions.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    NonFiniteError
+        If ``x``, f(x) or a product is not finite.
+    DerivativeError
+        If ``f`` cannot be differentiated, or its two derivatives disagree.
+
+    References
+    ----------
+    Definition of the local constant: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024,
+    Section 3. Interval: docs/theory/spectral-norm.md.
+
+    """
+    _check_arguments(f, x, rtol, confidence, max_iterations)
+    chosen: Method = ("closed form" if has_closed_form(f) else "autodiff") if method == "auto" else method
+    if method not in ("auto", "closed form", "autodiff"):
+        raise ArgumentError("method", expected="'auto', 'closed form' or 'autodiff'", got=repr(method))
+    if chosen == "closed form" and not has_closed_form(f):
+        raise ArgumentError(
+            "method",
+            expected="'auto' or 'autodiff' for this map",
+            got="'closed form'",
+            remedy=f"{type(f).__name__} has no closed-form Jacobian.",
+        )
+    if isinstance(f, TokenMap):
+        check_tokens(x, f)
+    lead = x.shape[:-2]
+    seeds = _member_seeds(seed, max(1, lead.numel()))
+    x = x.detach()
+
+    def solve(operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
+        start = _starts(operator, [seeds[i] for i in members])
+        return golub_kahan(operator, start, rtol=rtol, confidence=confidence, max_iterations=max_iterations)
+
+    if chosen == "autodiff":
+        parts = [solve(AutodiffJacobian(f, x), range(len(seeds)))]
+    else:
+        assert isinstance(f, TokenMap)
+        flat = x.reshape(-1, *x.shape[-2:])
+        together = _members_together(x.shape[-2] * (f.d + f.d_out), x.dtype)
+        parts = [
+            _closed_form(f, flat[i : i + together], range(i, min(i + together, len(flat))), solve)
+            for i in range(0, len(flat), together)
+        ]
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in LeadingTriplet.__annotations__}
+    shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in joined.items()}
+    return LipschitzEstimate(
+        value=shaped["sigma"],
+        lower=shaped["lower"],
+        upper=shaped["upper"],
+        confidence=confidence,
+        converged=shaped["converged"],
+        iterations=shaped["steps"],
+        input_direction=shaped["right"],
+        output_direction=shaped["left"],
+        method=chosen,
+        scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        rtol=rtol,
+        seed=seed if isinstance(seed, int) else tuple(seed),
+    )
+
+
+def _closed_form(
+    f: TokenMap,
+    x: Tensor,
+    members: range,
+    solve: Callable[[LinearOperator, Sequence[int]], LeadingTriplet],
+) -> LeadingTriplet:
+    """Solve with products in the dtype of x, and once more in float64 where float32 could not decide.
+
+    A breakdown at float32's rounding level (few distinct singular values) leaves a wide interval
+    although the value is right; float64 products of the same operator close it.
+    """
+    found = solve(closed_form_jacobian(f, x), members)
+    stuck = torch.nonzero(found.broke_down & ~found.converged).flatten()
+    if x.dtype == torch.float64 or not len(stuck):
+        return found
+    operator = closed_form_jacobian(f, x[stuck.to(x.device)], dtype=torch.float64)
+    again = solve(operator, [members[i] for i in stuck.tolist()])
+    for name in LeadingTriplet.__annotations__:
+        kept = getattr(found, name)
+        kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
+    return found
+
+
+def _check_arguments(
+    f: Callable[[Tensor], Tensor], x: Tensor, rtol: float, confidence: float, max_iterations: int
+) -> None:
+    if not callable(f):
+        raise ArgumentError("f", expected="a map of tokens, callable", got=type(f).__name__)
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            "x", expected="a tensor (..., n, d)", got=type(x).__name__, remedy="Use torch.as_tensor."
+        )
+    if x.dtype not in _FINEST_RTOL:
+        raise ArgumentError(
+            "x",
+            expected="float32 or float64",
+            got=str(x.dtype),
+            remedy="Convert map and tokens, for instance with .float(): half precision cannot carry the interval.",
+        )
+    if x.ndim < 2 or x.numel() == 0:
+        raise ArgumentError(
+            "x",
+            expected="tokens (..., n, d), none of the sizes zero",
+            got=f"shape {tuple(x.shape)}",
+            remedy="For one token write x[None, :].",
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
+    if not _FINEST_RTOL[x.dtype] <= rtol < 1:
+        raise ArgumentError(
+            "rtol",
+            expected=f"a number from {_FINEST_RTOL[x.dtype]:g} (in {x.dtype}) up to 1",
+            got=f"{rtol:g}",
+            remedy="For a finer one measure in float64." if x.dtype == torch.float32 else "",
+        )
+    if not 0.5 <= confidence <= 1 - _FINEST_RISK[x.dtype]:
+        raise ArgumentError(
+            "confidence",
+            expected=f"a probability from 0.5 to 1 - {_FINEST_RISK[x.dtype]:g} (in {x.dtype})",
+            got=f"{confidence:g}",
+        )
+    if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
+        raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+
+
+def _member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
+    """Return one generator seed a member, in 64 bits."""
+    if isinstance(seed, int):
+        # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
+        return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
+    if len(seed) != members:
+        raise ArgumentError("seed", expected=f"an integer, or {members} of them", got=f"{len(seed)} integers")
+    return [int(s) % 2**64 for s in seed]
+
+
+def _starts(operator: LinearOperator, seeds: Sequence[int]) -> Tensor:
+    """Gaussian starts, one generator a member, drawn on the CPU so that every device has the same."""
+    drawn = [
+        torch.randn(
+            operator.in_shape, generator=torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63)), dtype=torch.float64
+        )
+        for seed in seeds
+    ]
+    return torch.stack(drawn).to(device=operator.device, dtype=operator.dtype)
+
+
+def _members_together(basis_row: int, dtype: torch.dtype) -> int:
+    return max(1, _BASIS_BYTES // (basis_row * dtype.itemsize * _EXPECTED_STEPS))

@@ -1,0 +1,18 @@
+"""Linear operators and their leading singular triplet, with an interval that holds. Knows no attention."""
+
+from howsmooth.spectral.convert import to_dense, to_scipy
+from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
+from howsmooth.spectral.interval import a_posteriori_upper, a_priori_upper, start_quantile
+from howsmooth.spectral.operator import LinearOperator, Subset
+
+__all__ = [
+    "LeadingTriplet",
+    "LinearOperator",
+    "Subset",
+    "a_posteriori_upper",
+    "a_priori_upper",
+    "golub_kahan",
+    "start_quantile",
+    "to_dense",
+    "to_scipy",
+]

@@ -1,0 +1,112 @@
+"""The contract of a batch of linear maps: a product, an adjoint product, and what they act on."""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError
+
+__all__ = ["LinearOperator", "Subset"]
+
+
+class LinearOperator(abc.ABC):
+    """``batch`` real linear maps J_1, …, J_batch of one shape, each known by its products only.
+
+    A subclass gives ``_product`` and ``_adjoint_product``; shapes, dtypes and devices are checked
+    once, here.
+
+    Parameters
+    ----------
+    batch
+        Number of maps.
+    in_shape, out_shape
+        Shape of one input and of one output.
+    dtype, device
+        Of inputs and outputs alike.
+
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.batch = batch
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    def in_size(self) -> int:
+        """Dimension N of the input space of one map."""
+        return math.prod(self.in_shape)
+
+    @property
+    def out_size(self) -> int:
+        """Dimension of the output space of one map."""
+        return math.prod(self.out_shape)
+
+    def product(self, E: Float[Tensor, "batch *in_shape"]) -> Float[Tensor, "batch *out_shape"]:
+        """Return J_b E_b for each member; E (batch, *in_shape)."""
+        self._check("E", E, self.in_shape)
+        return self._product(E)
+
+    def adjoint_product(self, U: Float[Tensor, "batch *out_shape"]) -> Float[Tensor, "batch *in_shape"]:
+        """Return J_bᵀ U_b for each member; U (batch, *out_shape)."""
+        self._check("U", U, self.out_shape)
+        return self._adjoint_product(U)
+
+    def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
+        """Return the operator of the members named by a 1-D integer tensor, in that order.
+
+        The default computes the whole batch and keeps what was asked; a subclass that can do less
+        work overrides it.
+        """
+        return Subset(self, members)
+
+    @abc.abstractmethod
+    def _product(self, e: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def _adjoint_product(self, u: Tensor) -> Tensor: ...
+
+    def _check(self, name: str, given: Tensor, shape: tuple[int, ...]) -> None:
+        if given.shape != (self.batch, *shape):
+            raise ArgumentError(
+                name, expected=f"shape {(self.batch, *shape)}", got=f"shape {tuple(given.shape)}"
+            )
+        if given.dtype != self.dtype or given.device != self.device:
+            raise ArgumentError(
+                name, expected=f"{self.dtype} on {self.device}", got=f"{given.dtype} on {given.device}"
+            )
+
+
+class Subset(LinearOperator):
+    """Some members of an operator that can only be applied as a whole."""
+
+    def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
+        super().__init__(len(members), whole.in_shape, whole.out_shape, whole.dtype, whole.device)
+        self.whole = whole
+        self.members = members.to(whole.device)
+
+    def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
+        """Return some of these members."""
+        return Subset(self.whole, self.members[members.to(self.members.device)])
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.whole.batch, *x.shape[1:]).index_copy_(0, self.members, x)
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.whole.product(self._scattered(e))[self.members]
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.whole.adjoint_product(self._scattered(u))[self.members]
