@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -150,7 +151,9 @@ def wrapped(tokenizer: PreTrainedTokenizerFast, windows: Tensor) -> Tensor:
     return windows
 
 
-def masked(windows: Tensor, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def masked(
+    windows: Tensor, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Mask 15 % of the tokens: 80 % become [MASK], 10 % a random token, 10 % stay (BERT's recipe).
 
     Returns the inputs and the labels, both (batch, n); labels are -100 where nothing is predicted.
@@ -239,7 +242,9 @@ def predictions(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> tuple
 # ---------------------------------------------------------------- losses
 
 
-def evaluation_batches(kind: str, stream: Tensor, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
+def evaluation_batches(
+    kind: str, stream: Tensor, tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and labels over non-overlapping windows of a held-out stream, always the same ones."""
     count = len(stream) // EVALUATION_LENGTH
     windows = stream[: count * EVALUATION_LENGTH].reshape(count, EVALUATION_LENGTH)
@@ -252,7 +257,9 @@ def evaluation_batches(kind: str, stream: Tensor, tokenizer: PreTrainedTokenizer
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, kind: str, stream: Tensor, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+def evaluate(
+    model: PreTrainedModel, kind: str, stream: Tensor, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, float]:
     """Return mean loss in nats a predicted token, and the share predicted right, on a held-out stream."""
     training, total, right, count = model.training, 0.0, 0, 0
     model.eval()
@@ -269,7 +276,9 @@ def unigram_loss(kind: str, train: Tensor, heldout: Tensor, tokenizer: PreTraine
     """Return the loss of predicting every token by its (add-one) frequency in the training text."""
     counts = torch.bincount(train, minlength=VOCABULARY).double() + 1
     logs = (counts / counts.sum()).log()
-    targets = torch.cat([labels[labels != IGNORED] for _, labels in evaluation_batches(kind, heldout, tokenizer)])
+    targets = torch.cat(
+        [labels[labels != IGNORED] for _, labels in evaluation_batches(kind, heldout, tokenizer)]
+    )
     return -logs[targets].mean().item()
 
 
@@ -349,7 +358,7 @@ def train(
 # ---------------------------------------------------------------- writing
 
 
-def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[str], None]) -> dict[str, object]:
+def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[str], None]) -> dict[str, Any]:
     """Train one model and write its folder; return the facts that its card states."""
     train_text, heldout_text = split(text)
     piece_text = heldout_piece(heldout_text)
@@ -365,13 +374,14 @@ def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[st
     folder.mkdir(parents=True, exist_ok=True)
     trained = evaluate(model, plan.kind, heldout, tokenizer)
     model.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     tokenizer.save_pretrained(folder)
     (folder / "heldout.txt").write_text(piece_text, encoding="utf-8", newline="\n")
 
     # What counts is what lies on the disk: the numbers of the card come from the files, read back.
     loaded = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     reread = PreTrainedTokenizerFast.from_pretrained(folder)
-    facts: dict[str, object] = {
+    facts: dict[str, Any] = {
         "kind": plan.kind,
         "plan": asdict(plan),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -404,106 +414,139 @@ def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[st
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
-    saved = facts["heldout"]["trained_as_saved"]  # type: ignore[index]
-    report(f"{plan.kind}: written to {folder}; held-out loss as saved {saved['loss']:.4f}")
+    report(f"{plan.kind}: written to {folder}; held-out loss as saved {facts['heldout']['trained_as_saved']}")
     return facts
 
 
-def model_card(facts: dict) -> str:  # type: ignore[type-arg]
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: {pipeline}
+---
+
+# builtin-{kind}
+
+A small {type} that ships with the Python library howsmooth, so that attention can be measured in a
+really trained model without a download.
+
+## Architecture
+
+`{class_name}`: {layers} layers, {heads} heads, width {width}, feed-forward width {inner},
+{positions} learned positions, {norm}-norm, input and output embeddings shared, {facts[parameters]:,}
+parameters, stored in float16. Tokenizer: byte-level BPE of {vocabulary} entries, trained on the training
+share of the same text; {special}.
+
+## Data
+
+{text[source]}
+{text[characters]:,} characters; SHA-256 of the text in UTF-8:
+`{text[sha256]}`.
+It is howsmooth's text `python-docs` under Python {text[python]}; another version gives a slightly
+different one. Every {held_out_every}th block of {block} paragraphs is held out:
+{text[training_tokens]:,} tokens for training, {text[heldout_tokens]:,} held out
+({characters_a_token:.2f} characters a token). The beginning of the held-out text lies
+beside the weights (`heldout.txt`), so that the losses can be checked under any Python.
+
+## Losses
+
+In nats a {what},
+on windows of {evaluation_length} tokens {windows}. The last row is computed from the saved files, float16 read as float32.
+
+| | held-out text ({saved[predicted_tokens]:,} predictions) | right | `heldout.txt` \
+({small[predicted_tokens]:,} predictions) | right |
+|---|---|---|---|---|
+| untrained (same architecture, seed {plan[seed]}) | {whole[loss]:.3f} | {whole[accuracy]:.1%} \
+| {small[loss]:.3f} | {small[accuracy]:.1%} |
+| token frequencies alone (unigram) | {full[unigram_loss]:.3f} | | {piece[unigram_loss]:.3f} | |
+| trained, float32 | {full[trained_float32][loss]:.3f} | {full[trained_float32][accuracy]:.1%} | | |
+| **trained, as saved** | **{saved[loss]:.3f}** | **{saved[accuracy]:.1%}** \
+| **{piece[trained_as_saved][loss]:.3f}** | **{piece[trained_as_saved][accuracy]:.1%}** |
+
+The same numbers, unrounded, are in `training.json`.
+
+## Training
+
+{task}; AdamW (betas 0.9 and 0.98, weight decay {plan[weight_decay]}), learning rate
+{plan[learning_rate]} after {plan[warm_up]} steps of warm-up, then a cosine to a hundredth of it; dropout
+{plan[dropout]}; gradient norm clipped at 1; {plan[steps]:,} steps of {plan[tokens_a_step]:,} tokens
+({passes:.0f} passes over the text; three steps of four with windows of {half} tokens, the
+fourth with {positions}{wrapping}); seed {plan[seed]}; {precision}.
+{minutes:.0f} minutes on one of 2 CPU cores, shared with other work; no GPU.
+PyTorch {facts[versions][torch]}, transformers {facts[versions][transformers]}.
+
+## Train again
+
+From a clone of the repository: `python scripts/train_builtin_models.py`. The same seed and versions give
+the same numbers up to the rounding of the machine.
+
+## Licence
+
+The weights: Apache-2.0, like howsmooth. The text that they were trained on is part of Python's
+documentation and library (Copyright © 2001 and later, Python Software Foundation; all rights reserved;
+Python Software Foundation License Version 2, https://docs.python.org/3/license.html); `heldout.txt` is an
+excerpt of it, with code and markup removed.
+
+## Limits
+
+Made to have trained attention at hand, not to be used as a language model. It knows one kind of English,
+technical prose about Python, one million characters of it, seen many times over; other texts are cut into
+more and shorter tokens. Attention in models of common size may behave differently: measure those too.
+"""
+
+
+def model_card(facts: dict[str, Any]) -> str:
     """Return the model card, all numbers from `facts`."""
     plan, text, full, piece = facts["plan"], facts["text"], facts["heldout"], facts["heldout_piece"]
+    saved, whole, small = full["trained_as_saved"], full["untrained"], piece["untrained"]
     encoder = facts["kind"] == "encoder"
-    saved = full["trained_as_saved"]
-    task = "masked-token prediction" if encoder else "next-token prediction"
-    what = "masked token (15 % of the tokens: 80 % `[MASK]`, 10 % random, 10 % kept)" if encoder else "next token"
-    characters = text["heldout_characters"] / text["heldout_tokens"]
-    minutes = facts["seconds"] / 60
-    epochs = plan["steps"] * plan["tokens_a_step"] / text["training_tokens"]
-    lines = [
-        "---",
-        "license: apache-2.0",
-        "language: en",
-        "library_name: transformers",
-        f"pipeline_tag: {'fill-mask' if encoder else 'text-generation'}",
-        "---",
-        "",
-        f"# builtin-{facts['kind']}",
-        "",
-        f"A small {'BERT-type encoder' if encoder else 'GPT-2-type decoder'} that ships with the Python library "
-        "howsmooth, so that attention can be measured in a really trained model without a download.",
-        "",
-        "## Architecture",
-        "",
-        f"`{'BertForMaskedLM' if encoder else 'GPT2LMHeadModel'}`: {LAYERS} layers, {HEADS} heads, width {WIDTH}, "
-        f"feed-forward width {INNER}, {POSITIONS} positions, {'post' if encoder else 'pre'}-norm, learned positions, "
-        f"input and output embeddings shared, {facts['parameters']:,} parameters, stored in float16. "
-        f"Tokenizer: byte-level BPE of {VOCABULARY} entries, trained on the training share of the same text"
-        + (
-            ", with `[PAD] [UNK] [CLS] [SEP] [MASK]`."
-            if encoder
-            else f", with the one special token `{DECODER_TOKENS[0]}`."
-        ),
-        "",
-        "## Data",
-        "",
-        f"{text['source']} {text['characters']:,} characters, SHA-256 of the UTF-8 text `{text['sha256']}`. "
-        f"It is the text `python-docs` of howsmooth under Python {text['python']}; another version of Python gives a "
-        f"slightly different one. Every {HELD_OUT_EVERY}th block of {BLOCK} paragraphs is held out: "
-        f"{text['training_tokens']:,} tokens for training, {text['heldout_tokens']:,} held out "
-        f"({characters:.2f} characters a token). The beginning of the held-out text lies beside the weights "
-        "(`heldout.txt`), so that the losses can be checked under any Python.",
-        "",
-        "## Losses",
-        "",
-        f"Nats a {what}, windows of {EVALUATION_LENGTH} tokens"
-        f"{' with `[CLS]` and `[SEP]`' if encoder else ' (their first token not predicted)'}. "
-        f"The last row is computed from the saved files (float16 read as float32).",
-        "",
-        f"| | held-out text ({saved['predicted_tokens']:,} predictions) | accuracy | `heldout.txt` "
-        f"({piece['trained_as_saved']['predicted_tokens']:,} predictions) |",
-        "|---|---|---|---|",
-        f"| untrained (same architecture, seed {plan['seed']}) | {full['untrained']['loss']:.3f} | "
-        f"{full['untrained']['accuracy']:.1%} | {piece['untrained']['loss']:.3f} |",
-        f"| token frequencies alone (unigram) | {full['unigram_loss']:.3f} | - | {piece['unigram_loss']:.3f} |",
-        f"| trained, float32 | {full['trained_float32']['loss']:.3f} | {full['trained_float32']['accuracy']:.1%} | - |",
-        f"| **trained, as saved** | **{saved['loss']:.3f}** | **{saved['accuracy']:.1%}** | "
-        f"**{piece['trained_as_saved']['loss']:.3f}** |",
-        "",
-        "## Training",
-        "",
-        f"{task[0].upper()}{task[1:]}, AdamW (betas 0.9 and 0.98, weight decay {plan['weight_decay']}), "
-        f"learning rate {plan['learning_rate']} after {plan['warm_up']} steps of warm-up, cosine to a hundredth, "
-        f"dropout {plan['dropout']}, gradient norm clipped at 1, {plan['steps']:,} steps of {plan['tokens_a_step']:,} "
-        f"tokens ({epochs:.0f} passes over the text; three steps of four with windows of {POSITIONS // 2} tokens, one "
-        f"with {POSITIONS}"
-        + ("; half of the windows with `[CLS]` and `[SEP]`, half bare text" if encoder else "")
-        + f"), seed {plan['seed']}, {'bfloat16 autocast' if plan['autocast'] else 'float32'}. "
-        f"{minutes:.0f} minutes on one of 2 CPU cores (shared with other work); no GPU. "
-        f"PyTorch {facts['versions']['torch']}, transformers {facts['versions']['transformers']}.",
-        "",
-        "## Train again",
-        "",
-        "From a clone of the repository: `python scripts/train_builtin_models.py`. The same seed, Python and library "
-        "versions give the same numbers up to the rounding of the machine.",
-        "",
-        "## Licence",
-        "",
-        "The weights: Apache-2.0, like howsmooth. The text that they were trained on is part of Python's "
-        "documentation and library (Python Software Foundation License); `heldout.txt` is an excerpt of it.",
-        "",
-        "## Limits",
-        "",
-        "Made to have trained attention at hand, not to be used as a language model: it knows one kind of English "
-        "(technical prose about Python), one million characters of it, seen many times over. Other texts are cut "
-        "into more and shorter tokens. Attention in models of common size may behave differently; measure those too.",
-        "",
-    ]
-    return "\n".join(lines)
+    fields = {
+        "kind": facts["kind"],
+        "layers": LAYERS,
+        "heads": HEADS,
+        "width": WIDTH,
+        "inner": INNER,
+        "positions": POSITIONS,
+        "half": POSITIONS // 2,
+        "vocabulary": VOCABULARY,
+        "block": BLOCK,
+        "held_out_every": HELD_OUT_EVERY,
+        "evaluation_length": EVALUATION_LENGTH,
+        "pipeline": "fill-mask" if encoder else "text-generation",
+        "type": "BERT-type encoder" if encoder else "GPT-2-type decoder",
+        "class_name": "BertForMaskedLM" if encoder else "GPT2LMHeadModel",
+        "norm": "post" if encoder else "pre",
+        "special": f"special tokens `{' '.join(ENCODER_TOKENS if encoder else DECODER_TOKENS)}`",
+        "task": "Masked-token prediction" if encoder else "Next-token prediction",
+        "what": "masked token (15 % of the tokens: 80 % `[MASK]`, 10 % random, 10 % kept)"
+        if encoder
+        else "next token",
+        "windows": "with `[CLS]` and `[SEP]`" if encoder else "(their first token is not predicted)",
+        "wrapping": "; half of the windows carry `[CLS]` and `[SEP]`, half are bare text" if encoder else "",
+        "precision": "bfloat16 autocast" if plan["autocast"] else "float32",
+        "characters_a_token": text["heldout_characters"] / text["heldout_tokens"],
+        "passes": plan["steps"] * plan["tokens_a_step"] / text["training_tokens"],
+        "minutes": facts["seconds"] / 60,
+    }
+    return CARD.format(
+        **fields,
+        facts=facts,
+        plan=plan,
+        text=text,
+        full=full,
+        piece=piece,
+        saved=saved,
+        whole=whole,
+        small=small,
+    )
 
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=KINDS, help="train one of the two")
     parser.add_argument("--out", type=Path, help="where the folders encoder/ and decoder/ go [the package]")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints, to go on after an interruption")
@@ -511,8 +554,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps a model")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--dropout", type=float)
-    parser.add_argument("--no-autocast", action="store_true", help="float32 throughout (slower on most machines)")
-    parser.add_argument("--quick", action="store_true", help="few steps, temporary folder: a check of the road")
+    parser.add_argument(
+        "--no-autocast", action="store_true", help="float32 throughout (slower on most machines)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps, temporary folder: a check of the road"
+    )
     options = parser.parse_args()
 
     package = ROOT / "src" / "howsmooth" / "models" / "builtin"

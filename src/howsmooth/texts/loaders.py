@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,9 @@ class Text:
 
     def __post_init__(self) -> None:
         if not self.content.strip():
-            raise TextError(f"text {self.name!r} is empty: there is nothing to measure on. Give another file.")
+            raise TextError(
+                f"text {self.name!r} is empty: there is nothing to measure on. Give another file."
+            )
         object.__setattr__(self, "digest", hashlib.sha256(self.content.encode("utf-8")).hexdigest())
 
 
@@ -99,7 +102,9 @@ def _package(package: str, text: str, needs: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise TextError(f"text {text!r} is read through the package {package}, which is not installed. {needs}") from None
+        raise TextError(
+            f"text {text!r} is read through the package {package}, which is not installed. {needs}"
+        ) from None
 
 
 def _alice() -> Text:
@@ -111,9 +116,13 @@ def _alice() -> Text:
     try:
         content: str = importlib.import_module("nltk.corpus").gutenberg.raw("carroll-alice.txt")
     except LookupError:
-        raise TextError(f"text 'alice': nltk is installed, but not its corpus 'gutenberg'. {remedy}") from None
+        raise TextError(
+            f"text 'alice': nltk is installed, but not its corpus 'gutenberg'. {remedy}"
+        ) from None
     version = getattr(nltk, "__version__", "of unknown version")
-    return Text("alice", content, f"Alice in Wonderland (Lewis Carroll, 1865), Gutenberg corpus of nltk {version}.")
+    return Text(
+        "alice", content, f"Alice in Wonderland (Lewis Carroll, 1865), Gutenberg corpus of nltk {version}."
+    )
 
 
 def _ag_news() -> Text:
@@ -126,7 +135,9 @@ def _ag_news() -> Text:
         rows: list[str] = list(datasets.load_dataset("fancyzhx/ag_news", split="test")["text"])
     except Exception as error:  # the loader's network and cache errors have no common base
         reason = " ".join(str(error).split())[:200]
-        raise TextError(f"text 'ag_news': the package datasets could not load it ({reason}). {remedy}") from error
+        raise TextError(
+            f"text 'ag_news': the package datasets could not load it ({reason}). {remedy}"
+        ) from error
     source = f"AG_NEWS, test split, {len(rows)} items, through datasets {datasets.__version__}."
     return Text("ag_news", "\n".join(rows) + "\n", source)
 
@@ -136,7 +147,8 @@ def _from_path(path: Path) -> Text:
         known = [path / file for file in _KNOWN_FILES if (path / file).is_file()]
         if not known:
             raise TextError(
-                f"text {str(path)!r} is a folder without {' or '.join(_KNOWN_FILES)}. Give the path of the file itself."
+                f"text {str(path)!r} is a folder without {' or '.join(_KNOWN_FILES)}. "
+                "Give the path of the file itself."
             )
         path = known[0]
     if not path.exists():
@@ -145,7 +157,9 @@ def _from_path(path: Path) -> Text:
     digits = hashlib.sha256(content.encode("utf-8")).hexdigest()[:12]
     if path.suffix.lower() == ".csv":
         rows = _news_rows(path, content)
-        return Text(path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}.")
+        return Text(
+            path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}."
+        )
     return Text(path.stem, content, f"The local file {path.name} (sha256 {digits}...).")
 
 
@@ -160,22 +174,28 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError:
         content = "\0"
     if "\0" in content:
-        raise TextError(f"text {str(path)!r} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8.")
+        raise TextError(
+            f"text {str(path)!r} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8."
+        )
     return content.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _news_rows(path: Path, content: str) -> list[str]:
     """Join title and description of every row with a space, as the usual loaders of AG_NEWS do."""
     rows: list[str] = []
-    for number, row in enumerate(csv.reader(content.splitlines(), skipinitialspace=True), start=1):
-        if not row:
-            continue
-        if len(row) != 3:
-            raise TextError(
-                f"text {str(path)!r}, row {number}: expected three columns (label, title, description) as in "
-                f"AG_NEWS, got {len(row)}. Give a plain .txt file instead."
-            )
-        rows.append(f"{row[1]} {row[2]}")
-    if not rows:
-        raise TextError(f"text {str(path)!r} is empty: there is nothing to measure on. Give another file.")
+    reader = csv.reader(io.StringIO(content, newline=""), skipinitialspace=True)
+    try:
+        for row in reader:
+            if row and len(row) != 3:
+                raise TextError(
+                    f"text {str(path)!r}, line {reader.line_num}: expected three columns (label, title, "
+                    f"description) as in AG_NEWS, got {len(row)}. Give a plain .txt file instead."
+                )
+            if row:
+                rows.append(f"{row[1]} {row[2]}")
+    except csv.Error as error:
+        raise TextError(
+            f"text {str(path)!r}, line {reader.line_num}: not a readable csv ({error}). "
+            "Give a plain .txt file instead."
+        ) from None
     return rows

@@ -39,10 +39,19 @@ SKIPPED_FOLDERS = frozenset(
 )
 _BUILD_DATA = re.compile(r"_sysconfig(?:data|_vars)|config-\d")
 
-#: Fewer characters than this mean that the Python carries no sources (frozen, stripped), not that it is terse.
+#: Fewer characters than this mean that the Python carries no sources of its library (a frozen build).
 _LEAST_CHARACTERS = 50_000
 
-_ASCII = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "-", 0x2026: "...", 0xA0: " "}
+_ASCII = {
+    0x2018: "'",
+    0x2019: "'",
+    0x201C: '"',
+    0x201D: '"',
+    0x2013: "-",
+    0x2014: "-",
+    0x2026: "...",
+    0xA0: " ",
+}
 
 _MARKUP: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r":[a-z][\w:+-]*:`[~!]?([^`<]+?)\s*(?:<[^`>]*>)?`"), r"\1"),  # :ref:`text <target>`
@@ -62,17 +71,20 @@ _SIGNATURE = re.compile(r"[\w.]+ ?\([^)]*\)?\)?(?:\s*-{1,2}>.*|:.*)?$|[\w.]+ ?\(
 _TABLE_ROW = re.compile(r"[\w*.,'\"\[\]<>|/-]+(?:\([^)]*\))?(?:\s{2,}|\s+-{1,2}\s+|\s*:\s+|\s*:$)")
 _COLUMNS = re.compile(r"\S {3,}\S")
 _CODE = re.compile(
-    r">>>|::=|==|!=|<=|>=|->|=>|\+=|&&|\|\||[{}\\|~^@$`*]|\w=|\s=\s|https?:|www\.|</|#|\.\. |\w\[|\d\.\d+\.|\bRFC\b"
+    r">>>|::=|==|!=|<=|>=|->|=>|\+=|&&|[{}\\|~^@$`*]|\w=|\s=\s"
+    r"|https?:|www\.|</|#|\.\. |\w\[|\d\.\d+\.|\bRFC\b"
 )
 _BROKEN_WORD = re.compile(r"(?<=[a-z])-\n(?=[a-z])")  # a hyphenated word over a line end
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s|$)")
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|cf|[A-Z])\.$")
 _WORD = re.compile(r"[(\"']*[A-Za-z]+(?:['/-][A-Za-z]+)*[)\"']*[.,;:!?]?[)\"']*$")
 #: Words so frequent that a paragraph without two different ones of them is hardly English prose.
-_COMMON = frozenset(
-    "a an and are as at be but by can do does for from has have if in is it its may more must no not of on "
-    "one only or should such that the their them then there these they this to used was when which will with "
-    "would you".split()
+_COMMON = set(
+    """
+    a an and are as at be but by can do does for from has have if in is it its may more must no not of on
+    one only or should such that the their them then there these they this to used was when which will with
+    would you
+    """.split()  # noqa: SIM905 - a column of fifty words would be harder to read
 )
 
 
@@ -94,7 +106,9 @@ def library_files(root: Path | None = None) -> list[Path]:
     found: list[Path] = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in SKIPPED_FOLDERS and not _BUILD_DATA.match(name)]
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not _BUILD_DATA.match(name)]
+        found += [
+            Path(folder, name) for name in names if name.endswith(".py") and not _BUILD_DATA.match(name)
+        ]
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
@@ -221,11 +235,13 @@ def python_docs(root: Path | None = None) -> tuple[str, str]:
     content = "\n\n".join(paragraphs) + "\n"
     if len(content) < _LEAST_CHARACTERS:
         raise TextError(
-            f"text 'python-docs': this Python's library ({root}) holds only {len(content)} characters of prose; "
-            "its source files seem to be missing. Use a Python with its sources, or give the path of a text file."
+            f"text 'python-docs': this Python's library ({root}) holds only {len(content)} characters "
+            "of prose; its source files seem to be missing. Use a Python with its sources, or give the path "
+            "of a text file."
         )
     source = (
         f"English prose of Python {platform.python_version()}'s own documentation: the language topics of "
-        f"pydoc and the docstrings of the standard library, without code and markup ({len(paragraphs)} paragraphs)."
+        "pydoc and the docstrings of the standard library, without code and markup "
+        f"({len(paragraphs)} paragraphs)."
     )
     return content, source
