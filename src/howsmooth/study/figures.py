@@ -1,0 +1,451 @@
+"""Figures in the paper's arrangement, drawn from the store alone.
+
+The constant against the length, coloured by the radius, with the fitted exponent and the slopes 1/4
+and 1/2 for comparison; and the constant against the radius, coloured by the length. Log axes, and
+colours (viridis) that do not depend on colour vision. Unconverged measurements are hollow, with
+their interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.names import file_stem, readable
+
+__all__ = ["Picture", "draw_all"]
+
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "figure.titlesize": 11,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 150,
+}
+_COLOURS = "viridis"
+_FIT_COLOUR = "#c1121f"
+_GREY = "0.35"
+_REFERENCE_SLOPES = ((0.25, "1/4", (0, (5, 2))), (0.5, "1/2", (0, (1.2, 1.6))))
+_MOST_COLUMNS = 16
+_FEW_LENGTHS = 6
+_WIDE = 20.0
+_NEARLY_CONSTANT = 1.02
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn figure.
+
+    Attributes
+    ----------
+    png, pdf
+        Its two files.
+    title, alt
+        For the reader who sees it, and for the one who does not.
+    model, text, scope
+        What it shows.
+    layer, head
+        ``None`` for an overview, and for scopes without heads.
+    overview
+        Whether it shows all layers.
+
+    """
+
+    png: Path
+    pdf: Path
+    title: str
+    alt: str
+    model: str
+    text: str
+    scope: str
+    layer: int | None
+    head: int | None
+    overview: bool
+
+
+def draw_all(
+    measurements: pd.DataFrame, folder: Path, on_figure: Callable[[int, int], None] = lambda done, total: None
+) -> list[Picture]:
+    """Draw a figure of every layer (and head), and an overview of every (model, text, scope) with several.
+
+    Parameters
+    ----------
+    measurements
+        As :meth:`howsmooth.study.store.Store.measurements` gives them.
+    folder
+        For the files; made if it is not there.
+    on_figure
+        Told how many figures are drawn, of how many.
+
+    Returns
+    -------
+    list of Picture
+        Overviews before their parts.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures: list[Picture] = []
+    families = list(measurements.groupby(["model", "text", "scope"], sort=True))
+    sizes = [family.groupby(["layer", "head"], dropna=False).ngroups for _, family in families]
+    total = sum(size + (size > 1) for size in sizes)
+    with rc_context(_STYLE):
+        for (model, text, scope), family in families:
+            parts = list(family.groupby(["layer", "head"], dropna=False, sort=True))
+            if len(parts) > 1:
+                pictures.append(_overview(family, folder, str(model), str(text), str(scope)))
+                on_figure(len(pictures), total)
+            for (layer, head), group in parts:
+                pictures.append(
+                    _single(
+                        group,
+                        folder,
+                        str(model),
+                        str(text),
+                        str(scope),
+                        int(layer),
+                        None if pd.isna(head) else int(head),
+                    )
+                )
+                on_figure(len(pictures), total)
+    return pictures
+
+
+# ---- one layer
+
+
+def _single(
+    group: pd.DataFrame, folder: Path, model: str, text: str, scope: str, layer: int, head: int | None
+) -> Picture:
+    fit = _fit(group)
+    figure = _figure(9.6, 4.1)
+    left, right = figure.subplots(1, 2, sharey=True)
+    lengths = _length_norm(group["n"])
+    radii = _radius_norm(group["radius_mean"])
+    _scatter(left, group, "n", "radius_mean", radii)
+    _guides(left, group, fit)
+    _scatter(right, group, "radius_mean", "n", lengths)
+    _axis(left, "x", group["n"], whole=True)
+    _axis(right, "x", group["radius_mean"])
+    _axis(left, "y", pd.concat([group["lower"], group["upper"]]))
+    left.set_xlabel("sequence length n (tokens)")
+    left.set_ylabel("local Lipschitz constant")
+    right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
+    _colourbar(figure, left, radii, "radius R")
+    _colourbar(figure, right, lengths, "length n", whole=True)
+    if fit.note:
+        left.set_title(f"no exponent: {fit.note}", fontsize=9)
+    else:
+        label = f"fit $n^{{{fit.slope:.3f}}}$, 95 % interval [{fit.low:.3f}, {fit.high:.3f}]"
+        figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
+    place = f"layer {layer}" + ("" if head is None else f", head {head}")
+    title = f"{readable(model)}, {place}, scope {scope}, text {readable(text)}"
+    figure.suptitle(_literal(title) + _unconverged_words(group, fit))
+    parts = [model, text, scope, f"layer-{layer:02d}", *([] if head is None else [f"head-{head:02d}"])]
+    alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
+    png, pdf = _save(figure, folder, file_stem(*parts), title)
+    return Picture(png, pdf, title, alt, model, text, scope, layer, head, overview=False)
+
+
+# ---- all layers
+
+
+def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: str) -> Picture:
+    groups = [
+        (int(layer), None if pd.isna(head) else int(head), group)
+        for (layer, head), group in family.groupby(["layer", "head"], dropna=False, sort=True)
+    ]
+    heads = len({head for _, head, _ in groups})
+    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(groups), 4)
+    rows = math.ceil(len(groups) / columns)
+    figure = _figure(1.6 + (2.3 if columns <= 4 else 1.7) * columns, 1.3 + 2.0 * rows)
+    axes = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).ravel()
+    norm = _radius_norm(family["radius_mean"])
+    fits = []
+    for place, axis in enumerate(axes):
+        if place >= len(groups):
+            axis.set_visible(False)
+            continue
+        layer, head, group = groups[place]
+        fit = _fit(group)
+        fits.append(fit)
+        _scatter(axis, group, "n", "radius_mean", norm, size=7)
+        _guides(axis, group, fit)
+        _axis(axis, "x", family["n"], whole=True)
+        _axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
+        axis.set_title(f"layer {layer}" + ("" if head is None else f", head {head}"), pad=4)
+        words = "no exponent" if fit.note else f"{fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}]"
+        axis.text(
+            0.04,
+            0.96,
+            words,
+            transform=axis.transAxes,
+            va="top",
+            fontsize=8.5 if columns <= 8 else 7.5,
+            color=_GREY if fit.note else _FIT_COLOUR,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
+        )
+        # The lowest panel of a column carries the length's axis even where the last row is not full.
+        if place + columns >= len(groups):
+            axis.tick_params(labelbottom=True)
+            axis.set_xlabel("length n (tokens)")
+    figure.supylabel("local Lipschitz constant", fontsize=10)
+    bar = figure.colorbar(ScalarMappable(norm, _COLOURS), ax=list(axes), aspect=max(12, 10 * rows), pad=0.015)
+    _ticks_of_bar(bar, norm)
+    bar.set_label("radius R")
+    title = f"{readable(model)}, scope {scope}, text {readable(text)}: every layer" + (
+        " and head" if heads > 1 else ""
+    )
+    figure.suptitle(_literal(title))
+    figure.legend(handles=_guide_handles(), loc="outside lower center", ncols=3)
+    found = [fit.slope for fit in fits if not fit.note]
+    alt = (
+        f"Small scatter plots of the constant against the length on log axes, one a layer, for {title}. "
+        + (
+            f"Fitted exponents from {min(found):.2f} to {max(found):.2f}."
+            if found
+            else "No exponent could be fitted."
+        )
+    )
+    png, pdf = _save(figure, folder, file_stem(model, text, scope, "overview"), title)
+    return Picture(png, pdf, title, alt, model, text, scope, None, None, overview=True)
+
+
+# ---- parts
+
+
+def _figure(width: float, height: float) -> Figure:
+    # Not pyplot: its figures would live on in a global list, and it may open a window.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _fit(group: pd.DataFrame) -> Exponent:
+    return fit_exponent(group["n"].to_numpy(), group["lipschitz"].to_numpy(), group["converged"].to_numpy())
+
+
+def _scatter(
+    axis: Axes, group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13
+) -> None:
+    positive = group[group["lipschitz"] > 0]
+    good = positive[positive["converged"]]
+    rest = positive[~positive["converged"]]
+    axis.scatter(
+        good[across],
+        good["lipschitz"],
+        c=good[colour],
+        cmap=_COLOURS,
+        norm=norm,
+        s=size,
+        alpha=0.85,
+        linewidths=0,
+        zorder=2,
+    )
+    if len(rest):
+        colours = ScalarMappable(norm, _COLOURS).to_rgba(rest[colour].to_numpy())
+        floor = rest["lipschitz"].min() * 1e-3
+        axis.vlines(
+            rest[across],
+            rest["lower"].clip(lower=floor),
+            rest["upper"],
+            colors=colours,
+            linewidth=0.9,
+            zorder=2,
+        )
+        axis.scatter(
+            rest[across],
+            rest["lipschitz"],
+            s=size * 1.3,
+            facecolors="white",
+            edgecolors=colours,
+            linewidths=0.9,
+            zorder=3,
+        )
+
+
+def _guides(axis: Axes, group: pd.DataFrame, fit: Exponent) -> None:
+    """Draw the fitted line, and lines of the reference slopes through its middle."""
+    if fit.note:
+        return
+    ends = np.array([fit.n_min, fit.n_max], dtype=float)
+    middle = math.sqrt(fit.n_min * fit.n_max)
+    for slope, _, dashes in _REFERENCE_SLOPES:
+        axis.plot(
+            ends,
+            fit.at(middle) * (ends / middle) ** slope,
+            color=_GREY,
+            linestyle=dashes,
+            linewidth=1.1,
+            zorder=1,
+        )
+    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
+    fitted = [fit.at(end) for end in ends]
+    axis.plot(ends, fitted, color=_FIT_COLOUR, linewidth=1.7, zorder=4, path_effects=halo)
+
+
+def _guide_handles(label: str = "least-squares fit, exponent [95 % interval]") -> list[Line2D]:
+    handles = [Line2D([], [], color=_FIT_COLOUR, linewidth=1.6, label=label)]
+    handles += [
+        Line2D([], [], color=_GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
+        for _, words, dashes in _REFERENCE_SLOPES
+    ]
+    return handles
+
+
+def _unconverged_words(group: pd.DataFrame, fit: Exponent) -> str:
+    hollow = int((~group["converged"]).sum())
+    if hollow == 0:
+        return ""
+    return f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
+
+
+def _description(group: pd.DataFrame, fit: Exponent) -> str:
+    values = group["lipschitz"]
+    words = (
+        f"the local Lipschitz constant goes from {values.min():.3g} to {values.max():.3g} over lengths "
+        f"{group['n'].min()} to {group['n'].max()} and radii {group['radius_mean'].min():.3g} to "
+        f"{group['radius_mean'].max():.3g}; "
+    )
+    if fit.note:
+        return words + f"no exponent, {fit.note}."
+    return words + f"fitted exponent {fit.slope:.3f}, 95 % interval {fit.low:.3f} to {fit.high:.3f}."
+
+
+def _length_norm(lengths: pd.Series) -> Normalize:
+    low, high = float(lengths.min()), float(lengths.max())
+    return LogNorm(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
+
+
+def _radius_norm(radii: pd.Series) -> Normalize:
+    low, high = _radius_limits(radii)
+    return LogNorm(low, high) if high > _WIDE * low > 0 else Normalize(low, high)
+
+
+def _radius_limits(radii: pd.Series) -> tuple[float, float]:
+    """Widen a nearly constant radius to 2 %: normalised inputs differ by rounding, which is no colour."""
+    low, high = float(radii.min()), float(radii.max())
+    middle = (low + high) / 2
+    half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)
+    return middle - half, middle + half
+
+
+def _constancy(radii: pd.Series) -> str:
+    low, high = float(radii.min()), float(radii.max())
+    if len(radii) < 2 or low <= 0 or high / low > _NEARLY_CONSTANT:
+        return ""
+    percent = 100 * (high / low - 1)
+    return "\nthe same for every sequence" + (f" within {percent:.2g} %" if percent > 0.001 else "")
+
+
+def _axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
+    """Set log limits, and ticks that are round numbers written out."""
+    positive = values[values > 0]
+    if positive.empty:
+        return
+    low, high = float(positive.min()), float(positive.max())
+    if high < 1.05 * low:
+        low, high = low / 1.03, high * 1.03
+    margin = (high / low) ** 0.06
+    low, high = low / margin, high * margin
+    ticks = _round_ticks(low, high, whole=whole)
+    if whole and positive.nunique() <= _FEW_LENGTHS:
+        ticks = sorted(float(value) for value in positive.unique())
+    if which == "x":
+        axis.set_xscale("log")
+        axis.set_xlim(low, high)
+        target = axis.xaxis
+    else:
+        axis.set_yscale("log")
+        axis.set_ylim(low, high)
+        target = axis.yaxis
+    target.set_major_locator(FixedLocator(ticks))
+    target.set_minor_locator(NullLocator())
+    target.set_major_formatter(FuncFormatter(_number))
+    axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
+
+
+def _round_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """List four to eight round numbers between two positive ones, spaced for a log axis."""
+    decades = math.log10(high / low)
+    if decades < 0.5:
+        step = _nice((high - low) / 6)
+        if whole:
+            step = max(1.0, step)
+        first = math.ceil(low / step)
+        return [round(k * step, 12) for k in range(first, math.floor(high / step) + 1)]
+    digits: tuple[int, ...] = (1, 2, 5) if decades < 2.5 else (1, 3) if decades < 4 else (1,)
+    if decades < 1:
+        digits = (1, 2, 3, 4, 6, 8)
+    stride = max(1, round(decades / 6)) if digits == (1,) else 1
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers if power % stride == 0 for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high and (not whole or tick >= 1)]
+
+
+def _nice(step: float) -> float:
+    """Round a step up to 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(digit * power for digit in (1.0, 2.0, 5.0, 10.0) if digit * power >= step * 0.999)
+
+
+def _number(value: float, position: int | None = None) -> str:
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.6g}"
+
+
+def _colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
+    bar = figure.colorbar(ScalarMappable(norm, _COLOURS), ax=axis, pad=0.015, aspect=28)
+    _ticks_of_bar(bar, norm, whole=whole)
+    bar.set_label(label)
+
+
+def _ticks_of_bar(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
+    low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
+    if isinstance(norm, LogNorm):
+        ticks = _round_ticks(low, high, whole=whole)
+    else:
+        step = _nice((high - low) / 5)
+        step = max(1.0, step) if whole else step
+        ticks = [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    bar.set_ticks(ticks, labels=[_number(tick) for tick in ticks])
+    bar.ax.minorticks_off()
+    bar.outline.set_visible(False)
+
+
+def _literal(words: str) -> str:
+    """Keep matplotlib from reading dollar signs as mathematics."""
+    return words.replace("\\", "\\\\").replace("$", r"\$")
+
+
+def _save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
+    png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
+    figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
+    # No date, so that the same store gives the same file.
+    figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
+    return png, pdf
+
+
+def _latin(words: str) -> str:
+    return words.encode("latin-1", "replace").decode("latin-1")

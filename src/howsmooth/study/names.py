@@ -1,0 +1,35 @@
+"""Names that came from elsewhere (models, texts, paths), made fit for files and for reading."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+__all__ = ["file_stem", "readable"]
+
+_LONGEST_STEM = 120
+_LONGEST_NAME = 60
+
+
+def file_stem(*parts: str) -> str:
+    """Make a file name of words that may hold anything: unique and harmless.
+
+    A short digest is added wherever letters had to be changed or cut, so that two names never share a
+    file.
+    """
+    words = "--".join(parts)
+    plain = unicodedata.normalize("NFKD", words).encode("ascii", "ignore").decode().lower()
+    slug = re.sub(r"[^a-z0-9.-]+", "-", plain).strip("-.")[:_LONGEST_STEM]
+    if slug == words:
+        return slug
+    return f"{slug}-{hashlib.sha256(words.encode()).hexdigest()[:6]}".lstrip("-")
+
+
+def readable(words: str, longest: int = _LONGEST_NAME) -> str:
+    """Take out what would move, hide or reverse the words around it, and shorten from the middle."""
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+    if len(plain) <= longest:
+        return plain
+    half = (longest - 3) // 2
+    return f"{plain[:half]}...{plain[-half:]}"

@@ -1,0 +1,193 @@
+"""What a study measures: its axes, and what gives each of its numbers a meaning.
+
+A plan is data. It says nothing about how the work is done; :mod:`howsmooth.study.run` carries it
+out, and the command line (or a plan file) only builds one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from howsmooth.errors import ArgumentError
+from howsmooth.study.ranges import Ranges
+
+__all__ = ["SCOPES", "SCOPE_MEANINGS", "Identity", "ModelSpec", "Plan", "derive_seed"]
+
+SCOPES = ("head", "heads", "attention", "residual", "block")
+"""The scopes a measurement can have; what each means is said in :data:`SCOPE_MEANINGS`."""
+
+_ALL_LAYERS = Ranges.parse("all", "layers")
+_ALL_HEADS = Ranges.parse("all", "heads")
+
+SCOPE_MEANINGS = {
+    "head": "one attention head with its value projection only, the paper's single-head map",
+    "heads": "all heads side by side, before the output projection",
+    "attention": "all heads and the output projection, the paper's multi-head map",
+    "residual": "the input plus the attention of the input",
+    "block": "attention with its residual connection and normalisation, as the architecture has them",
+}
+
+
+def derive_seed(**axes: str | int | None) -> int:
+    """Derive a seed that depends on the named axes only, so that adding a value to an axis moves no other.
+
+    Parameters
+    ----------
+    **axes
+        The names and values that the seed is for.
+
+    Returns
+    -------
+    int
+        In [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
+
+    """
+    written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
+    return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as the user asks for it.
+
+    Attributes
+    ----------
+    name
+        A built-in model, a local folder, a Hub id, or with ``random_init`` a model type.
+    random_init
+        Build the architecture with untrained weights.
+    as_decoder
+        Run an encoder as a decoder, with its causal mask.
+
+    """
+
+    name: str
+    random_init: bool = False
+    as_decoder: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name under which results stand; variants of one model never share it."""
+        path = Path(self.name)
+        base = path.resolve().name if path.is_dir() else self.name
+        variants = [
+            words for on, words in ((self.random_init, "random init"), (self.as_decoder, "as decoder")) if on
+        ]
+        return f"{base} ({', '.join(variants)})" if variants else base
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every measurement of one store must share for its numbers to be comparable.
+
+    Lengths, samples, layers, heads, scopes, models and texts are not part of it: they may grow.
+    """
+
+    seed: int
+    dtype: str
+    rtol: float
+    confidence: float
+    max_iterations: int
+    method: str = "auto"
+    windows: str = "non-overlapping"
+    special_tokens: str = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study: models × texts × lengths × samples × scopes × layers (× heads).
+
+    Attributes
+    ----------
+    models
+        At least one.
+    texts
+        Names or paths for :func:`howsmooth.texts.load_text`; at least one.
+    lengths
+        Numbers of tokens, each at least 1.
+    samples
+        Sequences a length.
+    scopes
+        Of :data:`SCOPES`.
+    layers, heads
+        Selections; ``heads`` only with the scope ``head``.
+    rtol, confidence, max_iterations
+        For :func:`howsmooth.local_lipschitz`.
+    seed
+        From which every other seed derives.
+    device, dtype
+        Where and in what precision (``"float32"`` or ``"float64"``) to compute.
+
+    Raises
+    ------
+    ArgumentError
+        If a value can be refused before any model is loaded.
+
+    """
+
+    models: tuple[ModelSpec, ...]
+    texts: tuple[str, ...] = ("python-docs",)
+    lengths: tuple[int, ...] = tuple(range(2, 101, 2))
+    samples: int = 10
+    scopes: tuple[str, ...] = ("attention",)
+    layers: Ranges = _ALL_LAYERS
+    heads: Ranges = _ALL_HEADS
+    rtol: float = 1e-4
+    confidence: float = 0.999
+    max_iterations: int = 200
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse what no model or text could make right."""
+        for argument, values in (
+            ("models", [model.label for model in self.models]),
+            ("texts", self.texts),
+            ("lengths", self.lengths),
+            ("scopes", self.scopes),
+        ):
+            if not values:
+                raise ArgumentError(argument, expected="at least one", got="none")
+            doubled = next((value for value in values if list(values).count(value) > 1), None)
+            if doubled is not None:
+                raise ArgumentError(argument, expected="each only once", got=f"{str(doubled)!r} twice")
+        for scope in self.scopes:
+            if scope not in SCOPES:
+                raise ArgumentError("scope", expected=f"one of {', '.join(SCOPES)}", got=repr(scope))
+        if self.heads.items and "head" not in self.scopes:
+            raise ArgumentError(
+                "heads",
+                expected="heads only together with the scope head",
+                got=f"{self.heads.text!r} with the scope {', '.join(self.scopes)}",
+                remedy="Add --scope head, or leave --heads out.",
+            )
+        if min(self.lengths) < 1:
+            raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(self.lengths)))
+        if self.samples < 1:
+            raise ArgumentError("samples", expected="at least 1", got=str(self.samples))
+        if not (math.isfinite(self.rtol) and 0 < self.rtol < 1):
+            raise ArgumentError("rtol", expected="a number between 0 and 1", got=str(self.rtol))
+        if not (math.isfinite(self.confidence) and 0 < self.confidence < 1):
+            raise ArgumentError("confidence", expected="a number between 0 and 1", got=str(self.confidence))
+        if self.max_iterations < 1:
+            raise ArgumentError("max-iterations", expected="at least 1", got=str(self.max_iterations))
+        if not 0 <= self.seed < 2**63:
+            raise ArgumentError("seed", expected="an integer from 0 to 2^63 - 1", got=str(self.seed))
+        if self.dtype not in ("float32", "float64"):
+            raise ArgumentError("dtype", expected="float32 or float64", got=repr(self.dtype))
+
+    @property
+    def identity(self) -> Identity:
+        """What a store of this plan must have been made with."""
+        return Identity(
+            seed=self.seed,
+            dtype=self.dtype,
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+        )

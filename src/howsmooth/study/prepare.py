@@ -1,0 +1,233 @@
+"""Everything that can be refused, refused before anything is measured.
+
+Texts are read, models loaded, texts tokenised, layers, heads, lengths and samples held against
+what there is, and every model is captured once at the shortest length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.sequences import windows_in
+from howsmooth.study.store import ModelRecord, TextRecord
+from howsmooth.study.tools import Model, SiteLike, TextLike, Tools
+
+__all__ = ["Models", "Subject", "capture_sites", "prepare"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on a text, checked.
+
+    ``layers`` and ``heads`` are the chosen ones; ``heads`` is used by the scope ``head`` only.
+    """
+
+    spec: ModelSpec
+    model: ModelRecord
+    text: TextRecord
+    content: str = field(repr=False)
+    fingerprint: str
+    tokenizer_source: str
+    tokens: torch.Tensor = field(repr=False)
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+class Models:
+    """Loads models, keeping the last one only: a study may hold more of them than memory does."""
+
+    def __init__(self, plan: Plan, tools: Tools) -> None:
+        self._plan = plan
+        self._tools = tools
+        self._key: tuple[ModelSpec, str | None] | None = None
+        self._model: Model | None = None
+
+    def load(self, spec: ModelSpec, content: str) -> Model:
+        """Load a model; ``content`` is the text that a missing tokenizer is trained on."""
+        key = (spec, content if spec.random_init else None)
+        if self._model is None or self._key != key:
+            self._model = None  # let go of the old one before the new one needs the memory
+            self._model = self._tools.load_model(
+                spec.name,
+                random_init=spec.random_init,
+                as_decoder=spec.as_decoder,
+                seed=self._plan.seed,
+                device=self._plan.device,
+                dtype=getattr(torch, self._plan.dtype),
+                tokenizer_text=key[1],
+            )
+            self._key = key
+        return self._model
+
+    def load_for(self, subject: Subject) -> Model:
+        """Load the model of a subject, the same as when it was checked.
+
+        Raises
+        ------
+        ModelError
+            If its fingerprint is another one now.
+
+        """
+        model = self.load(subject.spec, subject.content)
+        if model.fingerprint != subject.fingerprint:
+            raise ModelError(
+                f"{subject.model.label} changed while it was measured: its weights differ between two loads. "
+                "Let its files rest, and run the same command again."
+            )
+        return model
+
+
+def prepare(plan: Plan, tools: Tools, models: Models) -> list[Subject]:
+    """Load and check every model on every text.
+
+    Returns
+    -------
+    list of Subject
+        Model by model, text by text within it, in the order of the plan.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        For whatever makes the plan impossible, one sentence each.
+
+    """
+    check_device(plan.device)
+    texts = [tools.load_text(name) for name in plan.texts]
+    _check_texts(texts)
+    subjects = [
+        _subject(plan, spec, text, models.load(spec, text.content)) for spec in plan.models for text in texts
+    ]
+    seen: set[ModelSpec] = set()
+    for subject in subjects:
+        _check_tokens(plan, subject)
+        if subject.spec not in seen:
+            seen.add(subject.spec)
+            model = models.load_for(subject)
+            shortest = subject.tokens[: min(plan.lengths)].unsqueeze(0)
+            for scope in plan.scopes:
+                capture_sites(tools, model, shortest, subject, scope, subject.layers)
+    return subjects
+
+
+def capture_sites(
+    tools: Tools, model: Model, tokens: torch.Tensor, subject: Subject, scope: str, layers: tuple[int, ...]
+) -> list[SiteLike]:
+    """Capture the attention layers of one forward pass, in the order of layer and head.
+
+    Parameters
+    ----------
+    tools, model, subject
+        What is captured, and how.
+    tokens
+        Input ids (batch, n), int64.
+    scope
+        Of :data:`howsmooth.study.plan.SCOPES`.
+    layers
+        Which ones.
+
+    Raises
+    ------
+    CaptureError
+        If other layers or heads come back than were asked for.
+
+    """
+    by_head = scope == "head"
+    sites = tools.capture(
+        model, tokens, layers=list(layers), scope=scope, heads=list(subject.heads) if by_head else None
+    )
+    wanted = [(layer, head) for layer in layers for head in (subject.heads if by_head else (None,))]
+    found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
+    if [(site.layer, site.head) for site in found] != wanted:
+        raise CaptureError(
+            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave "
+            f"{[(site.layer, site.head) for site in found]} as (layer, head), so results could not be told "
+            "apart."
+        )
+    return [cast("SiteLike", site) for site in found]
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that does not exist here.
+
+    Raises
+    ------
+    ArgumentError
+        Naming what there is.
+
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        available = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        raise ArgumentError("device", expected=f"{available} on this machine", got=repr(device)) from error
+
+
+def _check_texts(texts: list[TextLike]) -> None:
+    by_name: dict[str, TextLike] = {}
+    for text in texts:
+        if not text.content.strip():
+            raise TextError(f"text {text.name!r} is empty. Give a text with words in it.")
+        if text.name in by_name:
+            raise ArgumentError(
+                "text",
+                expected="texts of different names",
+                got=f"{text.name!r} twice",
+                remedy="Rename one of the files, since results stand under the name.",
+            )
+        by_name[text.name] = text
+
+
+def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subject:
+    label = spec.label
+    layers = plan.layers.resolve(model.layers, label, "layers")
+    heads = plan.heads.resolve(model.heads, label, "heads") if "head" in plan.scopes else ()
+    if model.max_length is not None and max(plan.lengths) > model.max_length:
+        raise ArgumentError(
+            "lengths",
+            expected=f"at most {model.max_length} tokens, the positions of {label}",
+            got=str(max(plan.lengths)),
+            remedy="Shorten --lengths.",
+        )
+    record = ModelRecord(
+        label=label,
+        name=spec.name,
+        random_init=spec.random_init,
+        as_decoder=spec.as_decoder,
+        source=model.source,
+        layers=model.layers,
+        heads=model.heads,
+        max_length=model.max_length,
+    )
+    return Subject(
+        spec=spec,
+        model=record,
+        text=TextRecord(text.name, text.digest, text.source, len(text.content)),
+        content=text.content,
+        fingerprint=model.fingerprint,
+        tokenizer_source=model.tokenizer_source,
+        tokens=torch.tensor(model.encode(text.content), dtype=torch.int64),
+        layers=layers,
+        heads=heads,
+    )
+
+
+def _check_tokens(plan: Plan, subject: Subject) -> None:
+    tokens = len(subject.tokens)
+    longest = max(plan.lengths)
+    fitting = windows_in(tokens, longest)
+    if fitting < plan.samples:
+        reach = tokens // plan.samples
+        choices = [f"--samples {fitting} or fewer"] if fitting else []
+        choices += [f"--lengths up to {reach}"] if reach else []
+        raise TextError(
+            f"text {subject.text.name!r} is too short: {plan.samples} sequences of {longest} tokens without "
+            f"overlap need {plan.samples * longest} tokens, and it has {tokens} with the tokenizer of "
+            f"{subject.model.label}. "
+            f"Use {', or '.join([*choices, 'a longer text'])}."
+        )

@@ -1,0 +1,136 @@
+"""Ranges of lengths, layers and heads, written the way people write them.
+
+One grammar everywhere: a comma list of numbers and of ``start:stop:step`` ranges whose stop is
+included, so that ``2:100:2`` is 2, 4, ..., 100 and ``0:4`` is 0, 1, 2, 3, 4. Layers and heads may
+be counted from the end with negative numbers, and ``all`` selects every one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Ranges"]
+
+_ITEM = re.compile(r"(?P<start>-?\d+)(?::(?P<stop>-?\d+)(?::(?P<step>-?\d+))?)?")
+_GRAMMAR = "numbers and start:stop:step ranges (the stop is included), separated by commas"
+_MOST_VALUES = 100_000
+_MOST_DIGITS = 9
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A selection of integers, not yet resolved against a number of layers or heads.
+
+    Attributes
+    ----------
+    text
+        What was written, for messages and for the record.
+    argument
+        The argument that it was written for, for messages.
+    items
+        Triples (start, stop, step), stop included; empty for ``all``.
+
+    """
+
+    text: str
+    argument: str
+    items: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def parse(cls, text: str, argument: str) -> Ranges:
+        """Read a selection.
+
+        Parameters
+        ----------
+        text
+            For example ``"2:100:2"``, ``"0,6"``, ``"-1"`` or ``"all"``.
+        argument
+            The argument that is read, named in errors.
+
+        Raises
+        ------
+        ArgumentError
+            If the text does not follow the grammar.
+
+        """
+        if text.strip() == "all":
+            return cls("all", argument, ())
+        items = []
+        for part in text.split(","):
+            match = _ITEM.fullmatch(part.strip())
+            if match is None or any(len(number) > _MOST_DIGITS for number in part.split(":")):
+                raise ArgumentError(
+                    argument,
+                    expected=f"{_GRAMMAR}, such as 2:100:2 or 0,6",
+                    got=repr(text),
+                )
+            start = int(match["start"])
+            stop = start if match["stop"] is None else int(match["stop"])
+            step = 1 if match["step"] is None else int(match["step"])
+            if step < 1:
+                raise ArgumentError(argument, expected="ranges with a step of at least 1", got=repr(text))
+            items.append((start, stop, step))
+        return cls(text.strip(), argument, tuple(items))
+
+    def values(self) -> tuple[int, ...]:
+        """List the numbers as written, sorted, each once: for quantities such as lengths.
+
+        Raises
+        ------
+        ArgumentError
+            If the selection is ``all``, holds a number below 1, an empty range, or too many numbers.
+
+        """
+        if not self.items:
+            raise ArgumentError(self.argument, expected=_GRAMMAR, got=repr(self.text))
+        chosen = self._expand(self.items)
+        if chosen[0] < 1:
+            raise ArgumentError(self.argument, expected="numbers of at least 1", got=repr(self.text))
+        return chosen
+
+    def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
+        """List the indices selected out of ``count``, sorted, each once, none negative.
+
+        Parameters
+        ----------
+        count
+            How many there are.
+        owner, things
+            What has them, and what they are, for messages: ``"builtin-encoder"``, ``"layers"``.
+
+        Raises
+        ------
+        ArgumentError
+            If an index does not exist or a range is empty.
+
+        """
+        if not self.items:
+            return tuple(range(count))
+        items = []
+        for start, stop, step in self.items:
+            for index in (start, stop):
+                if not -count <= index < count:
+                    raise ArgumentError(
+                        self.argument,
+                        expected=f"{things} of {owner}, which has {count}: 0 to {count - 1}, -{count} to -1",
+                        got=f"{index} in {self.text!r}" if str(index) != self.text else str(index),
+                    )
+            items.append((start % count, stop % count, step))
+        return self._expand(items)
+
+    def _expand(
+        self, items: tuple[tuple[int, int, int], ...] | list[tuple[int, int, int]]
+    ) -> tuple[int, ...]:
+        spans = [range(start, stop + 1, step) for start, stop, step in items]
+        if any(not span for span in spans):
+            raise ArgumentError(
+                self.argument, expected="ranges that are not empty (start up to stop)", got=repr(self.text)
+            )
+        if sum(len(span) for span in spans) > _MOST_VALUES:
+            raise ArgumentError(
+                self.argument, expected=f"at most {_MOST_VALUES} numbers", got=repr(self.text)
+            )
+        return tuple(sorted(set().union(*spans)))

@@ -1,0 +1,476 @@
+"""The store: one SQLite file, one row a measurement, never a row lost and never one twice.
+
+Rows are written one transaction a batch with a rollback journal and full synchronisation, so that
+a process killed at any moment leaves whole batches, and the file can be copied while no process
+writes. A lock file beside the store keeps a second writer out; the operating system releases it
+with the process that held it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from howsmooth.errors import StoreError
+from howsmooth.study.plan import Identity
+
+__all__ = ["COLUMNS", "STORE_NAME", "Key", "Measurement", "ModelRecord", "Store", "TextRecord"]
+
+STORE_NAME = "measurements.sqlite"
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x68736D31  # "hsm1", so that the file says whose it is
+
+Key = tuple[str, int, int | None, int, int]
+"""Scope, layer, head, n and sample: one measurement of one model on one text."""
+
+COLUMNS = (
+    "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
+    "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
+)  # fmt: skip
+"""The columns of ``measurements.csv``, in their order."""
+
+_SCHEMA = (
+    """CREATE TABLE studies (
+        id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, seed INTEGER NOT NULL,
+        dtype TEXT NOT NULL, rtol REAL NOT NULL, confidence REAL NOT NULL,
+        max_iterations INTEGER NOT NULL, method TEXT NOT NULL, windows TEXT NOT NULL,
+        special_tokens TEXT NOT NULL)""",
+    """CREATE TABLE models (
+        label TEXT PRIMARY KEY, name TEXT NOT NULL, random_init INTEGER NOT NULL, as_decoder INTEGER NOT NULL,
+        source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER)""",
+    """CREATE TABLE texts (
+        name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL)""",
+    """CREATE TABLE inputs (
+        model TEXT NOT NULL REFERENCES models (label), text TEXT NOT NULL REFERENCES texts (name),
+        fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL,
+        PRIMARY KEY (model, text))""",
+    """CREATE TABLE runs (
+        id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
+        device TEXT NOT NULL, environment TEXT NOT NULL)""",
+    """CREATE TABLE measurements (
+        model TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL,
+        causal INTEGER NOT NULL, text TEXT NOT NULL, sample INTEGER NOT NULL, n INTEGER NOT NULL,
+        radius_mean REAL NOT NULL, radius_max REAL NOT NULL, lipschitz REAL NOT NULL, lower REAL NOT NULL,
+        upper REAL NOT NULL, confidence REAL NOT NULL, converged INTEGER NOT NULL,
+        iterations INTEGER NOT NULL, seconds REAL NOT NULL, seed INTEGER NOT NULL, dtype TEXT NOT NULL,
+        method TEXT NOT NULL, masking TEXT NOT NULL, site TEXT NOT NULL, start INTEGER NOT NULL,
+        run INTEGER NOT NULL REFERENCES runs (id),
+        FOREIGN KEY (model, text) REFERENCES inputs (model, text))""",
+    # A NULL head would make every row of a plain UNIQUE constraint different.
+    """CREATE UNIQUE INDEX one_row_a_measurement ON measurements
+        (model, text, scope, layer, ifnull(head, -1), n, sample)""",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row: the columns of the design, then what else identifies how it was made.
+
+    ``start`` is the position of the sequence's first token in the tokenised text; ``seconds`` is an
+    equal share of the time that the batch took; ``run`` is filled in by the store.
+    """
+
+    model: str
+    layer: int
+    head: int | None
+    scope: str
+    causal: bool
+    text: str
+    sample: int
+    n: int
+    radius_mean: float
+    radius_max: float
+    lipschitz: float
+    lower: float
+    upper: float
+    confidence: float
+    converged: bool
+    iterations: int
+    seconds: float
+    seed: int
+    dtype: str
+    method: str
+    masking: str
+    site: str
+    start: int
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """What the store keeps of a model."""
+
+    label: str
+    name: str
+    random_init: bool
+    as_decoder: bool
+    source: str
+    layers: int
+    heads: int
+    max_length: int | None
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """What the store keeps of a text."""
+
+    name: str
+    digest: str
+    source: str
+    characters: int
+
+
+class Store:
+    """An open store; use it as a context manager, or call :meth:`close`.
+
+    Parameters
+    ----------
+    connection
+        To a file whose schema has been checked.
+    path
+        Of that file, for messages.
+    lock
+        Held while the store is open for writing; ``None`` for a reader.
+
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
+        self._connection = connection
+        self._lock = lock
+        self.path = path
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether the folder holds something under the store's name.
+
+        Raises
+        ------
+        StoreError
+            If the folder is there but is not a folder, or cannot be looked into.
+
+        """
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise StoreError(f"out: expected a folder, got the file {folder}. Choose another --out.")
+            return (folder / STORE_NAME).exists()
+        except OSError as error:
+            raise StoreError(
+                f"out: expected a usable folder, got {folder} ({_reason(error)}). Choose another --out."
+            ) from error
+
+    @classmethod
+    def open(cls, folder: Path, *, write: bool = True) -> Store:
+        """Open the store in a folder, making both if they are not there and ``write`` is true.
+
+        Raises
+        ------
+        StoreError
+            If the store is damaged, not a store, of a newer schema, in use by another process, or in a
+            folder that cannot be written.
+
+        """
+        path = folder / STORE_NAME
+        there = cls.exists(folder)
+        if not write and not there:
+            raise StoreError(f"out: expected a folder with {STORE_NAME}, got {folder}, which has none.")
+        lock = _lock(folder) if write else None
+        try:
+            with _translated(path):
+                mode = "rwc" if write else "ro"
+                connection = sqlite3.connect(
+                    f"file:{quote(str(path.resolve()))}?mode={mode}",
+                    uri=True,
+                    isolation_level=None,
+                    timeout=30,
+                )
+                try:
+                    _check(connection, path, write=write)
+                except BaseException:
+                    connection.close()
+                    raise
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        return cls(connection, path, lock)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and let other processes write."""
+        self._connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # ---- identity
+
+    def check(self, identity: Identity) -> None:
+        """Refuse to mix measurements that do not mean the same.
+
+        Raises
+        ------
+        StoreError
+            Naming the first thing that differs, and the remedy.
+
+        """
+        stored = self._row("SELECT * FROM studies")
+        if stored is None:
+            return
+        for name, wanted in asdict(identity).items():
+            if stored[name] != wanted:
+                option = name.replace("_", "-")
+                adjustable = name not in ("method", "windows", "special_tokens")
+                raise StoreError(
+                    f"{self.path} belongs to another study: it was made with {option} {stored[name]}, "
+                    f"not {wanted}. Choose another --out"
+                    + (f", or repeat --{option} {stored[name]}." if adjustable else ".")
+                )
+
+    def check_input(
+        self, model: ModelRecord, text: TextRecord, fingerprint: str, *, tokenizer_source: str
+    ) -> None:
+        """Refuse a model or a text that changed under its name.
+
+        Raises
+        ------
+        StoreError
+            Naming the first thing that differs, and the remedy.
+
+        """
+        digest = self._row("SELECT digest FROM texts WHERE name = ?", text.name)
+        if digest is not None and digest["digest"] != text.digest:
+            raise StoreError(
+                f"{self.path} belongs to another study: its text {text.name!r} has SHA-256 "
+                f"{digest['digest'][:12]}, not {text.digest[:12]}. Choose another --out, or give "
+                "the text another file name."
+            )
+        # A tokenizer trained on the text makes the fingerprint depend on the text; any other model has one.
+        where = "WHERE model = ? AND (text = ? OR NOT (SELECT random_init FROM models WHERE label = model))"
+        row = self._row(f"SELECT * FROM inputs {where}", model.label, text.name)
+        if row is not None and row["fingerprint"] != fingerprint:
+            what = "the weights or the configuration"
+            if row["tokenizer_source"] != tokenizer_source:
+                what = f"the tokenizer ({row['tokenizer_source']!r} then, {tokenizer_source!r} now)"
+            raise StoreError(
+                f"{self.path} belongs to another study: its model {model.label!r} has fingerprint "
+                f"{row['fingerprint'][:12]}, not {fingerprint[:12]}; {what} changed. Choose another --out."
+            )
+
+    def add_study(self, identity: Identity) -> None:
+        """Record the identity, once."""
+        with self._transaction():
+            if self._row("SELECT id FROM studies") is None:
+                values = {"id": 1, "created": _now(), **asdict(identity)}
+                self._insert("studies", values)
+
+    def add_input(
+        self, model: ModelRecord, text: TextRecord, fingerprint: str, *, tokenizer_source: str, tokens: int
+    ) -> None:
+        """Record a model and a text that belong together, once."""
+        with self._transaction():
+            self._insert("models", asdict(model), "OR IGNORE")
+            self._insert("texts", asdict(text), "OR IGNORE")
+            values = {
+                "model": model.label,
+                "text": text.name,
+                "fingerprint": fingerprint,
+                "tokenizer_source": tokenizer_source,
+                "tokens": tokens,
+            }
+            self._insert("inputs", values, "OR IGNORE")
+
+    # ---- runs and measurements
+
+    def start_run(self, command: str, device: str, environment: Mapping[str, str]) -> int:
+        """Record that a process begins to measure; returns the number that its rows carry."""
+        with self._transaction():
+            values = {
+                "started": _now(),
+                "command": command,
+                "device": device,
+                "environment": json.dumps(environment),
+            }
+            return self._insert("runs", values)
+
+    def finish_run(self, run: int) -> None:
+        """Record that the run measured all that it was asked for."""
+        with self._transaction():
+            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+
+    def known(self, model: str, text: str) -> frozenset[Key]:
+        """List what is measured already of a model on a text."""
+        with _translated(self.path):
+            rows = self._connection.execute(
+                "SELECT scope, layer, head, n, sample FROM measurements WHERE model = ? AND text = ?",
+                (model, text),
+            ).fetchall()
+        return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
+
+    def add(self, rows: Sequence[Measurement], run: int) -> None:
+        """Write a batch: all of its rows or, if anything goes wrong, none."""
+        names = [field.name for field in fields(Measurement)]
+        marks = ", ".join("?" * (len(names) + 1))
+        with self._transaction():
+            self._connection.executemany(
+                f"INSERT INTO measurements ({', '.join(names)}, run) VALUES ({marks})",
+                [(*astuple(row), run) for row in rows],
+            )
+
+    # ---- reading
+
+    def measurements(self) -> pd.DataFrame:
+        """Tabulate all rows with all columns, sorted by model, text, scope, layer, head, n and sample."""
+        frame = self._table("SELECT * FROM measurements ORDER BY model, text, scope, layer, head, n, sample")
+        types = {"head": "Int64", "causal": "bool", "converged": "bool"}
+        return pd.DataFrame(frame.astype(types))
+
+    def models(self) -> pd.DataFrame:
+        """Tabulate the models that have been registered."""
+        return self._table("SELECT * FROM models ORDER BY label")
+
+    def texts(self) -> pd.DataFrame:
+        """Tabulate the texts that have been registered."""
+        return self._table("SELECT * FROM texts ORDER BY name")
+
+    def inputs(self) -> pd.DataFrame:
+        """Tabulate which models were given which texts, with fingerprints and tokenizers."""
+        return self._table("SELECT * FROM inputs ORDER BY model, text")
+
+    def runs(self) -> pd.DataFrame:
+        """Tabulate the processes that measured."""
+        return self._table("SELECT * FROM runs ORDER BY id")
+
+    def study(self) -> dict[str, Any]:
+        """Return the identity and the time of creation; empty if nothing was ever measured."""
+        return self._row("SELECT * FROM studies") or {}
+
+    # ---- plumbing
+
+    def _table(self, query: str) -> pd.DataFrame:
+        with _translated(self.path):
+            cursor = self._connection.execute(query)
+            names = [column[0] for column in cursor.description]
+            return pd.DataFrame(cursor.fetchall(), columns=names)
+
+    def _row(self, query: str, *values: str) -> dict[str, Any] | None:
+        with _translated(self.path):
+            cursor = self._connection.execute(query, values)
+            row = cursor.fetchone()
+            return None if row is None else dict(zip([c[0] for c in cursor.description], row, strict=True))
+
+    def _insert(self, table: str, values: Mapping[str, object], conflict: str = "") -> int:
+        names = ", ".join(values)
+        marks = ", ".join("?" * len(values))
+        cursor = self._connection.execute(
+            f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})", tuple(values.values())
+        )
+        return int(cursor.lastrowid or 0)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _translated(self.path), _begun(self._connection):
+            yield
+
+
+@contextmanager
+def _begun(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's complaints into one sentence of ours."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" in str(error):
+            remedy = "Make room on the disk and run the same command again."
+        elif "readonly" in str(error) or "unable to open" in str(error):
+            remedy = "Make it writable, or choose another --out."
+        else:
+            remedy = "Run the same command again, or choose another --out."
+        raise StoreError(
+            f"{path} cannot be used: {error}. {remedy} Rows already written are kept."
+        ) from error
+    except sqlite3.IntegrityError:
+        raise  # a row twice would be our mistake, not the user's
+    except sqlite3.DatabaseError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error}. Move it away, or choose another --out; nothing was changed."
+        ) from error
+
+
+def _lock(folder: Path) -> FileLock:
+    lock = FileLock(folder / ".measurements.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise StoreError(
+            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({_reason(error)}). Choose another --out."
+        ) from error
+    return lock
+
+
+def _check(connection: sqlite3.Connection, path: Path, *, write: bool) -> None:
+    """Make the schema in an empty file, or see that it is ours, whole, and of a version that we know."""
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA synchronous = FULL")
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    # An empty file is what a process killed while making the store leaves behind.
+    if tables == 0 and application == 0 and write:
+        with _begun(connection):
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return
+    if application != _APPLICATION_ID:
+        raise StoreError(f"{path} is not a store of howsmooth measurements. Choose another --out.")
+    if version != SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} has schema version {version}, and this howsmooth reads version {SCHEMA_VERSION}. "
+            "Use the howsmooth that wrote it, or choose another --out."
+        )
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        raise StoreError(
+            f"{path} is damaged ({verdict}). Restore a copy, or choose another --out; nothing was changed."
+        )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
