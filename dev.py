@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""One tool for a clone of howsmooth: sets up its own environment, measures, tests, builds the docs.
+
+    python3 dev.py measure [MODEL ...] [options]   measure; without MODEL: the built-in models, into out/
+    python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
+    python3 dev.py check                           ruff, mypy and the import rule alone
+    python3 dev.py docs                            build the documentation into docs/_build/html
+    python3 dev.py run PROGRAM [arguments]         any program of the environment
+
+Needs Python 3.11 or newer and nothing else. The environment is the folder .venv beside this file; it
+is made at the first call, and again when pyproject.toml, constraints.txt or the Python changes.
+Delete it at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# This file must load under any Python 3.8, so that an old one gets the sentence below and no traceback.
+OLDEST = (3, 11)
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+STAMP = VENV / "howsmooth-stamp.json"
+LOG = VENV / "howsmooth-pip.log"
+BUILTIN = ("builtin-encoder", "builtin-decoder")
+
+
+class SetUpError(Exception):
+    """Something that the user must hear of, in one sentence."""
+
+
+# ---- the environment
+
+
+def key() -> str:
+    """Digest of everything that the environment is made from."""
+    digest = hashlib.sha256(f"{sys.version}\n{sys.base_prefix}\n{ROOT}\n".encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def stamp() -> dict[str, object]:
+    """Return what the environment was made with, or nothing if it was not finished."""
+    try:
+        found = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def home() -> str:
+    """Say which Python the environment belongs to, and where it lies; it works nowhere else."""
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {sys.base_prefix} {ROOT}"
+
+
+def prepare(*, test: bool) -> None:
+    """Make .venv, or bring it up to date; at once if nothing changed."""
+    made = stamp()
+    if PYTHON.exists() and made.get("key") == key() and (made.get("test") or not test):
+        return
+    begun = time.monotonic()
+    test = test or bool(made.get("test"))
+    if not PYTHON.exists() or made.get("home", home()) != home():
+        create()
+    STAMP.unlink(missing_ok=True)
+    wanted = ["-e", str(ROOT), *(test_requirements() if test else [])]
+    pip("install", "-c", str(ROOT / "constraints.txt"), *wanted)
+    STAMP.write_text(json.dumps({"key": key(), "home": home(), "test": test}))
+    say(f"environment ready in {time.monotonic() - begun:.0f} s")
+
+
+def create() -> None:
+    """Make an empty environment in .venv, in place of any that is there."""
+    try:
+        import ensurepip  # noqa: F401 - Debian ships venv without it
+        import venv
+    except ImportError as error:
+        raise SetUpError(
+            f"this Python lacks the module {error.name}: install it "
+            f"(Debian and Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv)."
+        ) from None
+    say(f"making {VENV.name} with Python {sys.version.split()[0]}")
+    if VENV.is_symlink() or VENV.is_file():
+        raise SetUpError(f"{VENV} is not a folder: move it away.")
+    shutil.rmtree(VENV, ignore_errors=True)
+    try:
+        venv.create(VENV, with_pip=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetUpError(f"{VENV} could not be made: {error}.") from None
+
+
+def test_requirements() -> list[str]:
+    """Read the dependency group ``test``; pip knows such groups only since 25.1."""
+    import tomllib
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        group = tomllib.load(file)["dependency-groups"]["test"]
+    return [str(requirement) for requirement in group]
+
+
+def pip(*arguments: str) -> None:
+    """Run pip, its output in a log; its last lines only if it fails."""
+    say("installing packages with pip, some minutes the first time")
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    live = sys.stderr.isatty()
+    width = shutil.get_terminal_size().columns - 1
+    lines: list[str] = []
+    command = [*command, "--progress-bar", "off"]
+    with LOG.open("w", encoding="utf-8") as log:  # noqa: SIM117 - one "with" would not load under 3.8
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line.rstrip())
+                if live:
+                    print("\r\033[K" + line.strip()[:width], end="", file=sys.stderr, flush=True)
+    if live:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        told = [line for line in lines if line.strip() and not line.startswith("WARNING")][-12:]
+        raise SetUpError(
+            f"pip could not install the packages (exit code {process.returncode}). Its last lines:\n  "
+            + "\n  ".join(told)
+            + f"\nThe whole log: {LOG.relative_to(ROOT)}. Run the same command again once this is mended."
+        )
+
+
+# ---- what it is for
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the variables under which programs of the environment run."""
+    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+    found["PATH"] = f"{BIN}{os.pathsep}{found.get('PATH', '')}"
+    found["VIRTUAL_ENV"] = str(VENV)
+    return found | more
+
+
+def run(*command: str, **variables: str) -> int:
+    """Run a program of the environment and return its exit code."""
+    program = shutil.which(command[0], path=str(BIN))
+    if program is None:
+        raise SetUpError(f"there is no program {command[0]!r} in {BIN.relative_to(ROOT)}.")
+    with subprocess.Popen([program, *command[1:]], cwd=ROOT, env=environment(**variables)) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # The program got the same signal: let it put its results in order and say so itself.
+                continue
+
+
+def measure(arguments: Sequence[str]) -> int:
+    """Run ``howsmooth measure``: on the built-in models and into out/, unless told otherwise."""
+    models = () if arguments and not arguments[0].startswith("-") else BUILTIN
+    out = () if any(a == "--out" or a.startswith("--out=") for a in arguments) else ("--out", "out")
+    prepare(test=False)
+    return run("howsmooth", "measure", *models, *arguments, *out)
+
+
+CHECKS: tuple[tuple[str, ...], ...] = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("lint-imports",),
+    ("mypy",),
+)
+# -E: every page anew, so that a warning of the last build is not forgotten.
+DOCS = ("sphinx-build", "-q", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
+
+
+def steps(commands: Sequence[tuple[str, ...]], **variables: str) -> int:
+    """Run every command, whatever the others said, and name at the end those that failed."""
+    failed = []
+    for command in commands:
+        say(" ".join(command))
+        if run(*command, **variables):
+            failed.append(command)
+    for command in failed:
+        say(f"FAILED: {' '.join(command)}")
+    return 1 if failed else 0
+
+
+def test(arguments: Sequence[str]) -> int:
+    """Run all checks, the build of the docs and the tests; with arguments, pytest alone."""
+    prepare(test=True)
+    if arguments:
+        return run("pytest", *arguments)
+    # One process a core with one thread each; a page's snippets share names, so files stay whole.
+    # pytest comes last, so that its closing line is the last but for the failed steps.
+    tests = ("pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile")
+    return steps((*CHECKS, DOCS, tests), OMP_NUM_THREADS="1")
+
+
+def say(words: str) -> None:
+    """Tell the user what goes on, on the error stream: the output belongs to the programs."""
+    print(f"dev.py: {words}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out one command and return the exit code."""
+    if sys.version_info < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise SetUpError(
+            f"Python {oldest} or newer is needed, this is {sys.version.split()[0]} ({sys.executable})."
+        )
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("help", ())
+    if command in ("help", "-h", "--help"):
+        print(__doc__)
+        return 0
+    if command == "measure":
+        return measure(rest)
+    if command == "test":
+        return test(rest)
+    if command not in ("check", "docs", "run") or (command == "run") != bool(rest):
+        raise SetUpError(
+            f"cannot do {' '.join(arguments)!r}; it knows measure, test, check, docs and run PROGRAM."
+        )
+    prepare(test=True)
+    if command == "check":
+        return steps(CHECKS)
+    return steps([DOCS]) if command == "docs" else run(*rest)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SetUpError as failure:
+        print(f"dev.py: {failure}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
