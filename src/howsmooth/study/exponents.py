@@ -101,7 +101,11 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
     if len(np.unique(lengths)) < FEWEST_LENGTHS:
         nothing = len(lengths) == 0
         return Exponent(
-            *[math.nan] * 5,
+            slope=math.nan,
+            low=math.nan,
+            high=math.nan,
+            intercept=math.nan,
+            spread=math.nan,
             n_points=len(lengths),
             n_min=0 if nothing else int(lengths.min()),
             n_max=0 if nothing else int(lengths.max()),

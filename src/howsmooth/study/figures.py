@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,10 +29,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.names import file_stem, readable
+from howsmooth.study.ticks import linear_ticks, log_ticks, number
 
 __all__ = ["Picture", "draw_all"]
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.titlesize": 10,
@@ -109,26 +111,16 @@ def draw_all(
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Picture] = []
     families = list(measurements.groupby(["model", "text", "scope"], sort=True))
-    sizes = [family.groupby(["layer", "head"], dropna=False).ngroups for _, family in families]
+    sizes = [len(_parts(family)) for _, family in families]
     total = sum(size + (size > 1) for size in sizes)
     with rc_context(_STYLE):
         for (model, text, scope), family in families:
-            parts = list(family.groupby(["layer", "head"], dropna=False, sort=True))
+            parts = _parts(family)
             if len(parts) > 1:
                 pictures.append(_overview(family, folder, str(model), str(text), str(scope)))
                 on_figure(len(pictures), total)
-            for (layer, head), group in parts:
-                pictures.append(
-                    _single(
-                        group,
-                        folder,
-                        str(model),
-                        str(text),
-                        str(scope),
-                        int(layer),
-                        None if pd.isna(head) else int(head),
-                    )
-                )
+            for layer, head, group in parts:
+                pictures.append(_single(group, folder, str(model), str(text), str(scope), layer, head))
                 on_figure(len(pictures), total)
     return pictures
 
@@ -173,10 +165,7 @@ def _single(
 
 
 def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: str) -> Picture:
-    groups = [
-        (int(layer), None if pd.isna(head) else int(head), group)
-        for (layer, head), group in family.groupby(["layer", "head"], dropna=False, sort=True)
-    ]
+    groups = _parts(family)
     heads = len({head for _, head, _ in groups})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(groups), 4)
     rows = math.ceil(len(groups) / columns)
@@ -236,6 +225,19 @@ def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: 
 # ---- parts
 
 
+def _parts(family: pd.DataFrame) -> list[tuple[int, int | None, pd.DataFrame]]:
+    """Split by layer and head; heads are missing for scopes over all of them."""
+    parts: list[tuple[int, int | None, pd.DataFrame]] = []
+    for layer in sorted(family["layer"].unique()):
+        rows = family[family["layer"] == layer]
+        heads = sorted(rows["head"].dropna().unique())
+        parts += [(int(layer), int(head), rows[rows["head"] == head]) for head in heads]
+        without = rows[rows["head"].isna()]
+        if len(without):
+            parts.append((int(layer), None, without))
+    return parts
+
+
 def _figure(width: float, height: float) -> Figure:
     # Not pyplot: its figures would live on in a global list, and it may open a window.
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -265,7 +267,7 @@ def _scatter(
         zorder=2,
     )
     if len(rest):
-        colours = ScalarMappable(norm, _COLOURS).to_rgba(rest[colour].to_numpy())
+        colours: Any = ScalarMappable(norm, _COLOURS).to_rgba(rest[colour].to_numpy())
         floor = rest["lipschitz"].min() * 1e-3
         axis.vlines(
             rest[across],
@@ -370,49 +372,18 @@ def _axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> 
         low, high = low / 1.03, high * 1.03
     margin = (high / low) ** 0.06
     low, high = low / margin, high * margin
-    ticks = _round_ticks(low, high, whole=whole)
+    ticks = log_ticks(low, high, whole=whole)
     if whole and positive.nunique() <= _FEW_LENGTHS:
         ticks = sorted(float(value) for value in positive.unique())
     if which == "x":
-        axis.set_xscale("log")
-        axis.set_xlim(low, high)
-        target = axis.xaxis
+        axis.set(xscale="log", xlim=(low, high))
     else:
-        axis.set_yscale("log")
-        axis.set_ylim(low, high)
-        target = axis.yaxis
+        axis.set(yscale="log", ylim=(low, high))
+    target = axis.xaxis if which == "x" else axis.yaxis
     target.set_major_locator(FixedLocator(ticks))
     target.set_minor_locator(NullLocator())
-    target.set_major_formatter(FuncFormatter(_number))
+    target.set_major_formatter(FuncFormatter(number))
     axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
-
-
-def _round_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """List four to eight round numbers between two positive ones, spaced for a log axis."""
-    decades = math.log10(high / low)
-    if decades < 0.5:
-        step = _nice((high - low) / 6)
-        if whole:
-            step = max(1.0, step)
-        first = math.ceil(low / step)
-        return [round(k * step, 12) for k in range(first, math.floor(high / step) + 1)]
-    digits: tuple[int, ...] = (1, 2, 5) if decades < 2.5 else (1, 3) if decades < 4 else (1,)
-    if decades < 1:
-        digits = (1, 2, 3, 4, 6, 8)
-    stride = max(1, round(decades / 6)) if digits == (1,) else 1
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers if power % stride == 0 for digit in digits]
-    return [tick for tick in ticks if low <= tick <= high and (not whole or tick >= 1)]
-
-
-def _nice(step: float) -> float:
-    """Round a step up to 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(digit * power for digit in (1.0, 2.0, 5.0, 10.0) if digit * power >= step * 0.999)
-
-
-def _number(value: float, position: int | None = None) -> str:
-    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.6g}"
 
 
 def _colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
@@ -424,12 +395,10 @@ def _colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole
 def _ticks_of_bar(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
     low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
     if isinstance(norm, LogNorm):
-        ticks = _round_ticks(low, high, whole=whole)
+        ticks = log_ticks(low, high, whole=whole)
     else:
-        step = _nice((high - low) / 5)
-        step = max(1.0, step) if whole else step
-        ticks = [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    bar.set_ticks(ticks, labels=[_number(tick) for tick in ticks])
+        ticks = linear_ticks(low, high, whole=whole)
+    bar.set_ticks(ticks, labels=[number(tick) for tick in ticks])
     bar.ax.minorticks_off()
     bar.outline.set_visible(False)
 

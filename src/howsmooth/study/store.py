@@ -24,12 +24,11 @@ from filelock import FileLock, Timeout
 
 from howsmooth.errors import StoreError
 from howsmooth.study.plan import Identity
+from howsmooth.study.schema import begun, check_schema, translated
 
-__all__ = ["COLUMNS", "STORE_NAME", "Key", "Measurement", "ModelRecord", "Store", "TextRecord"]
+__all__ = ["COLUMNS", "STORE_NAME", "Contents", "Key", "Measurement", "ModelRecord", "Store", "TextRecord"]
 
 STORE_NAME = "measurements.sqlite"
-SCHEMA_VERSION = 1
-_APPLICATION_ID = 0x68736D31  # "hsm1", so that the file says whose it is
 
 Key = tuple[str, int, int | None, int, int]
 """Scope, layer, head, n and sample: one measurement of one model on one text."""
@@ -39,38 +38,6 @@ COLUMNS = (
     "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
 )  # fmt: skip
 """The columns of ``measurements.csv``, in their order."""
-
-_SCHEMA = (
-    """CREATE TABLE studies (
-        id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, seed INTEGER NOT NULL,
-        dtype TEXT NOT NULL, rtol REAL NOT NULL, confidence REAL NOT NULL,
-        max_iterations INTEGER NOT NULL, method TEXT NOT NULL, windows TEXT NOT NULL,
-        special_tokens TEXT NOT NULL)""",
-    """CREATE TABLE models (
-        label TEXT PRIMARY KEY, name TEXT NOT NULL, random_init INTEGER NOT NULL, as_decoder INTEGER NOT NULL,
-        source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER)""",
-    """CREATE TABLE texts (
-        name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL)""",
-    """CREATE TABLE inputs (
-        model TEXT NOT NULL REFERENCES models (label), text TEXT NOT NULL REFERENCES texts (name),
-        fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL,
-        PRIMARY KEY (model, text))""",
-    """CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
-        device TEXT NOT NULL, environment TEXT NOT NULL)""",
-    """CREATE TABLE measurements (
-        model TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL,
-        causal INTEGER NOT NULL, text TEXT NOT NULL, sample INTEGER NOT NULL, n INTEGER NOT NULL,
-        radius_mean REAL NOT NULL, radius_max REAL NOT NULL, lipschitz REAL NOT NULL, lower REAL NOT NULL,
-        upper REAL NOT NULL, confidence REAL NOT NULL, converged INTEGER NOT NULL,
-        iterations INTEGER NOT NULL, seconds REAL NOT NULL, seed INTEGER NOT NULL, dtype TEXT NOT NULL,
-        method TEXT NOT NULL, masking TEXT NOT NULL, site TEXT NOT NULL, start INTEGER NOT NULL,
-        run INTEGER NOT NULL REFERENCES runs (id),
-        FOREIGN KEY (model, text) REFERENCES inputs (model, text))""",
-    # A NULL head would make every row of a plain UNIQUE constraint different.
-    """CREATE UNIQUE INDEX one_row_a_measurement ON measurements
-        (model, text, scope, layer, ifnull(head, -1), n, sample)""",
-)
 
 
 @dataclass(frozen=True)
@@ -130,6 +97,18 @@ class TextRecord:
     characters: int
 
 
+@dataclass(frozen=True)
+class Contents:
+    """All that a store holds, as tables; see the methods of the same names of :class:`Store`."""
+
+    measurements: pd.DataFrame
+    models: pd.DataFrame
+    texts: pd.DataFrame
+    inputs: pd.DataFrame
+    runs: pd.DataFrame
+    study: dict[str, Any]
+
+
 class Store:
     """An open store; use it as a context manager, or call :meth:`close`.
 
@@ -185,7 +164,7 @@ class Store:
             raise StoreError(f"out: expected a folder with {STORE_NAME}, got {folder}, which has none.")
         lock = _lock(folder) if write else None
         try:
-            with _translated(path):
+            with translated(path):
                 mode = "rwc" if write else "ro"
                 connection = sqlite3.connect(
                     f"file:{quote(str(path.resolve()))}?mode={mode}",
@@ -194,7 +173,7 @@ class Store:
                     timeout=30,
                 )
                 try:
-                    _check(connection, path, write=write)
+                    check_schema(connection, path, write=write)
                 except BaseException:
                     connection.close()
                     raise
@@ -315,7 +294,7 @@ class Store:
 
     def known(self, model: str, text: str) -> frozenset[Key]:
         """List what is measured already of a model on a text."""
-        with _translated(self.path):
+        with translated(self.path):
             rows = self._connection.execute(
                 "SELECT scope, layer, head, n, sample FROM measurements WHERE model = ? AND text = ?",
                 (model, text),
@@ -360,16 +339,32 @@ class Store:
         """Return the identity and the time of creation; empty if nothing was ever measured."""
         return self._row("SELECT * FROM studies") or {}
 
+    def contents(self) -> Contents:
+        """Return everything at one moment, whatever another process writes meanwhile."""
+        with translated(self.path):
+            self._connection.execute("BEGIN")
+            try:
+                return Contents(
+                    measurements=self.measurements(),
+                    models=self.models(),
+                    texts=self.texts(),
+                    inputs=self.inputs(),
+                    runs=self.runs(),
+                    study=self.study(),
+                )
+            finally:
+                self._connection.execute("COMMIT")
+
     # ---- plumbing
 
     def _table(self, query: str) -> pd.DataFrame:
-        with _translated(self.path):
+        with translated(self.path):
             cursor = self._connection.execute(query)
             names = [column[0] for column in cursor.description]
             return pd.DataFrame(cursor.fetchall(), columns=names)
 
     def _row(self, query: str, *values: str) -> dict[str, Any] | None:
-        with _translated(self.path):
+        with translated(self.path):
             cursor = self._connection.execute(query, values)
             row = cursor.fetchone()
             return None if row is None else dict(zip([c[0] for c in cursor.description], row, strict=True))
@@ -384,43 +379,8 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _translated(self.path), _begun(self._connection):
+        with translated(self.path), begun(self._connection):
             yield
-
-
-@contextmanager
-def _begun(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's complaints into one sentence of ours."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if "full" in str(error):
-            remedy = "Make room on the disk and run the same command again."
-        elif "readonly" in str(error) or "unable to open" in str(error):
-            remedy = "Make it writable, or choose another --out."
-        else:
-            remedy = "Run the same command again, or choose another --out."
-        raise StoreError(
-            f"{path} cannot be used: {error}. {remedy} Rows already written are kept."
-        ) from error
-    except sqlite3.IntegrityError:
-        raise  # a row twice would be our mistake, not the user's
-    except sqlite3.DatabaseError as error:
-        raise StoreError(
-            f"{path} cannot be read: {error}. Move it away, or choose another --out; nothing was changed."
-        ) from error
 
 
 def _lock(folder: Path) -> FileLock:
@@ -437,35 +397,6 @@ def _lock(folder: Path) -> FileLock:
             f"out: expected a writable folder, got {folder} ({_reason(error)}). Choose another --out."
         ) from error
     return lock
-
-
-def _check(connection: sqlite3.Connection, path: Path, *, write: bool) -> None:
-    """Make the schema in an empty file, or see that it is ours, whole, and of a version that we know."""
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA synchronous = FULL")
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    # An empty file is what a process killed while making the store leaves behind.
-    if tables == 0 and application == 0 and write:
-        with _begun(connection):
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        return
-    if application != _APPLICATION_ID:
-        raise StoreError(f"{path} is not a store of howsmooth measurements. Choose another --out.")
-    if version != SCHEMA_VERSION:
-        raise StoreError(
-            f"{path} has schema version {version}, and this howsmooth reads version {SCHEMA_VERSION}. "
-            "Use the howsmooth that wrote it, or choose another --out."
-        )
-    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if verdict != "ok":
-        raise StoreError(
-            f"{path} is damaged ({verdict}). Restore a copy, or choose another --out; nothing was changed."
-        )
 
 
 def _reason(error: OSError) -> str:

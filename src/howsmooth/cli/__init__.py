@@ -1,0 +1,88 @@
+"""The command line. Each command is a thin door to a room of the library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.measure import measure
+from howsmooth.errors import HowsmoothError
+
+__all__ = ["app", "main"]
+
+REFUSED = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"howsmooth {version('howsmooth')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("measure", epilog=measure.__dict__["examples"])(measure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments
+        As typed after ``howsmooth``; ``None`` for those of the process.
+
+    Returns
+    -------
+    int
+        0 if all went well; 2 if something was refused, with one sentence on standard error; 130 if
+        interrupted. A traceback, and exit code 1, are a mistake of ours.
+
+    """
+    typed = tuple(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # The words as typed travel along: they are recorded as the origin of the measurements.
+        code = app(args=list(typed), obj=typed, prog_name="howsmooth", standalone_mode=False)
+    except HowsmoothError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted: nothing had been measured yet.", err=True)
+        return INTERRUPTED
+    except Exception as error:
+        # Usage errors: typer has kept click's class under three names in its history, but not its method.
+        described = getattr(error, "format_message", None)
+        if described is None or getattr(error, "exit_code", None) is None:
+            raise
+        place = getattr(getattr(error, "ctx", None), "command_path", "howsmooth")
+        return _refuse(f"{described().replace('Value error, ', '')} See {place} --help.")
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(sentence: str) -> int:
+    # One line, whatever a file name or a library's message held.
+    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
+    return REFUSED

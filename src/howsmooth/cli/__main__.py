@@ -1,0 +1,9 @@
+"""Allow ``python -m howsmooth.cli``."""
+
+from __future__ import annotations
+
+import sys
+
+from howsmooth.cli import main
+
+sys.exit(main())

@@ -1,0 +1,209 @@
+"""``howsmooth measure``: from models and texts to a store, tables, figures and a report."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from howsmooth.cli.progress import Display, choose
+
+if TYPE_CHECKING:
+    from howsmooth.study.run import Progress
+
+__all__ = ["measure"]
+
+INTERRUPTED = 130
+
+Scope = StrEnum("Scope", ["head", "heads", "attention", "residual", "block"])
+Dtype = StrEnum("Dtype", ["float32", "float64"])
+
+_EXAMPLES = (
+    "Into --out go a store with one row a measurement, measurements.csv, exponents.csv, figures, and a "
+    "report.html that says what it all means.",
+    "Examples:",
+    "[cyan]howsmooth measure[/]  the two built-in models on the prose that every Python carries",
+    "[cyan]howsmooth measure builtin-encoder --layers 0,-1 --lengths 4:64:4 --samples 5[/]  a quick look",
+    "[cyan]howsmooth measure ./my-model --text alice.txt --scope head --heads 0:3 --layers 2[/]  four heads",
+    "[cyan]howsmooth measure gpt2 --random-init --text alice.txt --layers 6[/]  the architecture, untrained",
+    "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
+    "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  for a machine",
+    "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
+    "layers, heads, scopes, texts and models can be added to a folder at any time.",
+)
+
+WHAT = "What to measure"
+HOW = "How to measure"
+OUTPUT = "Output"
+
+
+def measure(
+    context: typer.Context,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A built-in model, a local folder, or a Hub id; several are measured into one store. "
+            "Default: builtin-encoder builtin-decoder.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="A path (.txt, or AG_NEWS-format .csv), python-docs, alice or ag_news. May be repeated. "
+            "Default: python-docs.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
+        ),
+    ] = "all",
+    heads: Annotated[
+        str,
+        typer.Option(metavar="RANGES", help="Like --layers; only with --scope head.", rich_help_panel=WHAT),
+    ] = "all",
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGES",
+            help="Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "2:100:2",
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Sequences a length: windows of the text that do not overlap, without special tokens.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 10,
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(
+            metavar="head|heads|attention|residual|block",
+            help="What is called attention: one head with its values only; all heads before the output "
+            "projection; attention with it; the residual sum; or the block with its norm. May be repeated. "
+            "Default: attention.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    random_init: Annotated[
+        bool,
+        typer.Option(
+            "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    as_decoder: Annotated[
+        bool,
+        typer.Option(
+            "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    rtol: Annotated[
+        float, typer.Option(help="Relative width of the interval to reach.", rich_help_panel=HOW)
+    ] = 1e-4,
+    confidence: Annotated[
+        float,
+        typer.Option(help="Probability that the interval holds the constant.", rich_help_panel=HOW),
+    ] = 0.999,
+    max_iterations: Annotated[
+        int, typer.Option(help="Golub-Kahan steps at most.", rich_help_panel=HOW)
+    ] = 200,
+    seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
+    device: Annotated[str, typer.Option(help="Such as cpu, cuda, cuda:1, mps.", rich_help_panel=HOW)] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the store, tables, figures and report.", rich_help_panel=OUTPUT)
+    ] = Path("howsmooth-out"),
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> int:
+    """Measure the local Lipschitz constant of a model's attention on real text, with an interval."""
+    from howsmooth.cli.parsing import build_plan
+    from howsmooth.study.publish import publish
+    from howsmooth.study.run import run
+    from howsmooth.study.tools import default_tools
+
+    plan = build_plan(
+        models=models,
+        texts=text,
+        layers=layers,
+        heads=heads,
+        lengths=lengths,
+        samples=samples,
+        scopes=[str(one) for one in scope] if scope else None,
+        random_init=random_init,
+        as_decoder=as_decoder,
+        rtol=rtol,
+        confidence=confidence,
+        max_iterations=max_iterations,
+        seed=seed,
+        device=device,
+        dtype=str(dtype),
+    )
+    command = shlex.join(["howsmooth", *context.obj])
+    display = choose(quiet=quiet)
+    watch = _Watch(display)
+    try:
+        with display:
+            display.phase("Reading texts and models")
+            outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
+            display.phase("Drawing figures")
+            published = publish(out, lambda done, total: display.advance(done, total, f"{done} of {total}"))
+    except KeyboardInterrupt:
+        typer.echo(watch.interrupted(out, command), err=True)
+        return INTERRUPTED
+    if json:
+        from howsmooth.cli.result import as_json
+
+        typer.echo(as_json(plan, outcome, published, out))
+    elif not quiet:
+        from howsmooth.cli.result import show
+
+        show(plan, outcome, published, out)
+    return 0
+
+
+class _Watch:
+    """Hears how far the run is, shows it, and remembers it for the message after Ctrl-C."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._last: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if self._last is None:
+            kept = f" ({progress.kept} more are in the store already)" if progress.kept else ""
+            self._display.phase(f"Measuring {progress.planned} constants{kept}")
+        self._last = progress
+        words = f"{progress.done} of {progress.planned}, {progress.model}, n = {progress.n}"
+        self._display.advance(progress.cost_done, progress.cost_planned, words)
+
+    def interrupted(self, folder: Path, command: str) -> str:
+        """Say what was kept, and how to go on."""
+        if self._last is None:
+            return "interrupted: nothing had been measured yet."
+        done = self._last.done + self._last.kept
+        planned = self._last.planned + self._last.kept
+        return (
+            f"interrupted: {done} of {planned} measurements are kept in {folder}. "
+            f"Continue with the same command:\n  {command}"
+        )
+
+
+measure.__dict__["examples"] = "\n\n".join(_EXAMPLES)

@@ -1,0 +1,59 @@
+"""From what was typed to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.ranges import Ranges
+
+__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan"]
+
+DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
+DEFAULT_TEXTS = ("python-docs",)
+
+
+def build_plan(
+    *,
+    models: Sequence[str] | None,
+    texts: Sequence[str] | None,
+    layers: str,
+    heads: str,
+    lengths: str,
+    samples: int,
+    scopes: Sequence[str] | None,
+    random_init: bool,
+    as_decoder: bool,
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> Plan:
+    """Build a plan of the command line's words; what was left out (``None`` or empty) gets its default.
+
+    Raises
+    ------
+    howsmooth.errors.ArgumentError
+        If a word cannot be read or a value is impossible.
+
+    """
+    return Plan(
+        models=tuple(
+            ModelSpec(name, random_init=random_init, as_decoder=as_decoder)
+            for name in models or DEFAULT_MODELS
+        ),
+        texts=tuple(texts or DEFAULT_TEXTS),
+        layers=Ranges.parse(layers, "layers"),
+        heads=Ranges.parse(heads, "heads"),
+        lengths=Ranges.parse(lengths, "lengths").values(),
+        samples=samples,
+        scopes=tuple(scopes or ("attention",)),
+        rtol=rtol,
+        confidence=confidence,
+        max_iterations=max_iterations,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )

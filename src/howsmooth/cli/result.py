@@ -1,0 +1,126 @@
+"""The result of a measurement, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from howsmooth.study.exponents import LEVEL
+from howsmooth.study.names import readable
+from howsmooth.study.plan import Plan
+from howsmooth.study.publish import Published
+from howsmooth.study.run import Outcome
+
+__all__ = ["as_json", "show"]
+
+
+def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> str:
+    """Describe the result as one JSON object.
+
+    ``measurements`` counts what this command asked for; ``exponents``, ``models`` and ``texts`` are those
+    of the whole store.
+    """
+    contents = published.contents
+    written = {
+        "howsmooth": _version(),
+        "out": str(folder),
+        "seconds": round(outcome.seconds, 3),
+        "measurements": {
+            "measured": outcome.measured,
+            "kept": outcome.kept,
+            "in_store": len(contents.measurements),
+            "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
+        },
+        "settings": {
+            "seed": plan.seed,
+            "rtol": plan.rtol,
+            "confidence": plan.confidence,
+            "max_iterations": plan.max_iterations,
+            "device": plan.device,
+            "dtype": plan.dtype,
+            "samples": plan.samples,
+            "lengths": list(plan.lengths),
+            "scopes": list(plan.scopes),
+        },
+        "models": _records(contents.models),
+        "texts": _records(contents.texts),
+        "inputs": _records(contents.inputs),
+        "exponents": _records(published.exponents),
+        "exponent_confidence": LEVEL,
+        "files": {
+            "store": str(folder / "measurements.sqlite"),
+            "measurements": str(published.measurements),
+            "exponents": str(published.exponents_file),
+            "report": str(published.report),
+            "figures": [str(path) for picture in published.pictures for path in (picture.png, picture.pdf)],
+        },
+    }
+    return json.dumps(written, indent=2, allow_nan=False)
+
+
+def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> None:
+    """Print the exponents and where everything is."""
+    console = Console()
+    labels = {model.label for model in plan.models}
+    table = Table(title=None, box=None, pad_edge=False, header_style="bold")
+    for name in ("model", "text", "scope"):
+        table.add_column(name, overflow="fold")
+    for name in ("layer", "head", "exponent", f"{LEVEL:.0%} interval".replace("%", " %"), "points"):
+        table.add_column(name, justify="right", no_wrap=True)
+    hidden = 0
+    for row in _records(published.exponents):
+        if row["model"] not in labels:
+            hidden += 1
+            continue
+        table.add_row(
+            Text(readable(row["model"])),
+            Text(readable(row["text"])),
+            row["scope"],
+            str(row["layer"]),
+            "all" if row["head"] is None else str(row["head"]),
+            row["note"] or f"{row['slope']:.3f}",
+            "" if row["note"] else f"{row['low']:.3f} to {row['high']:.3f}",
+            str(row["n_points"]),
+        )
+    console.print("\nThe constant grows like n to the power:")
+    console.print(table)
+    if hidden:
+        console.print(f"and {hidden} exponents of other models in this folder.")
+    words = f"\n{outcome.measured} measurements made in {outcome.seconds:.1f} s"
+    words += f", {outcome.kept} were there already" if outcome.kept else ""
+    words += f"; {outcome.unconverged} did not converge" if outcome.unconverged else ""
+    console.print(Text(f"{words}."))
+    if outcome.unconverged:
+        console.print("A larger --max-iterations, with another --out, narrows their intervals.")
+    # Not through rich, which would break a long path in two.
+    print(f"Report: {published.report}")
+    print(f"Also in {folder}: measurements.csv, exponents.csv, measurements.sqlite, figures/")
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows with plain values; what is missing or not a number is null, which JSON can say."""
+    return [
+        {str(name): _value(str(name), value) for name, value in row.items()}
+        for row in table.astype(object).to_dict("records")
+    ]
+
+
+def _value(name: str, value: Any) -> Any:
+    if pd.isna(value) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    if name in ("random_init", "as_decoder"):
+        return bool(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("howsmooth")
