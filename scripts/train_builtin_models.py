@@ -473,9 +473,9 @@ The same numbers, unrounded, are in `training.json`.
 
 {task}; AdamW (betas 0.9 and 0.98, weight decay {plan[weight_decay]}), learning rate
 {plan[learning_rate]} after {plan[warm_up]} steps of warm-up, then a cosine to a hundredth of it; dropout
-{plan[dropout]} (none inside attention); gradient norm clipped at 1; {plan[steps]:,} steps of {plan[tokens_a_step]:,} tokens
-({passes:.0f} passes over the text; three steps of four with windows of {half} tokens, the
-fourth with {positions}{wrapping}); seed {plan[seed]}; {precision}.
+{plan[dropout]} (none inside attention); gradient norm clipped at 1; {plan[steps]:,} steps
+of {plan[tokens_a_step]:,} tokens ({passes:.0f} passes over the text; three steps of four with windows of
+{half} tokens, the fourth with {positions}{wrapping}); seed {plan[seed]}; {precision}.
 {minutes:.0f} minutes on one of 2 CPU cores, shared with other work; no GPU.
 PyTorch {facts[versions][torch]}, transformers {facts[versions][transformers]}.
 
