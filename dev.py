@@ -32,7 +32,6 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / "howsmooth-stamp.json"
 LOG = VENV / "howsmooth-pip.log"
-BUILTIN = ("builtin-encoder", "builtin-decoder")
 
 
 class SetUpError(Exception):
@@ -141,20 +140,21 @@ def pip(*arguments: str) -> None:
 # ---- what it is for
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the variables under which programs of the environment run."""
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
     found["PATH"] = f"{BIN}{os.pathsep}{found.get('PATH', '')}"
     found["VIRTUAL_ENV"] = str(VENV)
-    return found | more
+    return found
 
 
-def run(*command: str, **variables: str) -> int:
-    """Run a program of the environment and return its exit code."""
+def run(command: Sequence[str], *, cwd: Path = ROOT, threads: int | None = None) -> int:
+    """Run a program of the environment, on so many threads, and return its exit code."""
+    variables = environment() | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     program = shutil.which(command[0], path=str(BIN))
     if program is None:
         raise SetUpError(f"there is no program {command[0]!r} in {BIN.relative_to(ROOT)}.")
-    with subprocess.Popen([program, *command[1:]], cwd=ROOT, env=environment(**variables)) as process:
+    with subprocess.Popen([program, *command[1:]], cwd=cwd, env=variables) as process:
         while True:
             try:
                 return process.wait()
@@ -164,11 +164,11 @@ def run(*command: str, **variables: str) -> int:
 
 
 def measure(arguments: Sequence[str]) -> int:
-    """Run ``howsmooth measure``: on the built-in models and into out/, unless told otherwise."""
-    models = () if arguments and not arguments[0].startswith("-") else BUILTIN
-    out = () if any(a == "--out" or a.startswith("--out=") for a in arguments) else ("--out", "out")
+    """Run ``howsmooth measure``, into out/ beside this file unless told otherwise."""
     prepare(test=False)
-    return run("howsmooth", "measure", *models, *arguments, *out)
+    elsewhere = any(word == "--out" or word.startswith("--out=") for word in arguments)
+    out = () if elsewhere else ("--out", os.path.relpath(ROOT / "out"))
+    return run(("howsmooth", "measure", *arguments, *out), cwd=Path.cwd())
 
 
 CHECKS: tuple[tuple[str, ...], ...] = (
@@ -181,12 +181,12 @@ CHECKS: tuple[tuple[str, ...], ...] = (
 DOCS = ("sphinx-build", "-q", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
 
 
-def steps(commands: Sequence[tuple[str, ...]], **variables: str) -> int:
+def steps(commands: Sequence[tuple[str, ...]], *, threads: int | None = None) -> int:
     """Run every command, whatever the others said, and name at the end those that failed."""
     failed = []
     for command in commands:
         say(" ".join(command))
-        if run(*command, **variables):
+        if run(command, threads=threads):
             failed.append(command)
     for command in failed:
         say(f"FAILED: {' '.join(command)}")
@@ -197,11 +197,11 @@ def test(arguments: Sequence[str]) -> int:
     """Run all checks, the build of the docs and the tests; with arguments, pytest alone."""
     prepare(test=True)
     if arguments:
-        return run("pytest", *arguments)
+        return run(("pytest", *arguments))
     # One process a core with one thread each; a page's snippets share names, so files stay whole.
     # pytest comes last, so that its closing line is the last but for the failed steps.
     tests = ("pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile")
-    return steps((*CHECKS, DOCS, tests), OMP_NUM_THREADS="1")
+    return steps((*CHECKS, DOCS, tests), threads=1)
 
 
 def say(words: str) -> None:
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     prepare(test=True)
     if command == "check":
         return steps(CHECKS)
-    return steps([DOCS]) if command == "docs" else run(*rest)
+    return steps([DOCS]) if command == "docs" else run(rest)
 
 
 if __name__ == "__main__":
