@@ -1,0 +1,12 @@
+"""Transformers models of Hugging Face: loading them, and capturing their attention layers as maps.
+
+``load`` (with ``places`` and ``tokenizers``) brings a model by its name. ``capture`` runs it (``borrow``
+leaves it as it was found), ``recording`` writes down one pass, ``identify`` and ``masking`` read it, and
+``replay`` proves the result against the model's own numbers.
+"""
+
+from howsmooth.models.capture import capture
+from howsmooth.models.load import LoadedModel, builtin_names, load_model
+from howsmooth.models.site import SCOPES, Site
+
+__all__ = ["SCOPES", "LoadedModel", "Site", "builtin_names", "capture", "load_model"]

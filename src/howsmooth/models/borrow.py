@@ -1,0 +1,117 @@
+"""Borrowing a model: run it with everything set for a measurement, and give it back as it was.
+
+A measurement must not change what it measures. Whatever is set here (evaluation mode, attention
+implementation, caches, hooks, random state) is restored on leaving, under exceptions too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as transformers_logging
+
+__all__ = ["borrowed", "own_attention", "quiet"]
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Set evaluation mode, no gradients, no cache, no autocast, and random numbers of our own.
+
+    ``no_grad`` and not ``inference_mode``: tensors made under the latter could not be differentiated
+    afterwards. The training flags are set one by one instead of by ``model.eval()``, because modules
+    may override that method with lasting effects, and because a user may have frozen some modules only.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    caches = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
+    device = model.device
+    devices = [device] if device.type == "cuda" else []
+    try:
+        for module, _ in flags:
+            module.training = False
+        for config, _ in caches:
+            config.use_cache = False
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.random.fork_rng(devices),
+        ):
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+        for config, use_cache in caches:
+            config.use_cache = use_cache
+
+
+@contextlib.contextmanager
+def own_attention(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+    """Let the model call ``function`` wherever it dispatches attention through transformers' interface.
+
+    The mask builder of the eager implementation comes with it, so that ``function`` is handed the
+    complete mask; without one, transformers hands over None and the mask is lost silently.
+    The name under which they are registered is new each time, so that captures may run in parallel.
+    """
+    name = f"howsmooth_{next(_numbers)}"
+    configs = _configs(model)
+    before = [config._attn_implementation_internal for config in configs]
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, eager_mask)
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        # The interfaces can be added to by a public method, but only emptied through the mapping itself.
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration object that some part of the model reads, each once."""
+    found: dict[int, Any] = {}
+    waiting = [
+        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    ]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and progress bars of transformers and of the Hub's client while loading."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    try:
+        transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+        transformers_logging.disable_progress_bar()
+        hub.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        hub.setLevel(hub_level)

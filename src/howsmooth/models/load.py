@@ -1,0 +1,294 @@
+"""``load_model``: a model and its tokenizer, from a folder, the Hugging Face Hub or this package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from howsmooth.errors import ArgumentError, HowsmoothError, ModelError
+from howsmooth.models.borrow import borrowed, quiet
+from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.inputs import check_model, max_length, vocabulary_size
+from howsmooth.models.places import Place, find
+from howsmooth.models.recording import AttentionLayer, attention_layers
+from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
+
+__all__ = ["LoadedModel", "builtin_names", "load_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to be captured, with what a report must say about it."""
+
+    #: The name it was asked for by.
+    name: str
+    #: The model, in evaluation mode, its parameters without gradients.
+    model: PreTrainedModel
+    #: Text to token ids without special tokens (also ``tokenizer.encode``).
+    tokenizer: Tokenizer
+    #: One phrase: where the tokenizer comes from.
+    tokenizer_source: str
+    #: One phrase: where the weights come from.
+    source: str
+    #: SHA-256 over configuration, weights and tokenizer; the same in every run.
+    fingerprint: str
+    #: Longest input in tokens, None if the model states no limit.
+    max_length: int | None
+    #: Number of token ids that the model knows.
+    vocab_size: int
+    #: Number of attention layers.
+    layers: int
+    #: Number of heads of each (of the first, should they differ).
+    heads: int
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names of the models that ship with the package."""
+    return tuple(BUILTIN_MODELS)
+
+
+def load_model(
+    name: str | Path,
+    *,
+    random_init: bool = False,
+    as_decoder: bool = False,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tokenizer_text: str | None = None,
+) -> LoadedModel:
+    """Load a model, or build one with untrained weights.
+
+    Weights are read from safetensors only, and code that comes with a model is never run.
+
+    Parameters
+    ----------
+    name
+        The name of a built-in model, a local folder, or a model id of the Hugging Face Hub; with
+        ``random_init`` also a model type of transformers such as ``"gpt2"`` or ``"bert"``, which stands for
+        that type's default configuration if the Hub has or gives none of this name.
+    random_init
+        Build the architecture from its configuration with the library's own random initialisation.
+    as_decoder
+        Run a BERT-type encoder as a decoder, with its causal mask.
+    seed
+        Of the random weights. The caller's random state is not touched.
+    device
+        Where the model runs.
+    dtype
+        ``torch.float32`` or ``torch.float64``, whatever the file holds.
+    tokenizer_text
+        With ``random_init``: a text on which a byte-level BPE is trained if the model's own tokenizer
+        cannot be had. ``tokenizer_source`` then says so.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is not of the kind described.
+    ModelError
+        If there is no such model, or it cannot be read, run or used as asked; one sentence says why.
+    CaptureError
+        If it does not call its attention in a way that can be captured.
+
+    """
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
+    if dtype not in (torch.float32, torch.float64):
+        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=str(dtype))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
+    target = _device(device)
+    with quiet():
+        place = find(str(name), random_init=random_init)
+        config = _config(place)
+        model, unread, layers = _built(place, config, random_init, seed, dtype)
+        if as_decoder:
+            model, unread, layers = _as_decoder(place, config, model, layers, random_init, seed, dtype)
+        model.requires_grad_(requires_grad=False).eval().to(target)
+        size = vocabulary_size(model) or 0
+        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, size)
+        fingerprint = _fingerprint(model, unread, tokenizer)
+    role = ", run as a decoder with its causal mask" if as_decoder else ""
+    weights = (
+        f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
+    )
+    return LoadedModel(
+        name=str(name),
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_source=tokenizer_source,
+        source=f"{weights}{place.sentence}{role}",
+        fingerprint=fingerprint,
+        max_length=max_length(model),
+        vocab_size=size,
+        layers=len(layers),
+        heads=layers[0].heads,
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentError(
+            "device", expected="a device of this machine, such as 'cpu' or 'cuda'", got=str(device)
+        ) from error
+    return target
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _config(place: Place) -> Any:
+    """Return the model's configuration; refuse what needs code of its own and encoder-decoders."""
+    if place.location is None:
+        config = CONFIG_MAPPING[place.name]()
+    else:
+        try:
+            config = AutoConfig.from_pretrained(
+                place.location, trust_remote_code=False, local_files_only=place.local_files_only
+            )
+        except Exception as error:  # transformers raises many types here; each is one sentence to the user
+            if "trust_remote_code" in str(error):
+                raise ModelError(
+                    f"{place.name!r} needs code that comes with the model, which howsmooth never runs. "
+                    "Choose a model whose architecture is part of transformers."
+                ) from error
+            raise place.failure(error) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{place.name!r} is an encoder-decoder model ({config.model_type}), which is not captured yet. "
+            "Choose an encoder or a decoder."
+        )
+    return config
+
+
+def _built(
+    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype
+) -> tuple[PreTrainedModel, set[str], list[AttentionLayer]]:
+    """Return the model, the names of weights that were not in the file, and the attention layers."""
+    unread: set[str] = set()
+    try:
+        if random_init:
+            _check_memory(place, config, dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if random_init:
+                # In float32 first, so that both precisions start from the same numbers.
+                model = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False).to(dtype)
+            else:
+                model, info = AutoModel.from_pretrained(
+                    place.location,
+                    config=config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=place.local_files_only,
+                    output_loading_info=True,
+                )
+                unread = set(info["missing_keys"])
+    except HowsmoothError:
+        raise
+    except Exception as error:  # as above
+        raise place.failure(error) from error
+    # A pooler follows the last layer and no attention depends on it; base models often lack its weights.
+    lost = sorted(key for key in unread if "pooler" not in key)
+    if lost:
+        raise ModelError(
+            f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "
+            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init."
+        )
+    if vocabulary_size(model) is None or model.main_input_name != "input_ids":
+        raise ModelError(
+            f"{place.name!r} takes {model.main_input_name}, not token ids, which is not supported yet. "
+            "Choose a language model."
+        )
+    check_model(model)
+    return model, unread, _layers(model)
+
+
+def _layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    ids = torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long, device=model.device)
+    with borrowed(model):
+        return attention_layers(model, {"input_ids": ids})
+
+
+def _as_decoder(
+    place: Place,
+    config: Any,
+    model: PreTrainedModel,
+    layers: list[AttentionLayer],
+    random_init: bool,
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[PreTrainedModel, set[str], list[AttentionLayer]]:
+    """Build the model again as a decoder; its masks decide whether it is one, not its name."""
+    if any(layer.causal for layer in layers):
+        raise ModelError(
+            f"{place.name!r} ({type(model).__name__}) is a decoder already: its attention is causal. "
+            "Leave out as_decoder."
+        )
+    config.is_decoder = True
+    built = _built(place, config, random_init, seed, dtype)
+    if not all(layer.causal for layer in built[2]):
+        raise ModelError(
+            f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays unmasked."
+        )
+    return built
+
+
+def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
+    """Refuse to build what does not fit: some types' default configurations have billions of weights."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not told on this system
+        return
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
+    needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
+    if needed > free:
+        raise ModelError(
+            f"{place.name!r} has {weights / 1e9:.1f} billion weights in its configuration, "
+            f"{needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB of memory are free. "
+            "Give a folder with a smaller config.json."
+        )
+
+
+def _tokenizer(place: Place, random_init: bool, text: str | None, vocabulary: int) -> tuple[Tokenizer, str]:
+    if place.location is not None:
+        own = own_tokenizer(place.location, local_files_only=place.local_files_only)
+        if own is not None:
+            return own, "the model's own tokenizer"
+    if random_init and text is not None:
+        return (
+            trained_tokenizer(text, vocabulary),
+            "a byte-level BPE trained on the text, because the model's own tokenizer could not be had",
+        )
+    remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
+    return Tokenizer(None, f"No tokenizer could be had for {place.name!r}. {remedy}"), "none"
+
+
+def _fingerprint(model: PreTrainedModel, unread: set[str], tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256()
+    config = model.config.to_diff_dict()
+    for local in ("_name_or_path", "transformers_version"):
+        config.pop(local, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        if key in unread:
+            continue
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tokenizer.serialized.encode())
+    return digest.hexdigest()

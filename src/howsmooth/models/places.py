@@ -1,0 +1,137 @@
+"""Where a model of a given name is: in this package, in a folder, on the Hugging Face Hub, or nowhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from howsmooth.errors import ModelError
+from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
+
+__all__ = ["Place", "find", "hub_reachable"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model's files are, and how to speak of that."""
+
+    #: The name that was asked for.
+    name: str
+    #: A folder, a Hub id, or None: the default configuration of the model type of this name.
+    location: str | None
+    #: One phrase for a report.
+    sentence: str
+    #: Whether only files on this machine may be used.
+    local_files_only: bool
+
+    def failure(self, error: Exception) -> ModelError:
+        """Return the error to raise when transformers cannot read the model here."""
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        causes = [error, error.__cause__, error.__context__]
+        if self.location is None or Path(self.location).is_dir():
+            return ModelError(f"The model {self.name!r} cannot be read: {type(error).__name__}: {reason}")
+        if any(isinstance(cause, GatedRepoError) for cause in causes):
+            return ModelError(
+                f"The Hub model {self.name!r} is gated: log in with `hf auth login` and accept its terms."
+            )
+        if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+            return ModelError(
+                f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_REMEDY}"
+            )
+        if self.local_files_only or any(isinstance(cause, LocalEntryNotFoundError) for cause in causes):
+            return ModelError(
+                f"The model {self.name!r} is neither built in nor a local folder, and the Hugging Face Hub "
+                f"cannot be reached (no network), nor does its cache here hold the model. {_REMEDY}"
+            )
+        return ModelError(f"The Hub model {self.name!r} cannot be read: {type(error).__name__}: {reason}")
+
+
+_REMEDY = (
+    f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with untrained "
+    "weights from a model type such as 'gpt2' with random_init (--random-init)."
+)
+
+
+def find(name: str, *, random_init: bool) -> Place:
+    """Find the model of this name.
+
+    Raises
+    ------
+    ModelError
+        If the name is a folder that holds no model, or a path to nothing.
+
+    """
+    if name in BUILTIN_MODELS:
+        return Place(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)
+    path = Path(name).expanduser()
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
+    if path.is_dir() and (folder := _model_folder(path)) is not None:
+        _check_weights(name, folder, random_init)
+        return Place(name, str(folder), f"the local folder {path}", local_files_only=True)
+    is_type = random_init and name in CONFIG_MAPPING
+    if path.exists() and not is_type:
+        what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
+        raise ModelError(f"{name!r} {what}. {_REMEDY}")
+    if looks_like_path:
+        raise ModelError(f"There is no folder {name!r}. {_REMEDY}")
+    offline = not hub_reachable()
+    if is_type and not _hub_has_config(name, offline):
+        return Place(name, None, f"the default {name} of transformers", local_files_only=True)
+    return Place(name, name, f"the Hugging Face Hub model {name}", local_files_only=offline)
+
+
+def _model_folder(folder: Path) -> Path | None:
+    """Return the folder, or the part of a sentence-transformers folder that holds the Transformer."""
+    if (folder / "config.json").is_file():
+        return folder
+    parts = folder / "modules.json"
+    if parts.is_file():
+        try:
+            modules = json.loads(parts.read_text(encoding="utf-8"))
+            paths = [str(m["path"]) for m in modules if str(m["type"]).endswith("Transformer")]
+        except (ValueError, KeyError, TypeError):
+            return None
+        for part in paths:
+            if (folder / part / "config.json").is_file():
+                return folder / part
+    return None
+
+
+def _check_weights(name: str, folder: Path, random_init: bool) -> None:
+    if random_init or any(folder.glob("*.safetensors")):
+        return
+    pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+    reason = (
+        "its weights are pickled, which howsmooth never reads; convert them to safetensors"
+        if pickled
+        else ("it has a configuration but no model.safetensors")
+    )
+    raise ModelError(
+        f"The folder {name!r} cannot be loaded: {reason}. With random_init only its configuration is used."
+    )
+
+
+def hub_reachable() -> bool:
+    """Whether the Hugging Face Hub answers; asked once and briefly, as its client retries for long."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5.0)
+    except Exception:  # no network, no name service, a proxy that refuses: all the same here
+        return False
+    return True
+
+
+def _hub_has_config(name: str, offline: bool) -> bool:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
+    except Exception:  # unknown to the Hub, or not in the cache
+        return False
+    return True
