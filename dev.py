@@ -154,13 +154,18 @@ def run(command: Sequence[str], *, cwd: Path = ROOT, threads: int | None = None)
     program = shutil.which(command[0], path=str(BIN))
     if program is None:
         raise SetUpError(f"there is no program {command[0]!r} in {BIN.relative_to(ROOT)}.")
+    interrupted = False
     with subprocess.Popen([program, *command[1:]], cwd=cwd, env=variables) as process:
         while True:
             try:
-                return process.wait()
+                code = process.wait()
+                break
             except KeyboardInterrupt:
                 # The program got the same signal: let it put its results in order and say so itself.
-                continue
+                interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
 
 
 def measure(arguments: Sequence[str]) -> int:

@@ -1,0 +1,34 @@
+"""Our docstrings as Sphinx needs them: plain words and mathematics, not reStructuredText.
+
+They are written to be read with ``help()``. So norms |x| are no substitutions, a shape (batch, *shape)
+opens no emphasis, and a colon in the comment of a field does not end a type.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon.docstring import NumpyDocstring
+
+_LITERAL = re.compile(r"(``.*?``|`.*?`)")
+
+
+def _escape(words: str) -> str:
+    words = re.sub(r"(?<!\\)\|", r"\\|", words)
+    return re.sub(r"(?<=[\s(,\[])\*(?=\w+[),\]])", r"\\*", words)
+
+
+def _plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    text = "\n".join(lines)
+    parts = _LITERAL.split(text)
+    parts[::2] = [_escape(part) for part in parts[::2]]
+    lines[:] = "".join(parts).split("\n")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Run before napoleon, which reads at priority 500."""
+    NumpyDocstring._parse_attribute_docstring = lambda self: [str(line) for line in self._lines]  # noqa: SLF001
+    app.connect("autodoc-process-docstring", _plain, priority=400)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,49 @@
+"""Sphinx configuration. Build with ``python3 dev.py docs``; warnings are errors."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "howsmooth"
+author = "The howsmooth developers"
+project_copyright = "The howsmooth developers"
+release = version = metadata.version("howsmooth")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.mathjax",
+    "cli_options",
+    "docstrings",
+]
+exclude_patterns = ["_build", "_ext"]
+html_theme = "furo"
+html_title = f"howsmooth {release}"
+html_static_path = ["_static"]
+html_show_sourcelink = False
+
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 80
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upper" as one entry
+
+# Nothing is fetched while building, so names of other packages have no page to point to.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|numpy|np|pandas|pd|scipy|jaxtyping|transformers|pathlib|collections|abc|typing|sqlite3|filelock)\b.*"),
+    (r"py:.*", r"(Tensor|ndarray|DataFrame|Path|Callable|Sequence|Mapping|Iterator|Any|Self)"),
+]
