@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.models.recording import LayerRecord, ModuleCall, is_norm
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm
 from howsmooth.models.tolerance import one_operation, precision, relative_error, tolerance
 
 __all__ = ["Block", "read_block"]
@@ -24,7 +24,7 @@ class Block:
     layout: str  # "post-norm", "pre-norm" or ""
     map: TokenMap | None
     obstacle: str
-    pre_norm: nn.Module | None = None  # pre-norm: its input is the layer's input H
+    pre_norm: nn.Module | None = None  # pre-norm: its input is the layer's input H; None: H is X itself
     next_norm: nn.Module | None = None  # post-norm: its output is the block's; pre-norm: its input is
 
 
@@ -32,7 +32,7 @@ def read_block(record: LayerRecord, attention: SelfAttention, output: ModuleCall
     """Tell the layout from the sums that the recorded numbers confirm.
 
     With X the attention's input, A its output and H the input of a norm that gave X: post-norm if the
-    next norm is given X + A, pre-norm if it is given H + A.
+    next norm is given X + A and the layer carries on from its output, pre-norm if it is given H + A.
 
     Parameters
     ----------
@@ -61,10 +61,7 @@ def read_block(record: LayerRecord, attention: SelfAttention, output: ModuleCall
     if pre is None:
         if not is_next(x + branch):
             return Block("", None, f"the input of its next norm ({following.name}) is not X + attention(X)")
-        norm = _norm_map(following)
-        if norm is None:
-            return Block("", None, _no_norm(following))
-        return Block("post-norm", Compose(norm, Residual(attention)), "", None, following.module)
+        return _without_pre_norm(record, attention, following)
     hidden = pre.inputs
     if hidden is None or hidden.shape != x.shape or not is_next(hidden + branch):
         what = "is not H + attention(norm(H))"
@@ -77,6 +74,35 @@ def read_block(record: LayerRecord, attention: SelfAttention, output: ModuleCall
     if norm is None:
         return Block("", None, _no_norm(pre))
     return Block("pre-norm", Residual(Compose(attention, norm)), "", pre.module, following.module)
+
+
+def _without_pre_norm(record: LayerRecord, attention: SelfAttention, following: ModuleCall) -> Block:
+    """Tell post-norm from a pre-norm layer without its first norm, as the first layer of ModernBERT.
+
+    Both give X + A to the next norm. What the layer later adds its second branch to decides: the
+    norm's output (post-norm), or the norm's input.
+    """
+    tol = one_operation(precision(record.x.dtype))
+    later = record.after[record.after.index(following) + 1 :]
+    branches = [c.output for c in later if is_linear(c.module) and c.output is not None]
+    sums = [c.inputs for c in later if is_norm(c.module) and c.inputs is not None]
+    sums += [record.output] if record.output is not None else []
+
+    def carries_on(value: Tensor | None) -> bool:
+        return value is not None and any(
+            b.shape == value.shape == s.shape and relative_error(value + b, s) <= tol
+            for b in branches
+            for s in sums
+        )
+
+    if carries_on(following.output):
+        norm = _norm_map(following)
+        if norm is None:
+            return Block("", None, _no_norm(following))
+        return Block("post-norm", Compose(norm, Residual(attention)), "", None, following.module)
+    if carries_on(following.inputs):
+        return Block("pre-norm", Residual(attention), "", None, following.module)
+    return Block("", None, f"what is added to the output of {following.name} was not recognised")
 
 
 def _equal(a: Tensor | None, b: Tensor) -> bool:

@@ -118,7 +118,7 @@ def _sites(structure: Structure, own: LayerRun, scope: str, heads: Sequence[int]
             raise CaptureError(f"{layer} changes the dimension of its tokens, so it has no residual.")
         maps = [(None, Residual(attention))]
     elif scope == "block" and structure.block.map is not None:
-        if structure.block.layout == "pre-norm" and own.hidden is not None:
+        if own.hidden is not None:
             x = own.hidden
         maps = [(None, structure.block.map)]
     else:

@@ -49,7 +49,7 @@ def max_length(model: PreTrainedModel) -> int | None:
     limit = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         # RoBERTa types start counting after the padding index, and so lose that many positions.
-        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+        if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":
             taken = 0 if module.padding_idx is None else module.padding_idx + 1
             limit = module.num_embeddings - taken
     return limit if isinstance(limit, int) and limit > 0 else None
@@ -144,21 +144,24 @@ def _check_ids(model: PreTrainedModel, ids: Tensor) -> Tensor:
             got=f"{ids.dtype} of shape {tuple(ids.shape)}",
             remedy="For one sequence write torch.tensor([ids]).",
         )
-    _check_length(model, ids.shape[1])
     size = vocabulary_size(model)
+    if size == 1:
+        raise ArgumentError(
+            "inputs",
+            expected="inputs_embeds (batch, n, d): this model's embedding table is a placeholder of one row",
+            got="token ids",
+        )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (size is not None and high >= size):
-        outside = low if low < 0 else high
         raise ArgumentError(
             "inputs",
             expected="token ids that are not negative"
             if size is None
             else f"token ids from 0 to {size - 1}, the model's embedding table",
-            got=f"id {outside}",
-            remedy="Use the tokenizer that belongs to the model."
-            if size is None or size > 1
-            else "This model's embedding table is a placeholder: it cannot be given token ids.",
+            got=f"id {low if low < 0 else high}",
+            remedy="Use the tokenizer that belongs to the model.",
         )
+    _check_length(model, ids.shape[1])
     return ids.long()
 
 

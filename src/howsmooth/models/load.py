@@ -250,9 +250,8 @@ def _as_decoder(
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
     """Refuse to build what does not fit: some types' default configurations have billions of weights."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not told on this system
+    free = _available_memory()
+    if free is None:
         return
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
@@ -263,6 +262,19 @@ def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
             f"{needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB of memory are free. "
             "Give a folder with a smaller config.json."
         )
+
+
+def _available_memory() -> int | None:
+    """Return how many bytes could be had without swapping; None where the system does not tell."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _tokenizer(place: Place, random_init: bool, text: str | None, vocabulary: int) -> tuple[Tokenizer, str]:

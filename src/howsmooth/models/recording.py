@@ -88,6 +88,7 @@ class LayerRecord:
     before: list[ModuleCall] = field(default_factory=list)  # from the layer's start to the owner's
     inside: list[ModuleCall] = field(default_factory=list)  # from the owner's start to the attention call
     after: list[ModuleCall] = field(default_factory=list)  # from the attention call to the layer's end
+    output: Tensor | None = None  # of the layer
 
 
 T = TypeVar("T")
@@ -188,7 +189,8 @@ def attention_layers(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[
     names = {id(module): name for name, module in model.named_modules(remove_duplicate=True)}
     found: list[AttentionLayer] = []
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
+    # The parameters have the names of transformers' own attention functions: some layers pass them by name.
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
         if id(module) not in names:
             raise CaptureError(
@@ -199,7 +201,7 @@ def attention_layers(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[
         root_name = _enclosing_layer(name)
         square = query.shape[-2] == key.shape[-2] > 1
         ahead = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
-        causal = mask is not None and (not square or bool(_blocked(mask)[..., ahead].all()))
+        causal = attention_mask is not None and (not square or bool(_blocked(attention_mask, ahead)))
         found.append(
             AttentionLayer(
                 index=len(found),
@@ -211,7 +213,7 @@ def attention_layers(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[
                 causal=causal,
             )
         )
-        return plain_attention(module, query, key, value, mask, scaling), None
+        return plain_attention(module, query, key, value, attention_mask, scaling), None
 
     with own_attention(model, attend):
         run(model, inputs)
@@ -227,9 +229,10 @@ def attention_layers(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[
     return found
 
 
-def _blocked(mask: Tensor) -> Tensor:
-    """Where a mask, additive or boolean, hides the key from the query."""
-    return mask.logical_not() if mask.dtype == torch.bool else mask < 0
+def _blocked(mask: Tensor, pairs: Tensor) -> bool:
+    """Whether a mask, additive or boolean, hides the key from the query for all of these pairs."""
+    hidden = mask.logical_not() if mask.dtype == torch.bool else mask < 0
+    return bool(hidden.broadcast_to(*hidden.shape[:-2], *pairs.shape)[..., pairs].all())
 
 
 def _enclosing_layer(name: str) -> str:
@@ -319,7 +322,9 @@ class _Recorder(Generic[T]):
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self.open.pop()
+        first = output[0] if isinstance(output, tuple | list) and output else output
         for record in self.records.pop():
+            record.output = first if isinstance(first, Tensor) else None
             self.done[record.layer.index] = self.read(record)
         if self.wanted <= self.done.keys():
             stopping()
@@ -346,24 +351,27 @@ class _Recorder(Generic[T]):
             times = "did not call its attention" if record.call is None else "calls attention more than once"
             raise CaptureError(f"{record.layer} {times} in one pass, which is not captured.")
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
-               scaling: Any = None, **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+               attention_mask: Tensor | None, scaling: Any = None,
+               **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Stand in for the model's attention function."""
         index, self.calls = self.calls, self.calls + 1
-        output = plain_attention(module, query, key, value, mask, scaling)
+        output = plain_attention(module, query, key, value, attention_mask, scaling)
         record = self.running
         if record is not None and record.layer.index == index:
             record.call = AttentionCall(
                 query=query.clone(),
                 key=key.clone(),
                 value=value.clone(),
-                mask=mask,
+                mask=attention_mask,
                 scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
                 keywords=keywords,
                 output=output.clone(),
             )
         elif index in self.wanted:
-            raise CaptureError(f"{self.layers[index]} calls attention outside of its own forward pass.")
+            twice = record is not None and record.layer.owner is module
+            how = "more than once in one pass" if twice else "outside of its own forward pass"
+            raise CaptureError(f"{self.layers[index]} calls attention {how}, which is not captured.")
         return output, None
 
     def _module_hook(self, name: str) -> Callable[..., None]:

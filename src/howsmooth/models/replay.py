@@ -197,7 +197,7 @@ def verify(structure: Structure, own: LayerRun, *, block: bool) -> None:
     _compare(layer, "its heads", before, own.heads, tol)
     _compare(layer, "its attention", attention(own.x), own.attention, tol)
     if block and structure.block.map is not None:
-        x = own.x if structure.block.layout == "post-norm" else own.hidden
+        x = own.x if structure.block.pre_norm is None else own.hidden
         if x is None or own.block is None:
             raise CaptureError(f"{layer} did not reach its norms in the model's own pass.")
         loose = tolerance(precision(own.x.dtype, downcast=own.downcast_block), structure.condition)
