@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     # transformers takes seconds to import, and the maths does not need it.
     if name in ("Site", "capture", "load_model"):
         from howsmooth import models

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,16 +84,17 @@ class LipschitzEstimate:
         steps = int(self.iterations[~self.converged].max())
         return (
             f"{missed} of {self.converged.numel()} members did not reach rtol = {self.rtol:g} within {steps} "
-            "iterations: raise max_iterations, loosen rtol, or measure in float64. Their intervals hold all the same."
+            "iterations: raise max_iterations, loosen rtol, or measure in float64. Their intervals hold all "
+            "the same."
         )
 
     def __repr__(self) -> str:
         if self.value.ndim == 0:
             status = "converged" if bool(self.converged) else "NOT converged"
             return (
-                f"LipschitzEstimate({float(self.value):.6g} in [{float(self.lower):.6g}, {float(self.upper):.6g}] at "
-                f"{self.confidence:.4%} confidence, {status} in {int(self.iterations)} iterations; {self.scope}; "
-                f"{self.method})"
+                f"LipschitzEstimate({float(self.value):.6g} in [{float(self.lower):.6g}, "
+                f"{float(self.upper):.6g}] at {self.confidence:.4%} confidence, {status} in "
+                f"{int(self.iterations)} iterations; {self.scope}; {self.method})"
             )
         return (
             f"LipschitzEstimate(shape {tuple(self.value.shape)}, {int(self.converged.sum())} of "
@@ -110,7 +110,7 @@ def local_lipschitz(
     confidence: float = 0.999,
     max_iterations: int = 200,
     seed: int | Sequence[int] = 0,
-    method: Literal["auto", "closed form", "autodiff"] = "auto",
+    method: str = "auto",
 ) -> LipschitzEstimate:
     """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
 
@@ -134,7 +134,7 @@ def local_lipschitz(
         Seed of the random start: one for all members, or one a member. A member's result depends on its
         own input and seed, not on the batch it stands in; with one seed, member i uses its own stream i.
     method
-        "auto": closed form where there is one, else autodiff.
+        "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
 
     Returns
     -------
@@ -157,16 +157,7 @@ def local_lipschitz(
 
     """
     _check_arguments(f, x, rtol, confidence, max_iterations)
-    chosen: Method = ("closed form" if has_closed_form(f) else "autodiff") if method == "auto" else method
-    if method not in ("auto", "closed form", "autodiff"):
-        raise ArgumentError("method", expected="'auto', 'closed form' or 'autodiff'", got=repr(method))
-    if chosen == "closed form" and not has_closed_form(f):
-        raise ArgumentError(
-            "method",
-            expected="'auto' or 'autodiff' for this map",
-            got="'closed form'",
-            remedy=f"{type(f).__name__} has no closed-form Jacobian.",
-        )
+    chosen = _chosen_method(f, method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
     lead = x.shape[:-2]
@@ -187,8 +178,10 @@ def local_lipschitz(
             _closed_form(f, flat[i : i + together], range(i, min(i + together, len(flat))), solve)
             for i in range(0, len(flat), together)
         ]
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in LeadingTriplet.__annotations__}
-    shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in joined.items()}
+    joined = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in LeadingTriplet.__annotations__
+    }
+    shaped = {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
     return LipschitzEstimate(
         value=shaped["sigma"],
         lower=shaped["lower"],
@@ -242,7 +235,7 @@ def _check_arguments(
             "x",
             expected="float32 or float64",
             got=str(x.dtype),
-            remedy="Convert map and tokens, for instance with .float(): half precision cannot carry the interval.",
+            remedy="Convert map and tokens, for instance with .float(): half precision carries no interval.",
         )
     if x.ndim < 2 or x.numel() == 0:
         raise ArgumentError(
@@ -270,6 +263,21 @@ def _check_arguments(
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
 
 
+def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
+    match method, has_closed_form(f):
+        case ("auto" | "closed form", True):
+            return "closed form"
+        case ("auto", False) | ("autodiff", _):
+            return "autodiff"
+        case ("closed form", False):
+            remedy = f"{type(f).__name__} has no closed-form Jacobian; use 'autodiff'."
+        case _:
+            remedy = ""
+    raise ArgumentError(
+        "method", expected="'auto', 'closed form' or 'autodiff'", got=repr(method), remedy=remedy
+    )
+
+
 def _member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
     """Return one generator seed a member, in 64 bits."""
     if isinstance(seed, int):
@@ -284,7 +292,9 @@ def _starts(operator: LinearOperator, seeds: Sequence[int]) -> Tensor:
     """Gaussian starts, one generator a member, drawn on the CPU so that every device has the same."""
     drawn = [
         torch.randn(
-            operator.in_shape, generator=torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63)), dtype=torch.float64
+            operator.in_shape,
+            generator=torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63)),
+            dtype=torch.float64,
         )
         for seed in seeds
     ]

@@ -1,6 +1,7 @@
 """Residual connections and compositions, from which the wider scopes are built.
 
-Post-norm block: ``Compose(norm, Residual(attention))``. Pre-norm block: ``Residual(Compose(attention, norm))``.
+Post-norm block: ``Compose(norm, Residual(attention))``.
+Pre-norm block: ``Residual(Compose(attention, norm))``.
 """
 
 from __future__ import annotations
@@ -117,9 +118,7 @@ class Compose(TokenMap):
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Compose:
         """Return the same map with parameters of another dtype or on another device."""
-        return Compose(
-            self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device)
-        )
+        return Compose(self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.outer(self.inner(x))

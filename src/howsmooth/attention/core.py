@@ -31,8 +31,7 @@ def attention_probabilities(
 ) -> Float[Tensor, "*batch kv_heads group n n"]:
     """Row softmax of scale · q kᵀ over the visible keys (theory: P, Definition 2.1)."""
     group, n = q.shape[-3], q.shape[-2]
-    scores = scale * (q.flatten(-3, -2) @ k.mT)
-    scores = scores.unflatten(-2, (group, n))
+    scores = (scale * (q.flatten(-3, -2) @ k.mT)).reshape(*k.shape[:-2], group, n, n)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     return torch.softmax(scores, dim=-1)
@@ -42,5 +41,4 @@ def weighted_values(
     p: Float[Tensor, "*batch kv_heads group n n"], v: Float[Tensor, "*batch kv_heads n value_dim"]
 ) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
     """Σ_j P_ij v_j for each head."""
-    group, n = p.shape[-3], p.shape[-2]
-    return (p.flatten(-3, -2) @ v).unflatten(-2, (group, n))
+    return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])

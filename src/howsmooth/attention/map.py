@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -41,7 +40,7 @@ class TokenMap(abc.ABC):
         """Device of the parameters."""
 
     @abc.abstractmethod
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
         """Return the same map with parameters of another dtype or on another device."""
 
     @abc.abstractmethod
@@ -55,14 +54,14 @@ class TokenMap(abc.ABC):
     def _forward(self, x: Tensor) -> Tensor:
         """Apply the map to tokens that were checked."""
 
-    def __call__(self, X: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d_out"]:
+    def __call__(self, X: Tensor) -> Float[Tensor, "*batch n d_out"]:
         """Apply the map to tokens X (..., n, d) and return (..., n, d_out)."""
         check_tokens(X, self)
         return self._forward(X)
 
 
 def check_tokens(x: Tensor, f: TokenMap) -> None:
-    """Raise ArgumentError unless ``x`` can be given to ``f``: shape (..., n >= 1, d), dtype, device, length."""
+    """Raise ArgumentError unless ``f`` takes ``x``: shape (..., n >= 1, d), dtype, device, length."""
     if x.ndim < 2 or x.shape[-1] != f.d or x.shape[-2] < 1:
         raise ArgumentError(
             "X",
@@ -89,7 +88,7 @@ def check_tokens(x: Tensor, f: TokenMap) -> None:
 
 def as_parameter(
     name: str,
-    value: Tensor | None,
+    value: object,
     shape: tuple[int | str, ...],
     *,
     like: Tensor | None = None,
@@ -112,7 +111,7 @@ def as_parameter(
             name,
             expected="dtype float32 or float64",
             got=str(value.dtype),
-            remedy="Convert it, for instance with .float(): half precision cannot carry a derivative's interval.",
+            remedy="Convert it, for instance with .float(): half precision cannot carry the interval.",
         )
     if like is not None and (value.dtype != like.dtype or value.device != like.device):
         raise ArgumentError(

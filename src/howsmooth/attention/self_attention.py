@@ -161,7 +161,7 @@ class SelfAttention(TokenMap):
     # ---- the map
 
     def visible_keys(self, n: int) -> Bool[Tensor, "n n"] | None:
-        """Which keys (columns) each query (row) sees; None if all."""
+        """Return which keys (columns) each query (row) sees; None if all."""
         return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device)
 
     def projections(
@@ -171,13 +171,13 @@ class SelfAttention(TokenMap):
         Float[Tensor, "*batch kv_heads n key_dim"],
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
-        """Queries, keys and values of tokens X, after biases and rotary positions."""
+        """Return queries, keys and values of tokens X, after biases and rotary positions."""
 
         def project(weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = X @ weight.flatten(0, 1).mT
             if bias is not None:
                 rows = rows + bias.flatten()
-            return rows.unflatten(-1, weight.shape[:2]).movedim(-2, -3)
+            return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
 
         q, k = project(self.query, self.query_bias), project(self.key, self.key_bias)
         if self.rotary is not None:
@@ -222,7 +222,7 @@ class SelfAttention(TokenMap):
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return head ``h`` alone with its value projection only (scope ``head``: the paper's single-head map).
+        """Return head ``h`` alone with its value projection only (scope ``head``: the paper's one-head map).
 
         Raises
         ------
@@ -249,10 +249,12 @@ class SelfAttention(TokenMap):
         )
 
 
-def _check_mask(mask: Tensor, causal: bool, device: torch.device) -> Tensor:
+def _check_mask(mask: object, causal: bool, device: torch.device) -> Tensor:
     """Return the mask, after checking that it is boolean, square and leaves each query a key."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
-        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        got = (
+            f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        )
         raise ArgumentError(
             "mask",
             expected="a boolean tensor of shape (n, n), True where the query sees the key",

@@ -46,7 +46,10 @@ def closed_form_jacobian(f: TokenMap, x: Tensor, *, dtype: torch.dtype | None = 
     """
     if x.device.type == "mps":
         raise ArgumentError(
-            "x", expected="a tensor on the CPU or a CUDA device", got="mps", remedy="Use x.cpu(): MPS has no float64."
+            "x",
+            expected="a tensor on the CPU or a CUDA device",
+            got="mps",
+            remedy="Use x.cpu(): MPS has no float64.",
         )
     if not has_closed_form(f):
         raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
@@ -79,13 +82,14 @@ class AttentionJacobian(LinearOperator):
     def __init__(
         self, attention: SelfAttention, weight: Tensor, output: Tensor | None, core: SoftmaxDerivative
     ) -> None:
-        n = core.k.shape[1]
+        n, batch = core.k.shape[1], core.k.shape[0] // attention.kv_heads
         super().__init__(
-            core.k.shape[0] // attention.kv_heads,
+            batch,
             (n, attention.d),
             (n, attention.d_out),
             weight.dtype,
             weight.device,
+            core.rounding(batch),
         )
         self.attention = attention
         self.weight = weight
@@ -167,9 +171,7 @@ class NormJacobian(LinearOperator):
                 got="a token of zero length after centring, with eps = 0",
                 remedy="Use a norm with eps > 0.",
             )
-        return cls(
-            f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred
-        )
+        return cls(f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
         if self.centred:
@@ -192,7 +194,9 @@ class ResidualJacobian(LinearOperator):
     """I + J."""
 
     def __init__(self, inner: LinearOperator) -> None:
-        super().__init__(inner.batch, inner.in_shape, inner.out_shape, inner.dtype, inner.device)
+        super().__init__(
+            inner.batch, inner.in_shape, inner.out_shape, inner.dtype, inner.device, inner.rounding
+        )
         self.inner = inner
 
     def _product(self, e: Tensor) -> Tensor:
@@ -210,7 +214,14 @@ class ComposedJacobian(LinearOperator):
     """The product of two Jacobians, by the chain rule."""
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
-        super().__init__(inner.batch, inner.in_shape, outer.out_shape, inner.dtype, inner.device)
+        super().__init__(
+            inner.batch,
+            inner.in_shape,
+            outer.out_shape,
+            inner.dtype,
+            inner.device,
+            inner.rounding + outer.rounding,
+        )
         self.outer = outer
         self.inner = inner
 

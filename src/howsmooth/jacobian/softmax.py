@@ -41,6 +41,21 @@ class SoftmaxDerivative:
     p: Float[Tensor, "b m n"]
     mean: Float[Tensor, "b m value_dim"]
 
+    def rounding(self, batch: int) -> Float[Tensor, " batch"]:
+        """Relative error of the derivative's norm that rounding in the products may cause, each member.
+
+        dS has entries up to max|q| max|k| times a unit tangent, of which the softmax keeps a difference
+        of order one: with that factor κ the errors measured stay below eps (2 + κ / 100), over
+        saturated and unsaturated, causal and unmasked heads with κ up to 2000.
+        """
+        longest_q, longest_k = (
+            torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).amax(dim=-1).view(batch, -1)
+            for t in (self.q, self.k)
+        )
+        kappa = (longest_q * longest_k).amax(dim=-1).cpu()
+        rounding: Tensor = torch.finfo(self.q.dtype).eps * (32.0 + kappa / 25.0)
+        return rounding
+
     def product(
         self,
         dq: Float[Tensor, "b m key_dim"],
@@ -55,9 +70,7 @@ class SoftmaxDerivative:
 
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
-    ) -> tuple[
-        Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]
-    ]:
+    ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
         """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
         # rowsum(P∘(dO vᵀ)) = rowsum(dO∘(P v)): one product of size n × value_dim less.
         ds = torch.bmm(do, self.v.mT)

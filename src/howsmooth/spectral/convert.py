@@ -1,4 +1,4 @@
-"""Other forms of an operator: a dense matrix for small cases, a SciPy ``LinearOperator`` for other solvers."""
+"""Other forms of an operator: a dense matrix for small cases, SciPy's ``LinearOperator`` for its solvers."""
 
 from __future__ import annotations
 

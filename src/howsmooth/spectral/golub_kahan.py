@@ -19,14 +19,9 @@ from howsmooth.errors import NonFiniteError
 from howsmooth.spectral.interval import a_posteriori_upper, start_quantile
 from howsmooth.spectral.operator import LinearOperator
 
-__all__ = ["LeadingTriplet", "default_rounding", "golub_kahan"]
+__all__ = ["LeadingTriplet", "golub_kahan"]
 
 _FIRST_CAPACITY = 16
-
-
-def default_rounding(dtype: torch.dtype) -> float:
-    """Relative rounding allowed for in ‖J‖ when products are made in ``dtype``: 32 machine epsilons."""
-    return 32.0 * torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class LeadingTriplet:
     """The leading singular value of each member, its interval, and its directions.
 
     ``sigma``, ``lower`` and ``upper`` are float64; lower <= sigma <= upper. ``converged`` says that
-    upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted. ``right`` and ``left`` are unit vectors in the input and output
-    space (``left`` is zero where the operator is).
+    upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted. ``right`` and
+    ``left`` are unit vectors in the input and output space (``left`` is zero where the operator is).
     """
 
     sigma: Float[Tensor, " batch"]
@@ -93,7 +88,6 @@ def golub_kahan(
     rtol: float,
     confidence: float,
     max_iterations: int,
-    rounding: float | None = None,
 ) -> LeadingTriplet:
     """Return the leading singular triplet of each member of ``operator``.
 
@@ -109,23 +103,28 @@ def golub_kahan(
         Probability, over the start, with which each member's interval holds.
     max_iterations
         Steps at most; each is one product and one adjoint product.
-    rounding
-        Relative rounding of ‖J‖ by which the interval is widened on both sides; also the level below
-        which a bidiagonal entry counts as zero. :func:`default_rounding` if None.
 
     Raises
     ------
     NonFiniteError
-        If a product is not finite.
+        If a product is not finite, or rounding leaves it no digit.
 
     Notes
     -----
-    At a breakdown the Krylov space is exhausted. The entry that vanished is then replaced by the
-    rounding level, which keeps the limit honest: what floating point cannot tell from zero, the
-    interval does not take for zero.
+    The interval is widened on both sides by ``operator.rounding``, which is also the level below which
+    a bidiagonal entry counts as zero. At a breakdown the Krylov space is exhausted. The entry that
+    vanished is then replaced by the rounding level, which keeps the limit honest: what floating point
+    cannot tell from zero, the interval does not take for zero.
 
     """
-    slack = default_rounding(operator.dtype) if rounding is None else rounding
+    slack = operator.rounding.numpy()
+    if not (slack < 0.1).all():
+        raise NonFiniteError(
+            "f",
+            expected=f"a Jacobian of which {operator.dtype} products keep a digit",
+            got=f"a relative rounding of {slack.max():.1e}",
+            remedy="The attention scores are too large for it; measure in float64 or at smaller tokens.",
+        )
     quantile = start_quantile(operator.in_size, confidence)
     total = operator.batch
     steps_allowed = min(max_iterations, operator.in_size, operator.out_size + 1)
@@ -155,7 +154,7 @@ def golub_kahan(
         alpha = torch.linalg.vector_norm(w, dim=1)
         _check_finite(alpha)
         largest = np.maximum(alphas[active].max(axis=1), betas[active].max(axis=1))
-        alpha = _zero_below(alpha, slack * largest)
+        alpha = _zero_below(alpha, slack[active] * largest)
         u = _divide(w, alpha)
         u_basis.append(u)
 
@@ -169,9 +168,10 @@ def golub_kahan(
         finished = np.zeros(len(active), dtype=bool)
         for row, member in enumerate(active):
             a, b = alphas[member, :k], betas[member, :k]
-            broke_down[member] = k == operator.in_size or a[-1] * b[-1] <= slack * max(a.max(), b.max()) ** 2
-            sigma[member], upper[member] = _limits(a, b, quantile, slack, complete=k == operator.in_size)
-            lower = sigma[member] * (1 - slack)
+            complete = k == operator.in_size
+            broke_down[member] = complete or a[-1] * b[-1] <= slack[member] * max(a.max(), b.max()) ** 2
+            sigma[member], upper[member] = _limits(a, b, quantile, slack[member], complete=complete)
+            lower = sigma[member] * (1 - slack[member])
             converged[member] = upper[member] - lower <= rtol * sigma[member]
             if converged[member] or broke_down[member] or k == steps_allowed:
                 finished[row] = True

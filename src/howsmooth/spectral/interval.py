@@ -34,9 +34,7 @@ def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
 
-def a_posteriori_upper(
-    theta: Float[np.ndarray, " k"], log_off_diagonals: float, quantile: float
-) -> float:
+def a_posteriori_upper(theta: Float[np.ndarray, " k"], log_off_diagonals: float, quantile: float) -> float:
     """Return the upper limit of λ_max(JᵀJ) from the Lanczos polynomial of this very run.
 
     The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So

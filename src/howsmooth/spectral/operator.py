@@ -28,6 +28,9 @@ class LinearOperator(abc.ABC):
         Shape of one input and of one output.
     dtype, device
         Of inputs and outputs alike.
+    rounding
+        Relative error of each ‖J_b‖ that rounding in the products, and in forming the operator, may
+        cause: float64 on the CPU, (batch,); 32 machine epsilons if None.
 
     """
 
@@ -38,12 +41,16 @@ class LinearOperator(abc.ABC):
         out_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        rounding: Tensor | None = None,
     ) -> None:
         self.batch = batch
         self.in_shape = in_shape
         self.out_shape = out_shape
         self.dtype = dtype
         self.device = device
+        if rounding is None:
+            rounding = torch.full((batch,), 32.0 * torch.finfo(dtype).eps, dtype=torch.float64)
+        self.rounding = rounding
 
     @property
     def in_size(self) -> int:
@@ -94,7 +101,14 @@ class Subset(LinearOperator):
     """Some members of an operator that can only be applied as a whole."""
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
-        super().__init__(len(members), whole.in_shape, whole.out_shape, whole.dtype, whole.device)
+        super().__init__(
+            len(members),
+            whole.in_shape,
+            whole.out_shape,
+            whole.dtype,
+            whole.device,
+            whole.rounding[members.cpu()],
+        )
         self.whole = whole
         self.members = members.to(whole.device)
 

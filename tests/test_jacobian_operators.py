@@ -1,0 +1,210 @@
+"""Every Jacobian operator against dense autodiff, and the properties of the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
+from howsmooth.spectral import Subset, to_dense, to_scipy
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_closed_form_equals_dense_autodiff(name: str, n: int) -> None:
+    f, x = CASES[name](n), tokens(n, 2, n, D)
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    ours = to_dense(closed_form_jacobian(f, x))
+    assert (ours - dense).abs().max() <= 1e-13 * max(1.0, float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["multi-head", "rotary, partial, grouped, causal", "masked", "pre-norm"])
+def test_autodiff_equals_dense_autodiff(name: str) -> None:
+    f, x = CASES[name](3), tokens(1, 2, 3, D)
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    ours = to_dense(AutodiffJacobian(f, x))
+    assert (ours - dense).abs().max() <= 1e-13 * max(1.0, float(dense.abs().max()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CASES)),
+    n=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    autodiff=st.sampled_from([False, False, False, True]),
+)
+def test_adjointness_linearity_and_selection(name: str, n: int, seed: int, autodiff: bool) -> None:
+    f, x = CASES[name](n), tokens(seed, 3, n, D)
+    op = AutodiffJacobian(f, x) if autodiff else closed_form_jacobian(f, x)
+    e, g, u = tokens(seed + 1, 3, n, D), tokens(seed + 2, 3, n, D), tokens(seed + 3, 3, n, f.d_out)
+    left = (op.product(e) * u).flatten(1).sum(1)
+    right = (e * op.adjoint_product(u)).flatten(1).sum(1)
+    size = op.product(e).flatten(1).norm(dim=1) * u.flatten(1).norm(dim=1)
+    assert ((left - right).abs() <= 1e-12 * size + 1e-14).all()
+    torch.testing.assert_close(
+        op.product(2 * e - g), 2 * op.product(e) - op.product(g), rtol=1e-10, atol=1e-10
+    )
+    some = torch.tensor([2, 0])
+    for chosen in (op.select(some), Subset(op, some)):
+        torch.testing.assert_close(chosen.product(e[some]), op.product(e)[some], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            chosen.adjoint_product(u[some]), op.adjoint_product(u)[some], rtol=1e-12, atol=1e-12
+        )
+        torch.testing.assert_close(chosen.rounding, op.rounding[some])
+        again = chosen.select(torch.tensor([1]))
+        torch.testing.assert_close(again.product(e[:1]), op.product(e)[:1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_products_keep_the_float64_point(name: str) -> None:
+    f, x = CASES[name](6), tokens(2, 2, 6, D)
+    exact = to_dense(closed_form_jacobian(f, x))
+    single = to_dense(closed_form_jacobian(f, x, dtype=torch.float32))
+    assert single.dtype == torch.float32
+    error = torch.linalg.matrix_norm(single.double() - exact, 2) / torch.linalg.matrix_norm(exact, 2)
+    rounding = closed_form_jacobian(f, x, dtype=torch.float32).rounding
+    assert (error <= rounding).all()
+
+
+def test_causal_jacobian_is_lower_block_triangular() -> None:
+    f, x = random_attention(0, causal=True), tokens(0, 1, 5, D)
+    blocks = to_dense(closed_form_jacobian(f, x)).view(5, D, 5, D).abs().amax(dim=(1, 3))
+    assert (blocks.triu(1) == 0).all()
+    assert (blocks.tril() > 0).sum() == 15
+
+
+def test_contract_checks_shape_and_dtype() -> None:
+    op = closed_form_jacobian(random_attention(0), tokens(0, 2, 4, D))
+    with pytest.raises(ArgumentError, match=r"E: expected shape \(2, 4, 6\)"):
+        op.product(tokens(0, 1, 4, D))
+    with pytest.raises(ArgumentError, match=r"U: expected .*float64"):
+        op.adjoint_product(torch.zeros(2, 4, D))
+    assert (op.batch, op.in_size, op.out_size) == (2, 24, 24)
+
+
+def test_scipy_export() -> None:
+    f, x = random_attention(0, d_out=7), tokens(0, 2, 4, D)
+    op = to_scipy(closed_form_jacobian(f, x), member=1)
+    dense = dense_jacobian(f, x[1]).numpy()
+    np.testing.assert_allclose(op @ np.eye(24), dense, atol=1e-13)
+    np.testing.assert_allclose(op.H @ np.eye(28), dense.T, atol=1e-13)
+    assert op.dtype == np.float64
+    with pytest.raises(ArgumentError, match="member"):
+        to_scipy(closed_form_jacobian(f, x), member=2)
+
+
+# ---- autodiff on maps that are not ours
+
+
+class _Fused(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_fused_attention_is_differentiated_through_the_math_backend() -> None:
+    x = tokens(0, 2, 1, 4, D)
+    op = AutodiffJacobian(_Fused(), x)
+    same = hs.SelfAttention(*(torch.eye(D).double()[None] for _ in range(3)))
+    torch.testing.assert_close(
+        to_dense(op), to_dense(closed_form_jacobian(same, x[:, 0])), rtol=1e-11, atol=1e-12
+    )
+
+
+def test_a_single_member_without_batch_axis() -> None:
+    x = tokens(0, 4, D)
+    op = AutodiffJacobian(lambda t: t.sin() @ torch.ones(D, 3).double(), x)
+    assert (op.batch, op.in_shape, op.out_shape) == (1, (4, D), (4, 3))
+    torch.testing.assert_close(
+        to_dense(op)[0], dense_jacobian(lambda t: t.sin() @ torch.ones(D, 3).double(), x)
+    )
+
+
+def test_active_dropout_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1)).double()
+    x = tokens(0, 2, 4, D)
+    with pytest.raises(ArgumentError, match="Dropout '1' in training mode"):
+        AutodiffJacobian(model, x)
+    with pytest.raises(ArgumentError, match="two different outputs"):
+        AutodiffJacobian(lambda t: nn.functional.dropout(t, 0.5), x)
+    AutodiffJacobian(model.eval(), x)
+
+
+def test_a_map_that_mixes_the_batch_is_refused() -> None:
+    x = tokens(0, 5, 4, D)
+    with pytest.raises(ArgumentError, match="mixes them"):
+        AutodiffJacobian(lambda t: t - t.mean(dim=0), x)
+    with pytest.raises(ArgumentError, match="mixes them"):
+        AutodiffJacobian(lambda t: torch.cat((t[:4], t[4:] * t[1:2])), x)
+    with pytest.raises(ArgumentError, match="BatchNorm1d"):
+        AutodiffJacobian(nn.BatchNorm1d(4).double(), x)
+
+
+def test_wrong_derivatives_are_refused() -> None:
+    class HalfGradient(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g / 2
+
+        @staticmethod
+        def jvp(ctx, t):
+            return t.clone()
+
+    with pytest.raises(DerivativeError, match="disagree"):
+        AutodiffJacobian(HalfGradient.apply, tokens(0, 2, 4, D))
+
+
+def test_missing_forward_mode_is_said_clearly() -> None:
+    class NoForward(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    with pytest.raises(DerivativeError, match="forward-mode"):
+        AutodiffJacobian(NoForward.apply, tokens(0, 2, 4, D))
+
+
+@pytest.mark.parametrize(
+    ("f", "error", "words"),
+    [
+        (lambda t: (t, t), ArgumentError, "tuple"),
+        (lambda t: t.sum(dim=(1, 2)), ArgumentError, "(2,)"),
+        (lambda t: t[:1], ArgumentError, "(1, 4, 6)"),
+        (lambda t: t.float(), ArgumentError, "float32"),
+        (lambda t: t / 0, NonFiniteError, "NaN or infinity"),
+    ],
+)
+def test_outputs_that_cannot_be_measured(f, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        AutodiffJacobian(f, tokens(0, 2, 4, D))
+    assert words in str(caught.value)
+
+
+def test_closed_form_refuses_what_it_does_not_know() -> None:
+    assert not has_closed_form(torch.sin)
+    with pytest.raises(ArgumentError, match="eps > 0"):
+        closed_form_jacobian(hs.LayerNorm(torch.ones(D).double(), eps=0.0), torch.ones(1, 3, D).double())

@@ -1,0 +1,269 @@
+"""local_lipschitz against dense float64 SVD, closed forms and awkward input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError, NonFiniteError
+from tests._cases import CASES, D, random_attention, tokens, true_norm
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    key_dim=st.integers(1, 5),
+    value_dim=st.integers(1, 5),
+    d=st.integers(1, 7),
+    d_out=st.one_of(st.none(), st.integers(1, 8)),
+    n=st.integers(1, 7),
+    causal=st.booleans(),
+    biases=st.booleans(),
+    log_temperature=st.floats(-2, 1.5),
+    radius=st.floats(0.01, 5.0),
+    seed=st.integers(0, 10_000),
+)
+def test_agrees_with_dense_svd(
+    heads: tuple[int, int],
+    key_dim: int,
+    value_dim: int,
+    d: int,
+    d_out: int | None,
+    n: int,
+    causal: bool,
+    biases: bool,
+    log_temperature: float,
+    radius: float,
+    seed: int,
+) -> None:
+    """1e-10 in float64, 2e-5 in float32, and the interval holds in both."""
+    f = random_attention(
+        seed,
+        heads=heads[0],
+        kv_heads=heads[1],
+        key_dim=key_dim,
+        value_dim=value_dim,
+        d=d,
+        d_out=d_out,
+        temperature=10**log_temperature,
+        causal=causal,
+        biases=biases,
+    )
+    single, x32 = f.to(dtype=torch.float32), radius * tokens(seed, 2, n, d, dtype=torch.float32)
+    # The truth in both precisions is the exact map with the float32 numbers.
+    exact, x = single.to(dtype=torch.float64), x32.double()
+    truth = true_norm(exact, x)
+    fine = hs.local_lipschitz(exact, x, rtol=1e-10, seed=seed, max_iterations=400)
+    coarse = hs.local_lipschitz(single, x32, rtol=2e-5, seed=seed)
+    assert ((fine.value - truth).abs() <= 1e-10 * truth).all()
+    assert ((coarse.value - truth).abs() <= 2e-5 * truth).all()
+    for estimate in (fine, coarse):
+        assert (estimate.lower <= truth * (1 + 1e-13)).all()
+        assert (truth <= estimate.upper * (1 + 1e-13)).all()
+        assert ((estimate.lower <= estimate.value) & (estimate.value <= estimate.upper)).all()
+        assert estimate.value.dtype == estimate.lower.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_in_both_precisions(name: str) -> None:
+    n = 5
+    f, x = CASES[name](n), tokens(0, 3, n, D)
+    truth = true_norm(f, x)
+    fine = hs.local_lipschitz(f, x, rtol=1e-9)
+    assert fine.method == "closed form"
+    assert fine.converged.all()
+    torch.testing.assert_close(fine.value, truth, rtol=1e-10, atol=0)
+    coarse = hs.local_lipschitz(f.to(dtype=torch.float32), x.float())
+    assert coarse.converged.all()
+    assert ((coarse.value - truth).abs() <= 2e-5 * truth).all()
+    # The directions are the leading singular pair: a finite difference along the input direction moves
+    # the output by the constant, along the output direction.
+    h = 1e-6
+    moved = (f(x + h * fine.input_direction) - f(x - h * fine.input_direction)) / (2 * h)
+    torch.testing.assert_close(moved.flatten(1).norm(dim=1), truth, rtol=1e-6, atol=0)
+    torch.testing.assert_close(moved, truth[:, None, None] * fine.output_direction, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["multi-head", "rotary, partial, grouped, causal", "post-norm", "pre-norm"])
+def test_autodiff_agrees_with_closed_form(name: str) -> None:
+    f, x = CASES[name](4), tokens(0, 2, 4, D)
+    closed = hs.local_lipschitz(f, x, rtol=1e-9, method="closed form")
+    auto = hs.local_lipschitz(f, x, rtol=1e-9, method="autodiff")
+    assert (closed.method, auto.method) == ("closed form", "autodiff")
+    torch.testing.assert_close(auto.value, closed.value, rtol=1e-10, atol=0)
+    single = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), method="autodiff", rtol=1e-3)
+    assert ((single.lower <= closed.value) & (closed.value <= single.upper)).all()
+
+
+def test_n_copies_of_one_token_give_the_norm_of_value() -> None:
+    """‖P‖ = 1 and C = 0: the constant is ‖V‖ (theory §6), and almost all singular values repeat."""
+    f = random_attention(0, heads=1, value_dim=D, d_out=None)
+    x = tokens(0, 1, D).expand(9, D)
+    norm = float(torch.linalg.matrix_norm(f.value[0], 2))
+    for dtype in (torch.float32, torch.float64):
+        estimate = hs.local_lipschitz(f.to(dtype=dtype), x.to(dtype))
+        assert float(estimate.value) == pytest.approx(norm, rel=1e-6)
+        assert bool(estimate.converged)
+
+
+def test_scaled_identity_in_float32_converges_through_float64_products() -> None:
+    """Uniform attention on one token is J = V; V = 3 I leaves one Krylov step and nothing to compare."""
+    eye = torch.eye(20)[None]
+    f = hs.SelfAttention(eye, eye, 3.0 * eye)
+    estimate = hs.local_lipschitz(f, tokens(0, 1, 20, dtype=torch.float32))
+    assert bool(estimate.converged)
+    assert float(estimate.lower) <= 3.0 <= float(estimate.upper)
+    assert estimate.input_direction.dtype == torch.float32
+
+
+def test_causal_uniform_attention_is_the_cesaro_mean() -> None:
+    """A = 0: f^m is the Cesàro mean, of norm 1.1441 at n = 2 (theory §4)."""
+    zero, eye = torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double()
+    f = hs.SelfAttention(zero, zero, eye, causal=True)
+    two = hs.local_lipschitz(f, tokens(0, 2, 1), rtol=1e-10)
+    assert float(two.value) == pytest.approx(1.1441, abs=5e-5)
+    cesaro = torch.tril(torch.ones(30, 30).double()) / torch.arange(1, 31).double()[:, None]
+    thirty = hs.local_lipschitz(f, tokens(1, 30, 1), rtol=1e-10)
+    assert float(thirty.value) == pytest.approx(float(torch.linalg.matrix_norm(cesaro, 2)), rel=1e-10)
+
+
+def test_zero_map() -> None:
+    zero = torch.zeros(1, 2, 3)
+    estimate = hs.local_lipschitz(hs.SelfAttention(zero, zero, zero), torch.ones(2, 4, 3))
+    assert estimate.value.tolist() == estimate.upper.tolist() == [0.0, 0.0]
+    assert estimate.converged.all()
+    assert float(hs.local_lipschitz(lambda t: 0 * t, torch.ones(4, 3)).value) == 0.0
+
+
+def test_homogeneous_in_value_and_blind_to_biases_of_key_and_value() -> None:
+    f, x = random_attention(1), tokens(1, 5, D)
+    base = hs.local_lipschitz(f, x, rtol=1e-10).value
+    doubled = hs.local_lipschitz(f._rebuilt(value=2 * f.value), x, rtol=1e-10).value
+    shifted = hs.local_lipschitz(
+        f._rebuilt(key_bias=f.key_bias + 7, value_bias=None, output_bias=None), x, rtol=1e-10
+    ).value
+    torch.testing.assert_close(doubled, 2 * base, rtol=1e-10, atol=0)
+    torch.testing.assert_close(shifted, base, rtol=1e-9, atol=0)
+
+
+def test_batch_axes_and_shapes() -> None:
+    f, x = random_attention(2, d_out=4), tokens(2, 2, 3, 5, D)
+    estimate = hs.local_lipschitz(f, x)
+    assert estimate.value.shape == estimate.converged.shape == estimate.iterations.shape == (2, 3)
+    assert estimate.input_direction.shape == (2, 3, 5, D)
+    assert estimate.output_direction.shape == (2, 3, 5, 4)
+    single = hs.local_lipschitz(f, x[1, 2], seed=0)
+    assert single.value.shape == ()
+    assert float(single.value) == pytest.approx(float(estimate.value[1, 2]), rel=1e-4)
+
+
+def test_a_member_depends_on_its_own_input_and_seed_only() -> None:
+    f, x = random_attention(3), tokens(3, 4, 5, D)
+    together = hs.local_lipschitz(f, x, seed=[10, 11, 12, 13])
+    for i in range(4):
+        alone = hs.local_lipschitz(f, x[i], seed=[10 + i])
+        torch.testing.assert_close(alone.value, together.value[i], rtol=1e-12, atol=0)
+        torch.testing.assert_close(alone.upper, together.upper[i], rtol=1e-9, atol=0)
+        assert int(alone.iterations) == int(together.iterations[i])
+    assert torch.equal(together.value, hs.local_lipschitz(f, x, seed=[10, 11, 12, 13]).value)
+    other = hs.local_lipschitz(f, x, seed=[20, 11, 12, 13])
+    assert float(other.upper[0]) != float(together.upper[0])
+
+
+def test_many_members_are_measured_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    from howsmooth import lipschitz
+
+    f, x = random_attention(4), tokens(4, 5, 5, D)
+    whole = hs.local_lipschitz(f, x)
+    monkeypatch.setattr(lipschitz, "_BASIS_BYTES", 2 * 5 * 2 * D * 8 * lipschitz._EXPECTED_STEPS)
+    grouped = hs.local_lipschitz(f, x)
+    torch.testing.assert_close(grouped.value, whole.value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grouped.upper, whole.upper, rtol=1e-9, atol=0)
+
+
+def test_unconverged_members_come_with_a_remedy() -> None:
+    estimate = hs.local_lipschitz(random_attention(5), tokens(5, 2, 8, D), rtol=1e-8, max_iterations=2)
+    assert not estimate.converged.any()
+    assert "2 of 2 members did not reach rtol = 1e-08 within 2 iterations" in estimate.remedy
+    assert "0 of 2 converged" in repr(estimate)
+    one = hs.local_lipschitz(random_attention(5), tokens(5, 8, D), rtol=1e-8, max_iterations=2)
+    assert "NOT converged" in repr(one)
+    assert hs.local_lipschitz(random_attention(5), tokens(5, 2, 8, D)).remedy == ""
+
+
+def test_what_was_measured_is_said() -> None:
+    text = repr(hs.local_lipschitz(hs.Residual(random_attention(6, causal=True)), tokens(6, 4, D)))
+    assert "residual plus (self-attention, 3 heads, causal, with output projection)" in text
+    assert "99.9" in text
+
+
+def test_large_scores_do_not_spoil_float32() -> None:
+    """Scores in the hundreds: a float32 softmax would be off in every digit that matters."""
+    f = random_attention(7, temperature=60.0)
+    single = f.to(dtype=torch.float32)
+    x = tokens(7, 4, 9, D, dtype=torch.float32)
+    truth = true_norm(single, x)
+    estimate = hs.local_lipschitz(single, x)
+    assert ((estimate.value - truth).abs() <= 2e-5 * truth).all()
+    assert ((estimate.lower <= truth) & (truth <= estimate.upper)).all()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "argument", "words"),
+    [
+        ({"x": torch.ones(3, D).half()}, "x", "float16"),
+        ({"x": torch.ones(3, D, dtype=torch.bfloat16)}, "x", "half precision"),
+        ({"x": torch.ones(3, D, dtype=torch.int64)}, "x", "int64"),
+        ({"x": torch.ones(D).double()}, "x", "x[None, :]"),
+        ({"x": torch.ones(0, 3, D).double()}, "x", "none of the sizes zero"),
+        ({"x": torch.ones(3, D + 1).double()}, "X", "(..., n, 6)"),
+        ({"x": torch.ones(3, D)}, "X", "float64"),
+        ({"rtol": 0.0}, "rtol", "1e-12"),
+        ({"rtol": math.nan}, "rtol", "nan"),
+        ({"confidence": 1.0}, "confidence", "0.5"),
+        ({"confidence": 0.1}, "confidence", "0.1"),
+        ({"max_iterations": 0}, "max_iterations", ">= 1"),
+        ({"seed": [1, 2]}, "seed", "2 integers"),
+        ({"method": "autodif"}, "method", "'autodif'"),
+        ({"f": torch.sin, "method": "closed form"}, "method", "no closed-form"),
+    ],
+)
+def test_refusals(keywords: dict, argument: str, words: str) -> None:
+    defaults = {"f": random_attention(0), "x": torch.ones(3, D).double()}
+    with pytest.raises(ArgumentError) as caught:
+        hs.local_lipschitz(**(defaults | keywords))
+    assert caught.value.argument == argument
+    assert words in str(caught.value)
+
+
+def test_float32_refuses_what_it_cannot_deliver() -> None:
+    f = random_attention(0).to(dtype=torch.float32)
+    with pytest.raises(ArgumentError, match="measure in float64"):
+        hs.local_lipschitz(f, torch.ones(3, D), rtol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_input_that_is_not_finite(bad: float) -> None:
+    x = torch.ones(2, 3, D).double()
+    x[1, 2, 0] = bad
+    with pytest.raises(NonFiniteError, match="x: expected finite"):
+        hs.local_lipschitz(random_attention(0), x)
+
+
+def test_overflow_is_an_error_and_not_a_number() -> None:
+    f = random_attention(0).to(dtype=torch.float32)
+    with pytest.raises(NonFiniteError):
+        hs.local_lipschitz(f, 1e30 * tokens(0, 4, D, dtype=torch.float32))
+
+
+def test_any_torch_module() -> None:
+    layer = nn.Linear(D, 3).double().requires_grad_(False)
+    estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9)
+    assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(layer.weight, 2)), rel=1e-10)
+    assert (estimate.method, estimate.scope) == ("autodiff", "Linear")
