@@ -1,0 +1,102 @@
+"""Runs what the documentation shows: Python blocks as they stand, console blocks with their output.
+
+A page is one session: its Python blocks share their names, its console blocks a scratch folder.
+Blocks of ``python`` with prompts (``>>>``) are compared like doctests, with ``...`` for what varies.
+Blocks of ``console`` hold commands after ``$``: each must end with exit code 0, unless ``$ echo $?``
+follows and shows another, and each must print what stands below it, again with ``...``. A block that
+is not to be run is written as ``sh`` or ``text``.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sybil import Example, Sybil
+from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+ROOT = Path(__file__).parent
+RUNNABLE = ("howsmooth", "ls", "head", "cat", "cut", "sqlite3")
+DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SECONDS = 120
+
+
+def _commands(block: str) -> list[tuple[str, str]]:
+    """Split a console block into commands and the output below each."""
+    found: list[tuple[str, str]] = []
+    lines = iter(block.splitlines())
+    for line in lines:
+        if line.startswith("$ "):
+            command = line[2:]
+            while command.endswith("\\"):
+                command = command[:-1] + next(lines).strip().removeprefix("> ")
+            found.append((command, ""))
+        elif found:
+            found[-1] = (found[-1][0], found[-1][1] + line + "\n")
+        elif line.strip():
+            raise AssertionError(f"a console block must begin with '$ ', not with {line!r}")
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """As a user's shell, at a fixed width, without network, one thread."""
+    programs = str(Path(sys.executable).parent)
+    fixed = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **fixed, "PATH": programs + os.pathsep + os.environ.get("PATH", "")}
+
+
+def _console(example: Example) -> None:
+    """Run one console block."""
+    commands = _commands(example.parsed)
+    last = 0
+    for index, (command, wanted) in enumerate(commands):
+        if command == "echo $?":
+            got = f"{last}\n"
+        else:
+            assert command.split()[0] in RUNNABLE, f"not run by the tests, write it in an sh block: {command}"
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=example.namespace["_folder"],
+                env=_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            last, got = done.returncode, done.stdout
+            shown = index + 1 < len(commands) and commands[index + 1][0] == "echo $?"
+            assert last == 0 or shown, f"$ {command}\nended with exit code {last}:\n{got}"
+        if wanted.strip() and not doctest.OutputChecker().check_output(wanted, got, DOCTEST):
+            raise AssertionError(f"$ {command}\nprinted\n{got}\nwhere the page says\n{wanted}")
+
+
+def _enter(namespace: dict[str, Any]) -> None:
+    namespace["_folder"] = tempfile.mkdtemp(prefix="howsmooth-docs-")
+    namespace["_left"] = Path.cwd()
+    os.chdir(namespace["_folder"])
+
+
+def _leave(namespace: dict[str, Any]) -> None:
+    os.chdir(namespace["_left"])
+    shutil.rmtree(namespace["_folder"])
+
+
+pytest_collect_file = Sybil(
+    parsers=[
+        PythonCodeBlockParser(doctest_optionflags=DOCTEST),
+        CodeBlockParser(language="console", evaluator=_console),
+        SkipParser(),
+    ],
+    path=str(ROOT),
+    patterns=["README.md", "docs/*.md", "docs/*/*.md"],
+    excludes=["docs/_build/*", "docs/_build/*/*"],
+    setup=_enter,
+    teardown=_leave,
+).pytest()
