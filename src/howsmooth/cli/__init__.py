@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if described is None or getattr(error, "exit_code", None) is None:
             raise
         place = getattr(getattr(error, "ctx", None), "command_path", "howsmooth")
-        return _refuse(f"{described().replace('Value error, ', '')} See {place} --help.")
+        sentence = described().replace("Value error, ", "").rstrip(".")
+        return _refuse(f"{sentence}. See {place} --help.")
     return code if isinstance(code, int) else 0
 
 

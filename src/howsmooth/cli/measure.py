@@ -89,10 +89,10 @@ def measure(
     scope: Annotated[
         list[Scope] | None,
         typer.Option(
-            metavar="head|heads|attention|residual|block",
-            help="What is called attention: one head with its values only; all heads before the output "
-            "projection; attention with it; the residual sum; or the block with its norm. May be repeated. "
-            "Default: attention.",
+            metavar="SCOPE",
+            help="What is called attention. head: one head, values only; heads: all, before the output "
+            "projection; attention: with it; residual: input plus attention; block: with the norm too. "
+            "May be repeated. Default: attention.",
             show_default=False,
             rich_help_panel=WHAT,
         ),

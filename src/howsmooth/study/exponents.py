@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,7 @@ FEWEST_LENGTHS = 3
 _BOOTSTRAP_POINTS = 50
 _BOOTSTRAP_LENGTHS = 10
 _RESAMPLES = 2999
-# Residuals below this are rounding, and a resampled distribution of them has no width.
+# Residuals below this are rounding: neither interval has a width then.
 _ROUNDING = 1e-9
 
 
@@ -53,7 +54,8 @@ class Exponent:
     n_points, n_min, n_max
         What was fitted.
     interval
-        ``"bootstrap"``, ``"t"`` or, without a fit, ``""``.
+        How it was found: ``"bootstrap"``, ``"t"``, ``"exact"`` (points on a line to rounding), or ``""``
+        without a fit.
     left_out
         Unconverged measurements and zeros, which are not fitted.
     note
@@ -157,8 +159,10 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def _interval(
     x: np.ndarray, y: np.ndarray, slope: float, stderr: float, spread: float
 ) -> tuple[float, float, str]:
+    if spread < _ROUNDING:
+        return slope, slope, "exact"
     enough = len(x) >= _BOOTSTRAP_POINTS and len(np.unique(x)) >= _BOOTSTRAP_LENGTHS
-    if not enough or spread < _ROUNDING:
+    if not enough:
         half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 2)) * stderr
         return slope - half, slope + half, "t"
     found = stats.bootstrap(
@@ -175,8 +179,7 @@ def _interval(
     return float(found.low), float(found.high), "bootstrap"
 
 
-def _slopes(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
+def _slopes(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
     """Compute least-squares slopes along an axis, all resamples at once."""
     centred = x - x.mean(axis, keepdims=True)
-    slopes: np.ndarray = (centred * y).sum(axis) / (centred * centred).sum(axis)
-    return slopes
+    return (centred * y).sum(axis) / (centred * centred).sum(axis)

@@ -44,7 +44,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "figure.titlesize": 11,
-    "pdf.fonttype": 42,
+    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
     "savefig.dpi": 150,
 }
 _COLOURS = "viridis"
@@ -111,16 +111,16 @@ def draw_all(
     folder.mkdir(parents=True, exist_ok=True)
     pictures: list[Picture] = []
     families = list(measurements.groupby(["model", "text", "scope"], sort=True))
-    sizes = [len(_parts(family)) for _, family in families]
+    sizes = [family.groupby(["layer", "head"], dropna=False).ngroups for _, family in families]
     total = sum(size + (size > 1) for size in sizes)
     with rc_context(_STYLE):
         for (model, text, scope), family in families:
             parts = _parts(family)
             if len(parts) > 1:
-                pictures.append(_overview(family, folder, str(model), str(text), str(scope)))
+                pictures.append(_overview(parts, folder, str(model), str(text), str(scope)))
                 on_figure(len(pictures), total)
-            for layer, head, group in parts:
-                pictures.append(_single(group, folder, str(model), str(text), str(scope), layer, head))
+            for part in parts:
+                pictures.append(_single(part, folder, str(model), str(text), str(scope)))
                 on_figure(len(pictures), total)
     return pictures
 
@@ -128,10 +128,8 @@ def draw_all(
 # ---- one layer
 
 
-def _single(
-    group: pd.DataFrame, folder: Path, model: str, text: str, scope: str, layer: int, head: int | None
-) -> Picture:
-    fit = _fit(group)
+def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Picture:
+    group, fit = part.rows, part.fit
     figure = _figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
     lengths = _length_norm(group["n"])
@@ -152,39 +150,36 @@ def _single(
     else:
         label = f"fit $n^{{{fit.slope:.3f}}}$, 95 % interval [{fit.low:.3f}, {fit.high:.3f}]"
         figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
-    place = f"layer {layer}" + ("" if head is None else f", head {head}")
+    place = part.name
     title = f"{readable(model)}, {place}, scope {scope}, text {readable(text)}"
     figure.suptitle(_literal(title) + _unconverged_words(group, fit))
-    parts = [model, text, scope, f"layer-{layer:02d}", *([] if head is None else [f"head-{head:02d}"])]
+    stem = [f"layer-{part.layer:02d}", *([] if part.head is None else [f"head-{part.head:02d}"])]
     alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
-    png, pdf = _save(figure, folder, file_stem(*parts), title)
-    return Picture(png, pdf, title, alt, model, text, scope, layer, head, overview=False)
+    png, pdf = _save(figure, folder, file_stem(model, text, scope, *stem), title)
+    return Picture(png, pdf, title, alt, model, text, scope, part.layer, part.head, overview=False)
 
 
 # ---- all layers
 
 
-def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: str) -> Picture:
-    groups = _parts(family)
-    heads = len({head for _, head, _ in groups})
-    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(groups), 4)
-    rows = math.ceil(len(groups) / columns)
+def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: str) -> Picture:
+    family = pd.concat([part.rows for part in parts])
+    heads = len({part.head for part in parts})
+    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), 4)
+    rows = math.ceil(len(parts) / columns)
     figure = _figure(1.6 + (2.3 if columns <= 4 else 1.7) * columns, 1.3 + 2.0 * rows)
     axes = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).ravel()
     norm = _radius_norm(family["radius_mean"])
-    fits = []
     for place, axis in enumerate(axes):
-        if place >= len(groups):
+        if place >= len(parts):
             axis.set_visible(False)
             continue
-        layer, head, group = groups[place]
-        fit = _fit(group)
-        fits.append(fit)
-        _scatter(axis, group, "n", "radius_mean", norm, size=7)
+        group, fit = parts[place].rows, parts[place].fit
+        _scatter(axis, group, "n", "radius_mean", norm, size=7.0)
         _guides(axis, group, fit)
         _axis(axis, "x", family["n"], whole=True)
         _axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
-        axis.set_title(f"layer {layer}" + ("" if head is None else f", head {head}"), pad=4)
+        axis.set_title(parts[place].name, pad=4)
         words = "no exponent" if fit.note else f"{fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}]"
         axis.text(
             0.04,
@@ -197,7 +192,7 @@ def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: 
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         )
         # The lowest panel of a column carries the length's axis even where the last row is not full.
-        if place + columns >= len(groups):
+        if place + columns >= len(parts):
             axis.tick_params(labelbottom=True)
             axis.set_xlabel("length n (tokens)")
     figure.supylabel("local Lipschitz constant", fontsize=10)
@@ -209,7 +204,7 @@ def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: 
     )
     figure.suptitle(_literal(title))
     figure.legend(handles=_guide_handles(), loc="outside lower center", ncols=3)
-    found = [fit.slope for fit in fits if not fit.note]
+    found = [part.fit.slope for part in parts if not part.fit.note]
     alt = (
         f"Small scatter plots of the constant against the length on log axes, one a layer, for {title}. "
         + (
@@ -225,16 +220,28 @@ def _overview(family: pd.DataFrame, folder: Path, model: str, text: str, scope: 
 # ---- parts
 
 
-def _parts(family: pd.DataFrame) -> list[tuple[int, int | None, pd.DataFrame]]:
-    """Split by layer and head; heads are missing for scopes over all of them."""
-    parts: list[tuple[int, int | None, pd.DataFrame]] = []
+@dataclass(frozen=True)
+class _Part:
+    """The measurements of one layer, or of one head of it, and their exponent."""
+
+    layer: int
+    head: int | None
+    rows: pd.DataFrame
+    fit: Exponent
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+
+
+def _parts(family: pd.DataFrame) -> list[_Part]:
+    parts = []
     for layer in sorted(family["layer"].unique()):
         rows = family[family["layer"] == layer]
-        heads = sorted(rows["head"].dropna().unique())
-        parts += [(int(layer), int(head), rows[rows["head"] == head]) for head in heads]
-        without = rows[rows["head"].isna()]
-        if len(without):
-            parts.append((int(layer), None, without))
+        heads = [int(head) for head in sorted(rows["head"].dropna().unique())]
+        splits: list[tuple[int | None, pd.DataFrame]] = [(head, rows[rows["head"] == head]) for head in heads]
+        splits.append((None, rows[rows["head"].isna()]))
+        parts += [_Part(int(layer), head, split, _fit(split)) for head, split in splits if len(split)]
     return parts
 
 
@@ -250,7 +257,7 @@ def _fit(group: pd.DataFrame) -> Exponent:
 
 
 def _scatter(
-    axis: Axes, group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13
+    axis: Axes, group: pd.DataFrame, across: str, colour: str, norm: Normalize, size: float = 13.0
 ) -> None:
     positive = group[group["lipschitz"] > 0]
     good = positive[positive["converged"]]
@@ -411,6 +418,7 @@ def _literal(words: str) -> str:
 def _save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
     png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
+    figure.set_layout_engine("none")  # the layout is settled, and finding it again takes as long as drawing
     # No date, so that the same store gives the same file.
     figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
     return png, pdf

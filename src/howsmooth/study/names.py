@@ -21,7 +21,7 @@ def file_stem(*parts: str) -> str:
     words = "--".join(parts)
     plain = unicodedata.normalize("NFKD", words).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9.-]+", "-", plain).strip("-.")[:_LONGEST_STEM]
-    if slug == words:
+    if slug and slug == words:
         return slug
     return f"{slug}-{hashlib.sha256(words.encode()).hexdigest()[:6]}".lstrip("-")
 

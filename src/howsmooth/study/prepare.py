@@ -96,7 +96,6 @@ def prepare(plan: Plan, tools: Tools, models: Models) -> list[Subject]:
         For whatever makes the plan impossible, one sentence each.
 
     """
-    check_device(plan.device)
     texts = [tools.load_text(name) for name in plan.texts]
     _check_texts(texts)
     subjects = [
@@ -151,23 +150,6 @@ def capture_sites(
     return [cast("SiteLike", site) for site in found]
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that does not exist here.
-
-    Raises
-    ------
-    ArgumentError
-        Naming what there is.
-
-    """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        available = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
-        raise ArgumentError("device", expected=f"{available} on this machine", got=repr(device)) from error
-
-
 def _check_texts(texts: list[TextLike]) -> None:
     by_name: dict[str, TextLike] = {}
     for text in texts:
@@ -211,7 +193,7 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
         content=text.content,
         fingerprint=model.fingerprint,
         tokenizer_source=model.tokenizer_source,
-        tokens=torch.tensor(model.encode(text.content), dtype=torch.int64),
+        tokens=torch.tensor(model.tokenizer(text.content), dtype=torch.int64),
         layers=layers,
         heads=heads,
     )

@@ -162,6 +162,8 @@ class Store:
         there = cls.exists(folder)
         if not write and not there:
             raise StoreError(f"out: expected a folder with {STORE_NAME}, got {folder}, which has none.")
+        if there and not path.is_file():
+            raise StoreError(f"{path} is not a file, so it cannot be a store. Choose another --out.")
         lock = _lock(folder) if write else None
         try:
             with translated(path):

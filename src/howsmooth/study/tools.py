@@ -31,7 +31,8 @@ class Model(Protocol):
     def layers(self) -> int: ...  # noqa: D102
     @property
     def heads(self) -> int: ...  # noqa: D102
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]: ...  # noqa: D102
 
 
 @runtime_checkable

@@ -1,0 +1,164 @@
+"""Stand-ins for models, texts and estimates, so that the study is tested without any of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from howsmooth.errors import ModelError, TextError
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.tools import Tools
+
+
+def digest(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    source: str = "A stand-in."
+    tokenizer_source: str = "Words."
+    fingerprint: str = digest("fake")
+    max_length: int | None = 64
+    layers: int = 3
+    heads: int = 2
+
+    @staticmethod
+    def tokenizer(text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+
+@dataclass(frozen=True)
+class FakeText:
+    name: str
+    content: str
+    source: str = "Made up."
+
+    @property
+    def digest(self) -> str:
+        return digest(self.content)
+
+
+@dataclass
+class Work:
+    """What the stand-ins were asked to do."""
+
+    measured: list[tuple[str, int, int | None, int, int]] = field(default_factory=list)
+    """One entry a measurement: scope, layer, head, n, first token."""
+    seeds: list[int] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    captures: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+
+
+def words(count: int) -> str:
+    """A text whose token ids are the positions of the tokens, so that a window shows where it was cut."""
+    return " ".join(f"w{index}" for index in range(count))
+
+
+def make_tools(
+    *,
+    tokens: int = 400,
+    models: dict[str, FakeModel] | None = None,
+    texts: dict[str, str] | None = None,
+    slope: float = 0.25,
+    before_measure: Callable[[int], None] = lambda calls: None,
+) -> tuple[Tools, Work]:
+    """Build the four tools; ``before_measure`` is called with the number of estimates made so far."""
+    work = Work()
+    known_models = {"small": FakeModel()} if models is None else models
+    known_texts = {"prose": words(tokens)} if texts is None else texts
+    calls = 0
+
+    def load_model(name: str, **options: Any) -> FakeModel:
+        work.loads.append(name)
+        if name not in known_models:
+            raise ModelError(f"model: {name!r} is not known.")
+        return known_models[name]
+
+    def load_text(name: str) -> FakeText:
+        if name not in known_texts:
+            raise TextError(f"text: {name!r} is not there.")
+        return FakeText(name, known_texts[name])
+
+    def capture(
+        model: FakeModel,
+        inputs: torch.Tensor,
+        layers: Sequence[int] | None = None,
+        scope: str = "attention",
+        heads: Sequence[int] | None = None,
+    ) -> list[Any]:
+        work.captures.append((scope, inputs.shape[1], tuple(layers or ())))
+        chosen = range(model.layers) if layers is None else layers
+        by_head = list(range(model.heads) if heads is None else heads) if scope == "head" else [None]
+        x = inputs.to(torch.float32)[..., None]
+        return [
+            SimpleNamespace(
+                name=f"layer.{layer}",
+                layer=layer,
+                head=head,
+                scope=scope,
+                causal=False,
+                masking="none",
+                x=x,
+                map=SimpleNamespace(layer=layer, head=head, scope=scope),
+                radius_mean=(inputs[:, 0] % 7 + 1).double(),
+                radius_max=(inputs[:, 0] % 7 + 2).double(),
+            )
+            for layer in chosen
+            for head in by_head
+        ]
+
+    def measure(function: Any, x: torch.Tensor, *, seed: Sequence[int], **options: Any) -> Any:
+        nonlocal calls
+        before_measure(calls)
+        calls += 1
+        firsts = x[:, 0, 0].to(torch.int64)
+        assert len(seed) == len(firsts)
+        n = x.shape[1]
+        work.measured += [(function.scope, function.layer, function.head, n, int(first)) for first in firsts]
+        work.seeds += list(seed)
+        noise = 1 + 0.2 * torch.sin(firsts.double() + function.layer)
+        value = (1 + function.layer) * n**slope * noise
+        return SimpleNamespace(
+            value=value,
+            lower=value,
+            upper=value * 1.00001,
+            confidence=options["confidence"],
+            converged=torch.ones(len(firsts), dtype=torch.bool),
+            iterations=torch.full((len(firsts),), 12),
+            method="closed form",
+        )
+
+    return Tools(load_model=load_model, load_text=load_text, capture=capture, measure=measure), work
+
+
+def make_plan(**changes: Any) -> Plan:
+    """Build a small plan for the stand-ins."""
+    values: dict[str, Any] = {
+        "models": (ModelSpec("small"),),
+        "texts": ("prose",),
+        "lengths": (2, 4, 8),
+        "samples": 5,
+    }
+    return Plan(**(values | changes))
+
+
+def rows_of(folder: Path) -> set[tuple[Any, ...]]:
+    """What a store holds, by key, as a set of (key, value); fails if a key is there twice."""
+    from howsmooth.study.store import Store
+
+    with Store.open(folder, write=False) as store:
+        table = store.measurements()
+    keys = ["model", "text", "scope", "layer", "head", "n", "sample"]
+    assert not table.duplicated(keys).any()
+    columns = [*keys, "start", "seed", "lipschitz"]
+    return {
+        tuple(None if value != value else value for value in row)
+        for row in table[columns].astype(object).where(table[columns].notna(), None).itertuples(index=False)
+    }

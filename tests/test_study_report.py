@@ -1,0 +1,242 @@
+"""Figures, tables and the page, from stores made by stand-ins."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from howsmooth.errors import StoreError
+from howsmooth.study.names import file_stem, readable
+from howsmooth.study.plan import ModelSpec
+from howsmooth.study.publish import Published, publish
+from howsmooth.study.run import run
+from howsmooth.study.store import COLUMNS
+from howsmooth.study.ticks import linear_ticks, log_ticks
+from tests._study import FakeModel, make_plan, make_tools, words
+
+HOSTILE = "<script>alert(1)</script></title><img src=x onerror=alert(2)>\u202e\u0000$\\frac{"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    folder = tmp_path_factory.mktemp("published")
+    tools, _ = make_tools()
+    run(make_plan(scopes=("attention", "head")), folder, tools, command="howsmooth measure small")
+    return publish(folder)
+
+
+@pytest.fixture(scope="module")
+def page(published: Published) -> Page:
+    return Page(published.report.read_text(encoding="utf-8"))
+
+
+def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Published) -> None:
+    table = pd.read_csv(published.measurements)
+    assert tuple(table.columns) == COLUMNS == (
+        "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
+        "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
+    )  # fmt: skip
+    assert len(table) == 3 * 5 * (3 + 6)
+    keys = ["model", "text", "scope", "layer", "head", "n", "sample"]
+    pd.testing.assert_frame_equal(table, table.sort_values(keys).reset_index(drop=True))
+    assert table.loc[table["scope"] == "attention", "head"].isna().all()
+    assert set(table.loc[table["scope"] == "head", "head"]) == {0, 1}
+    assert not table["head"].astype(str).str.contains(r"\.[1-9]").any()
+
+
+def test_values_survive_the_csv_to_the_last_digit(published: Published) -> None:
+    table = pd.read_csv(published.measurements)
+    np.testing.assert_array_equal(table["lipschitz"], published.contents.measurements["lipschitz"])
+    assert table["seed"].tolist() == published.contents.measurements["seed"].tolist()
+
+
+def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published: Published) -> None:
+    shown = [(p.scope, p.layer, p.head) for p in published.pictures]
+    attention = [("attention", None, None)] + [("attention", layer, None) for layer in range(3)]
+    heads = [("head", None, None)] + [("head", layer, head) for layer in range(3) for head in range(2)]
+    assert shown == attention + heads
+    files = [path for picture in published.pictures for path in (picture.png, picture.pdf)]
+    assert len(set(files)) == len(files) == 22
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files if path.suffix == ".png")
+    assert all(path.read_bytes().startswith(b"%PDF") for path in files if path.suffix == ".pdf")
+    assert published.pictures[1].png.name == "small--prose--attention--layer-00.png"
+
+
+def test_the_same_store_gives_the_same_files(published: Published) -> None:
+    first = published.pictures[0]
+    files = [published.report, published.measurements, published.exponents_file, first.png, first.pdf]
+    before = [path.read_bytes() for path in files]
+    publish(published.report.parent)
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_the_page_holds_everything_and_asks_nobody(published: Published, page: Page) -> None:
+    images = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert len(images) == len(published.pictures)
+    prefix = "data:image/png;base64,"
+    for attributes in images:
+        source = attributes["src"] or ""
+        assert source.startswith(prefix)
+        assert base64.b64decode(source.removeprefix(prefix)).startswith(b"\x89PNG")
+        assert len(attributes["alt"] or "") > 40
+    content = published.report.read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href|action)\s*=\s*[\"']?(?!data:)[\w/.#:]*//", content)
+    assert not [tag for tag, _ in page.elements if tag in ("script", "link", "iframe", "object", "form")]
+    assert "url(" not in content
+    assert page.open == []
+
+
+def test_the_page_says_what_a_newcomer_needs(page: Page) -> None:
+    for needed in (
+        "spectral norm",
+        "exponent",
+        "135 measurements, all converged",
+        "holds the true constant",
+        "0.999",
+        "one attention head with its value projection only",
+        "all heads and the output projection",
+        "howsmooth measure small",
+        "Made up.",
+        "A stand-in.",
+        "Words.",
+        "torch",
+        "seed 0",
+        "without special tokens",
+    ):
+        assert needed in page.text, needed
+
+
+def test_the_page_gives_the_exponents_of_the_table(published: Published, page: Page) -> None:
+    for slope in published.exponents["slope"]:
+        assert f"{slope:.3f}".replace("-", "\N{MINUS SIGN}") in page.text
+
+
+def test_hostile_names_are_shown_and_never_run(tmp_path: Path) -> None:
+    model = FakeModel(source=HOSTILE, tokenizer_source=HOSTILE)
+    tools, _ = make_tools(models={HOSTILE: model}, texts={HOSTILE: words(400)})
+    plan = make_plan(models=(ModelSpec(HOSTILE),), texts=(HOSTILE,))
+    run(plan, tmp_path, tools, command=f"howsmooth measure {HOSTILE}")
+    published = publish(tmp_path)
+    page = Page(published.report.read_text(encoding="utf-8"))
+    assert page.open == []
+    assert not [tag for tag, _ in page.elements if tag in ("script", "iframe")]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert all((attributes.get("src") or "data:").startswith("data:") for _, attributes in page.elements)
+    assert "<script>alert(1)</script>" in page.text
+    assert "\u202e" not in page.text
+    assert "\x00" not in page.text
+    names = [path.name for path in (tmp_path / "figures").iterdir()]
+    assert len(names) == 8
+    assert all(re.fullmatch(r"[a-z0-9.-]+", name) for name in names)
+
+
+def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Path) -> None:
+    tools, _ = make_tools()
+
+    def sometimes(*arguments: object, **options: object) -> object:
+        estimate = tools.measure(*arguments, **options)
+        estimate.converged[0] = False  # type: ignore[index]
+        estimate.value[0] *= 50  # type: ignore[index,operator]
+        estimate.upper[0] *= 99  # type: ignore[index,operator]
+        return estimate
+
+    run(make_plan(), tmp_path, dataclasses.replace(tools, measure=sometimes))
+    published = publish(tmp_path)
+    text = Page(published.report.read_text(encoding="utf-8")).text
+    assert "45 measurements, of which 36 converged" in text
+    assert "9 measurements did not reach the tolerance" in text
+    assert published.exponents["left_out"].tolist() == [3, 3, 3]
+    assert published.exponents["slope"].between(0.1, 0.4).all()
+
+
+def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> None:
+    run(make_plan(lengths=(1,)), tmp_path, make_tools()[0])
+    published = publish(tmp_path)
+    assert published.exponents["note"].tolist() == ["fewer than 3 lengths to fit"] * 3
+    assert "too few lengths for an exponent" in published.report.read_text(encoding="utf-8")
+
+
+def test_zero_constants_are_published(tmp_path: Path) -> None:
+    tools, _ = make_tools(slope=-math.inf)
+    run(make_plan(), tmp_path, tools)
+    published = publish(tmp_path)
+    assert published.exponents["left_out"].tolist() == [15, 15, 15]
+    assert "45 constants are zero" in published.report.read_text(encoding="utf-8")
+
+
+def test_untrained_and_retokenised_models_are_marked(tmp_path: Path) -> None:
+    model = FakeModel(tokenizer_source="BPE trained on the text.")
+    tools, _ = make_tools(models={"small": model})
+    run(make_plan(models=(ModelSpec("small", random_init=True),)), tmp_path, tools)
+    text = publish(tmp_path).report.read_text(encoding="utf-8")
+    assert "small (random init)" in text
+    assert "have untrained weights" in text
+    assert "Where a tokenizer was trained on the text" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_outputs_that_cannot_be_written_are_said(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    (tmp_path / ".report.html.partial").symlink_to("/dev/full")
+    with pytest.raises(
+        StoreError, match=r"cannot be written: No space left on device. The measurements are kept"
+    ):
+        publish(tmp_path)
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_file_names_are_harmless_and_never_shared(one: str, other: str) -> None:
+    stem = file_stem(one)
+    assert re.fullmatch(r"[a-z0-9.-]+", stem)
+    assert not stem.startswith(".")
+    assert len(stem) < 140
+    assert (stem == file_stem(other)) == (one == other)
+    assert file_stem(one, other) != file_stem(other, one) or one == other
+
+
+@given(st.text(max_size=200))
+def test_readable_names_stay_on_their_line(words: str) -> None:
+    assert readable(words).isprintable()
+    assert len(readable(words)) <= 60
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1.02, 1e6))
+def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor: float) -> None:
+    high = low * factor
+    for ticks in (log_ticks(low, high), linear_ticks(low, high)):
+        assert 2 <= len(ticks) <= 12
+        assert ticks == sorted(ticks)
+        assert low <= ticks[0] * (1 + 1e-9)
+        assert ticks[-1] <= high * (1 + 1e-9)

@@ -1,0 +1,332 @@
+"""The runner, with stand-ins for models and estimates: what it asks for, and what it never asks twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
+from howsmooth.study.plan import ModelSpec
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import Progress, batch_size, run
+from howsmooth.study.store import STORE_NAME, Store
+from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
+
+
+def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
+    tools, work = make_tools()
+    outcome = run(make_plan(), tmp_path, tools)
+    assert outcome.measured == 3 * 3 * 5
+    assert outcome.kept == outcome.unconverged == 0
+    assert len(work.measured) == len(set(work.measured)) == 45
+    assert len(set(work.seeds)) == 45
+    assert len(rows_of(tmp_path)) == 45
+
+
+def test_windows_of_a_length_do_not_overlap_and_all_layers_see_the_same(tmp_path: Path) -> None:
+    tools, work = make_tools()
+    run(make_plan(), tmp_path, tools)
+    for n in (2, 4, 8):
+        by_layer = [
+            {first for _, layer, _, m, first in work.measured if (layer, m) == (k, n)} for k in range(3)
+        ]
+        assert by_layer[0] == by_layer[1] == by_layer[2]
+        assert len(by_layer[0]) == 5
+        assert all(first % n == 0 for first in by_layer[0])
+
+
+def test_one_capture_serves_all_layers(tmp_path: Path) -> None:
+    tools, work = make_tools()
+    run(make_plan(scopes=("attention", "block")), tmp_path, tools)
+    checks = 2  # one a scope, at the shortest length, before anything is measured
+    assert len(work.captures) == checks + 3 * 2
+    assert all(layers == (0, 1, 2) for _, _, layers in work.captures)
+
+
+def test_the_same_plan_again_measures_nothing(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    before = rows_of(tmp_path)
+    tools, work = make_tools()
+    outcome = run(make_plan(), tmp_path, tools)
+    assert (outcome.measured, outcome.kept, work.measured) == (0, 45, [])
+    assert rows_of(tmp_path) == before
+
+
+ADDITIONS: list[dict[str, Any]] = [
+    {"lengths": (2, 3, 4, 8, 16)},
+    {"samples": 9},
+    {"layers": Ranges.parse("all", "layers")},
+    {"scopes": ("attention", "block", "head")},
+    {"texts": ("prose", "more")},
+    {"models": (ModelSpec("small"), ModelSpec("other"))},
+    {"models": (ModelSpec("small"), ModelSpec("small", as_decoder=True))},
+]
+
+
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: next(iter(addition)))
+def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, addition: dict[str, Any]) -> None:
+    """Rows are the same whether their plan was carried out alone, before, or as part of a larger one."""
+    base = {"layers": Ranges.parse("0,2", "layers")}
+    texts = {"prose": words(400), "more": words(399)}
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
+    alone, grown, at_once = tmp_path / "alone", tmp_path / "grown", tmp_path / "at-once"
+    for folder, changes in (
+        (alone, base),
+        (grown, base),
+        (grown, base | addition),
+        (at_once, base | addition),
+    ):
+        run(make_plan(**changes), folder, make_tools(texts=texts, models=models)[0])
+    assert rows_of(alone) < rows_of(grown)
+    assert rows_of(grown) == rows_of(at_once)
+
+
+@settings(max_examples=25, deadline=None)
+@given(stops=st.lists(st.integers(0, 12), min_size=1, max_size=4))
+def test_interrupted_anywhere_it_continues_and_repeats_nothing(
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("interrupted")
+    plan = make_plan(scopes=("attention", "head"))
+    total = 3 * 5 * (3 + 3 * 2)
+    measured = 0
+    for stop in stops:
+
+        def interrupt(calls: int, stop: int = stop) -> None:
+            if calls == stop:
+                raise KeyboardInterrupt
+
+        tools, work = make_tools(before_measure=interrupt)
+        try:
+            run(plan, folder, tools)
+        except KeyboardInterrupt:
+            assert stop * 5 == len(work.measured)
+        measured += len(work.measured)
+    tools, work = make_tools()
+    outcome = run(plan, folder, tools)
+    assert outcome.measured == len(work.measured) == total - measured
+    assert len(rows_of(folder)) == total
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from howsmooth.study.run import run
+from tests._study import make_plan, make_tools
+def slowly(calls):
+    Path(sys.argv[2]).write_text(str(calls))
+    import time; time.sleep(0.02)
+run(make_plan(lengths=tuple(range(2, 42, 2))), Path(sys.argv[1]), make_tools(before_measure=slowly)[0])
+"""
+
+
+def start_killable(folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    return subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(log)], env=environment, cwd=root)
+
+
+def wait_for(log: Path, calls: int, process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and process.poll() is None:
+        if log.exists() and (log.read_text() or "0") >= "0" and int(log.read_text() or 0) >= calls:
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the process ended or stalled before {calls} estimates (exit code {process.poll()})")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
+def test_killed_by_the_system_it_keeps_whole_batches_and_repeats_nothing(tmp_path: Path) -> None:
+    folder, log = tmp_path / "out", tmp_path / "calls"
+    process = start_killable(folder, log)
+    wait_for(log, 7, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    begun = int(log.read_text())
+    kept = len(rows_of(folder))
+    assert kept in (5 * begun, 5 * begun + 5)
+    tools, work = make_tools()
+    run(make_plan(lengths=tuple(range(2, 42, 2))), folder, tools)
+    assert len(work.measured) == 20 * 3 * 5 - kept
+    whole = tmp_path / "whole"
+    run(make_plan(lengths=tuple(range(2, 42, 2))), whole, make_tools()[0])
+    assert rows_of(folder) == rows_of(whole)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
+def test_a_second_process_is_refused_while_the_first_works(tmp_path: Path) -> None:
+    folder, log = tmp_path / "out", tmp_path / "calls"
+    process = start_killable(folder, log)
+    try:
+        wait_for(log, 2, process)
+        tools, work = make_tools()
+        with pytest.raises(StoreError, match="in use by another howsmooth process"):
+            run(make_plan(), folder, tools)
+        assert work.measured == work.loads == []
+        rows_of(folder)  # reading is allowed
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+    run(make_plan(), folder, make_tools()[0])  # the lock went with its owner
+
+
+def test_progress_is_told_from_nothing_to_everything(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    run(make_plan(), tmp_path, make_tools()[0], on_progress=told.append)
+    assert [step.done for step in told] == list(range(0, 46, 5))
+    assert told[0].cost_done == 0
+    assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
+    costs = [later.cost_done - before.cost_done for before, later in pairwise(told)]
+    assert costs == pytest.approx(sorted(costs))  # long sequences take longer, and come last
+    assert costs[0] < 0.9 * costs[-1]
+    run(make_plan(samples=7), tmp_path, make_tools()[0], on_progress=told.append)
+    assert (told[-1].planned, told[-1].kept) == (18, 45)
+
+
+def test_memory_sets_how_many_sequences_are_measured_together() -> None:
+    assert batch_size(12, 100, "float32") >= 10
+    assert batch_size(12, 2000, "float32") == 1
+    assert batch_size(12, 500, "float32") > batch_size(12, 500, "float64") >= 1
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], str]] = {
+    "unknown model": ({"models": (ModelSpec("x"),)}, {}, ModelError, "'x' is not known"),
+    "unknown text": ({"texts": ("x",)}, {}, TextError, "'x' is not there"),
+    "empty text": ({}, {"texts": {"prose": "  \n"}}, TextError, "text 'prose' is empty"),
+    "short text": (
+        {"lengths": (2, 30)},
+        {"tokens": 100},
+        TextError,
+        "5 sequences of 30 tokens without overlap need 150 tokens, and it has 100 .* "
+        "Use --samples 3 or fewer, or --lengths up to 20, or a longer text",
+    ),
+    "tiny text": ({}, {"tokens": 3}, TextError, "it has 3 with the tokenizer of small. Use a longer text"),
+    "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),
+    "no such layer": (
+        {"layers": Ranges.parse("0,3", "layers")}, {}, ArgumentError, "layers of small, which has 3",
+    ),
+    "no such head": (
+        {"heads": Ranges.parse("2", "heads"), "scopes": ("head",)}, {}, ArgumentError, "heads of small",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_impossible_is_refused_before_anything_is_measured_or_made(tmp_path: Path, case: str) -> None:
+    changes, tool_changes, error, message = REFUSALS[case]
+    tools, work = make_tools(**tool_changes)
+    folder = tmp_path / "out"
+    with pytest.raises(error, match=message):
+        run(make_plan(**changes), folder, tools)
+    assert work.measured == []
+    assert not folder.exists()
+
+
+def test_a_second_model_is_checked_before_the_first_is_measured(tmp_path: Path) -> None:
+    tools, work = make_tools(models={"small": FakeModel(), "short": FakeModel(max_length=4)})
+    with pytest.raises(ArgumentError, match="positions of short"):
+        run(make_plan(models=(ModelSpec("small"), ModelSpec("short"))), tmp_path / "out", tools)
+    assert work.measured == []
+
+
+def test_captures_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    tools, work = make_tools()
+    wrong = tools.__class__(
+        load_model=tools.load_model,
+        load_text=tools.load_text,
+        capture=lambda *arguments, **options: tools.capture(*arguments, **options)[:-1],
+        measure=tools.measure,
+    )
+    with pytest.raises(CaptureError, match="could not be told apart"):
+        run(make_plan(), tmp_path / "out", wrong)
+    assert work.measured == []
+
+
+def test_a_model_that_changes_between_two_loads_is_refused(tmp_path: Path) -> None:
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
+    tools, _ = make_tools(models=models)
+
+    def change(progress: Progress) -> None:
+        models["other"] = FakeModel(fingerprint=digest("changed"))
+
+    plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
+    with pytest.raises(ModelError, match="other changed while it was measured"):
+        run(plan, tmp_path, tools, on_progress=change)
+    assert {row[0] for row in rows_of(tmp_path)} == {"small"}
+
+
+IDENTITIES: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 1}, "made with seed 0, not 1. Choose another --out, or repeat --seed 0"),
+    "rtol": ({"rtol": 1e-3}, "made with rtol 0.0001, not 0.001"),
+    "confidence": ({"confidence": 0.9}, "made with confidence 0.999, not 0.9"),
+    "dtype": ({"dtype": "float64"}, "made with dtype float32, not float64"),
+    "max_iterations": ({"max_iterations": 9}, "made with max-iterations 200, not 9"),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_a_store_of_another_study_is_refused_without_loading_a_model(tmp_path: Path, name: str) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    before = (tmp_path / STORE_NAME).read_bytes()
+    changes, message = IDENTITIES[name]
+    tools, work = make_tools()
+    with pytest.raises(StoreError, match=message):
+        run(make_plan(**changes), tmp_path, tools)
+    assert work.loads == []
+    assert (tmp_path / STORE_NAME).read_bytes() == before
+
+
+def test_a_model_or_text_that_changed_under_its_name_is_refused(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    before = (tmp_path / STORE_NAME).read_bytes()
+    changed = make_tools(models={"small": FakeModel(fingerprint=digest("retrained"))})[0]
+    with pytest.raises(
+        StoreError, match=r"its model 'small' has fingerprint .* the weights or the configuration"
+    ):
+        run(make_plan(), tmp_path, changed)
+    tokenizer = FakeModel(fingerprint=digest("x"), tokenizer_source="Letters.")
+    with pytest.raises(StoreError, match=r"the tokenizer \('Words.' then, 'Letters.' now\) changed"):
+        run(make_plan(), tmp_path, make_tools(models={"small": tokenizer})[0])
+    with pytest.raises(StoreError, match="its text 'prose' has SHA-256"):
+        run(make_plan(), tmp_path, make_tools(tokens=401)[0])
+    # On another text as well: a store holds one model under a name.
+    retrained = {"small": FakeModel(fingerprint=digest("y"))}
+    tools = make_tools(models=retrained, texts={"more": words(300)})[0]
+    with pytest.raises(StoreError, match="its model 'small' has fingerprint"):
+        run(make_plan(texts=("more",)), tmp_path, tools)
+    assert (tmp_path / STORE_NAME).read_bytes() == before
+
+
+def test_an_untrained_model_may_have_another_tokenizer_on_another_text(tmp_path: Path) -> None:
+    spec = ModelSpec("small", random_init=True)
+    first = FakeModel(fingerprint=digest("bpe of prose"))
+    run(make_plan(models=(spec,)), tmp_path, make_tools(models={"small": first})[0])
+    second = FakeModel(fingerprint=digest("bpe of more"))
+    run(
+        make_plan(models=(spec,), texts=("more",)),
+        tmp_path,
+        make_tools(models={"small": second}, texts={"more": words(300)})[0],
+    )
+    with pytest.raises(StoreError, match=r"its model 'small \(random init\)' has fingerprint"):
+        run(make_plan(models=(spec,)), tmp_path, make_tools(models={"small": second})[0])
+
+
+def test_where_the_numbers_came_from_is_recorded(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0], command="howsmooth measure small")
+    with Store.open(tmp_path, write=False) as store:
+        contents = store.contents()
+    assert contents.runs["command"].tolist() == ["howsmooth measure small"]
+    assert contents.runs["finished"].notna().all()
+    assert '"torch":' in contents.runs["environment"][0]
+    assert contents.inputs["tokens"].tolist() == [400]
+    assert contents.study["special_tokens"] == "none"
