@@ -82,7 +82,7 @@ class Plan:
 
 PLANS = {
     "encoder": Plan("encoder", steps=4500, opening=1500, learning_rate=1e-3, dropout=0.0, weight_decay=0.01),
-    "decoder": Plan("decoder", steps=4000, learning_rate=1.5e-3, dropout=0.1),
+    "decoder": Plan("decoder", steps=2200, learning_rate=1.5e-3, dropout=0.2),
 }
 
 
