@@ -22,7 +22,7 @@ from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).parent
-RUNNABLE = ("howsmooth", "ls", "head", "cat", "cut", "sqlite3")
+RUNNABLE = ("howsmooth", "python", "ls", "head", "cat")
 DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SECONDS = 120
 

@@ -43,7 +43,8 @@ napoleon_attr_annotations = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upper" as one entry
 
 # Nothing is fetched while building, so names of other packages have no page to point to.
-nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|pandas|pd|scipy|jaxtyping|transformers|pathlib|collections|abc|typing|sqlite3|filelock)\b.*"),
-    (r"py:.*", r"(Tensor|ndarray|DataFrame|Path|Callable|Sequence|Mapping|Iterator|Any|Self)"),
-]
+_OTHERS = (
+    "torch numpy np pandas pd scipy jaxtyping transformers pathlib collections abc typing sqlite3 filelock "
+    "Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self"
+)
+nitpick_ignore_regex = [(r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*")]

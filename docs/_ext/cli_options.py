@@ -22,7 +22,9 @@ def _row(parameter: Any) -> str:
     """One row of the table of options."""
     default = getattr(parameter.default, "value", parameter.default)
     kind = "" if parameter.is_flag else parameter.metavar or _KINDS.get(type(default), "TEXT")
-    names = ", ".join(f"`{name}{' ' + kind if name.startswith('--') and kind else ''}`" for name in parameter.opts)
+    names = ", ".join(
+        f"`{name}{' ' + kind if name.startswith('--') and kind else ''}`" for name in parameter.opts
+    )
     shown = "" if parameter.is_flag or default is None else f"`{default}`"
     return f"| {names.replace('|', chr(92) + '|')} | {_plain(parameter.help or '')} | {shown} |"
 
@@ -31,7 +33,9 @@ def _command(name: str, command: Any) -> str:
     """One section for one command."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join(["howsmooth", name, "[OPTIONS]", *(f"[{a.metavar or a.name.upper()}]..." for a in arguments)])
+    usage = " ".join(
+        ["howsmooth", name, "[OPTIONS]", *(f"[{a.metavar or a.name.upper()}]..." for a in arguments)]
+    )
     lines = [command.help or "", "", "```text", usage, "```", ""]
     for argument in arguments:
         lines += [f"{argument.metavar or argument.name.upper()}", f": {_plain(argument.help or '')}", ""]

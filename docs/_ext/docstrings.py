@@ -29,6 +29,6 @@ def _plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: lis
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Run before napoleon, which reads at priority 500."""
-    NumpyDocstring._parse_attribute_docstring = lambda self: [str(line) for line in self._lines]  # noqa: SLF001
+    NumpyDocstring._parse_attribute_docstring = lambda self: [str(line) for line in self._lines]
     app.connect("autodoc-process-docstring", _plain, priority=400)
     return {"parallel_read_safe": True}
