@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth.errors import StoreError
-from howsmooth.study.names import file_stem, readable
+from howsmooth.study.names import decimal, file_stem, readable
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.publish import Published, publish
 from howsmooth.study.run import run
@@ -140,7 +140,7 @@ def test_the_page_says_what_a_newcomer_needs(page: Page) -> None:
 
 def test_the_page_gives_the_exponents_of_the_table(published: Published, page: Page) -> None:
     for slope in published.exponents["slope"]:
-        assert f"{slope:.3f}".replace("-", "\N{MINUS SIGN}") in page.text
+        assert decimal(slope, 3) in page.text
 
 
 def test_hostile_names_are_shown_and_never_run(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study.plan import ModelSpec
+from howsmooth.study.progress import Progress
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.run import Progress, batch_size, run
+from howsmooth.study.run import batch_size, run
 from howsmooth.study.store import STORE_NAME, Store
 from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
 

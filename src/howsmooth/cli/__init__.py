@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.measure import measure
+from howsmooth.cli.measure import TYPED, measure
 from howsmooth.errors import HowsmoothError
 
 __all__ = ["app", "main"]
@@ -24,25 +24,23 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         from importlib.metadata import version
 
         typer.echo(f"howsmooth {version('howsmooth')}")
         raise typer.Exit
+    return wanted
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _root(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 app.command("measure", epilog=measure.__dict__["examples"])(measure)
@@ -63,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupted. A traceback, and exit code 1, are a mistake of ours.
 
     """
-    typed = tuple(sys.argv[1:] if arguments is None else arguments)
+    # Without a word, what there is to say is the help. What was typed is recorded with the measurements.
+    typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
+    TYPED.set(typed)
     try:
-        # The words as typed travel along: they are recorded as the origin of the measurements.
-        code = app(args=list(typed), obj=typed, prog_name="howsmooth", standalone_mode=False)
+        code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
     except HowsmoothError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from howsmooth.cli.progress import Display, choose
+from howsmooth.study.progress import Progress
 
-if TYPE_CHECKING:
-    from howsmooth.study.run import Progress
+__all__ = ["TYPED", "measure"]
 
-__all__ = ["measure"]
+TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
+"""The words after ``howsmooth``, as typed."""
 
 INTERRUPTED = 130
 
@@ -41,7 +43,6 @@ OUTPUT = "Output"
 
 
 def measure(
-    context: typer.Context,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -156,7 +157,7 @@ def measure(
         device=device,
         dtype=str(dtype),
     )
-    command = shlex.join(["howsmooth", *context.obj])
+    command = shlex.join(["howsmooth", *TYPED.get()])
     display = choose(quiet=quiet)
     watch = _Watch(display)
     try:
@@ -164,7 +165,9 @@ def measure(
             display.phase("Reading texts and models")
             outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
             display.phase("Drawing figures")
-            published = publish(out, lambda done, total: display.advance(done, total, f"{done} of {total}"))
+            published = publish(
+                out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}")
+            )
     except KeyboardInterrupt:
         typer.echo(watch.interrupted(out, command), err=True)
         return INTERRUPTED

@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 __all__ = ["Display", "Silent", "choose"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+@runtime_checkable
 class Display(Protocol):
     """What the command tells while it works; a context manager."""
 
@@ -88,9 +89,6 @@ class Bar:
     """A bar with the share done, the time spent and the time left."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import readable
+from howsmooth.study.names import decimal, readable
 from howsmooth.study.plan import Plan
 from howsmooth.study.publish import Published
 from howsmooth.study.run import Outcome
@@ -69,30 +72,15 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     """Print the exponents and where everything is."""
     console = Console()
     labels = {model.label for model in plan.models}
-    table = Table(title=None, box=None, pad_edge=False, header_style="bold")
-    for name in ("model", "text", "scope"):
-        table.add_column(name, overflow="fold")
-    for name in ("layer", "head", "exponent", f"{LEVEL:.0%} interval".replace("%", " %"), "points"):
-        table.add_column(name, justify="right", no_wrap=True)
-    hidden = 0
-    for row in _records(published.exponents):
-        if row["model"] not in labels:
-            hidden += 1
-            continue
-        table.add_row(
-            Text(readable(row["model"])),
-            Text(readable(row["text"])),
-            row["scope"],
-            str(row["layer"]),
-            "all" if row["head"] is None else str(row["head"]),
-            row["note"] or f"{row['slope']:.3f}",
-            "" if row["note"] else f"{row['low']:.3f} to {row['high']:.3f}",
-            str(row["n_points"]),
-        )
+    rows = [row for row in _records(published.exponents) if row["model"] in labels]
     console.print("\nThe constant grows like n to the power:")
-    console.print(table)
+    for key, family in groupby(rows, key=itemgetter("model", "scope", "text")):
+        model, scope, text = key
+        console.print(Text(f"\n{readable(model)}, scope {scope}, text {readable(text)}", style="bold"))
+        console.print(Padding(_table(list(family)), (0, 0, 0, 2)))
+    hidden = len(published.exponents) - len(rows)
     if hidden:
-        console.print(f"and {hidden} exponents of other models in this folder.")
+        console.print(f"\nand {hidden} exponents of other models in this folder.")
     words = f"\n{outcome.measured} measurements made in {outcome.seconds:.1f} s"
     words += f", {outcome.kept} were there already" if outcome.kept else ""
     words += f"; {outcome.unconverged} did not converge" if outcome.unconverged else ""
@@ -102,6 +90,25 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     # Not through rich, which would break a long path in two.
     print(f"Report: {published.report}")
     print(f"Also in {folder}: measurements.csv, exponents.csv, measurements.sqlite, figures/")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    by_head = any(row["head"] is not None for row in rows)
+    for name in (
+        "layer",
+        *(["head"] if by_head else []),
+        "exponent",
+        f"{LEVEL * 100:.0f} % interval",
+        "points",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        slope = row["note"] or decimal(row["slope"], 3)
+        interval = "" if row["note"] else f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
+        place = [str(row["layer"]), *([str(row["head"])] if by_head else [])]
+        table.add_row(*place, slope, interval, str(row["n_points"]))
+    return table
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.names import file_stem, readable
+from howsmooth.study.names import decimal, file_stem, readable
 from howsmooth.study.ticks import linear_ticks, log_ticks, number
 
 __all__ = ["Picture", "draw_all"]
@@ -73,6 +73,8 @@ class Picture:
         ``None`` for an overview, and for scopes without heads.
     overview
         Whether it shows all layers.
+    inches
+        Its width.
 
     """
 
@@ -86,6 +88,7 @@ class Picture:
     layer: int | None
     head: int | None
     overview: bool
+    inches: float
 
 
 def draw_all(
@@ -148,7 +151,8 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Pic
     if fit.note:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
-        label = f"fit $n^{{{fit.slope:.3f}}}$, 95 % interval [{fit.low:.3f}, {fit.high:.3f}]"
+        interval = f"[{decimal(fit.low, 3)}, {decimal(fit.high, 3)}]"
+        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {interval}"
         figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
     place = part.name
     title = f"{readable(model)}, {place}, scope {scope}, text {readable(text)}"
@@ -156,7 +160,19 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Pic
     stem = [f"layer-{part.layer:02d}", *([] if part.head is None else [f"head-{part.head:02d}"])]
     alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
     png, pdf = _save(figure, folder, file_stem(model, text, scope, *stem), title)
-    return Picture(png, pdf, title, alt, model, text, scope, part.layer, part.head, overview=False)
+    return Picture(
+        png,
+        pdf,
+        title,
+        alt,
+        model,
+        text,
+        scope,
+        part.layer,
+        part.head,
+        overview=False,
+        inches=figure.get_figwidth(),
+    )
 
 
 # ---- all layers
@@ -180,7 +196,11 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
         _axis(axis, "x", family["n"], whole=True)
         _axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
         axis.set_title(parts[place].name, pad=4)
-        words = "no exponent" if fit.note else f"{fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}]"
+        words = (
+            "no exponent"
+            if fit.note
+            else f"{decimal(fit.slope, 2)} [{decimal(fit.low, 2)}, {decimal(fit.high, 2)}]"
+        )
         axis.text(
             0.04,
             0.96,
@@ -208,13 +228,15 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
     alt = (
         f"Small scatter plots of the constant against the length on log axes, one a layer, for {title}. "
         + (
-            f"Fitted exponents from {min(found):.2f} to {max(found):.2f}."
+            f"Fitted exponents from {decimal(min(found), 2)} to {decimal(max(found), 2)}."
             if found
             else "No exponent could be fitted."
         )
     )
     png, pdf = _save(figure, folder, file_stem(model, text, scope, "overview"), title)
-    return Picture(png, pdf, title, alt, model, text, scope, None, None, overview=True)
+    return Picture(
+        png, pdf, title, alt, model, text, scope, None, None, overview=True, inches=figure.get_figwidth()
+    )
 
 
 # ---- parts
@@ -340,7 +362,8 @@ def _description(group: pd.DataFrame, fit: Exponent) -> str:
     )
     if fit.note:
         return words + f"no exponent, {fit.note}."
-    return words + f"fitted exponent {fit.slope:.3f}, 95 % interval {fit.low:.3f} to {fit.high:.3f}."
+    interval = f"{decimal(fit.low, 3)} to {decimal(fit.high, 3)}"
+    return words + f"fitted exponent {decimal(fit.slope, 3)}, 95 % interval {interval}."
 
 
 def _length_norm(lengths: pd.Series) -> Normalize:

@@ -1,4 +1,4 @@
-"""Names that came from elsewhere (models, texts, paths), made fit for files and for reading."""
+"""Names that came from elsewhere (models, texts, paths), and numbers, made fit for files and for reading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import re
 import unicodedata
 
-__all__ = ["file_stem", "readable"]
+__all__ = ["decimal", "file_stem", "readable", "sentence"]
 
 _LONGEST_STEM = 120
 _LONGEST_NAME = 60
@@ -24,6 +24,17 @@ def file_stem(*parts: str) -> str:
     if slug and slug == words:
         return slug
     return f"{slug}-{hashlib.sha256(words.encode()).hexdigest()[:6]}".lstrip("-")
+
+
+def decimal(value: float, digits: int) -> str:
+    """Write a number with fixed digits, a true minus sign, and no negative zero."""
+    return f"{value:z.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def sentence(words: str) -> str:
+    """Make a phrase stand alone: a capital at its beginning, a full stop at its end."""
+    words = words.strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:

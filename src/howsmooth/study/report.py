@@ -14,7 +14,7 @@ import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.figures import Picture
-from howsmooth.study.names import readable
+from howsmooth.study.names import decimal, readable, sentence
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.store import Contents
 
@@ -22,6 +22,7 @@ __all__ = ["render"]
 
 # A page with every head of a large model would be too heavy for a phone.
 _MOST_INLINED = 40
+_DOTS_AN_INCH = 96  # of a CSS pixel
 
 
 def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
@@ -49,11 +50,11 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "slope": _slope, "plain": _plain}
+    environment.filters |= {"number": _number, "slope": _slope, "plain": _plain, "sentence": sentence}
     rows = contents.measurements
     return environment.get_template("report.html.jinja").render(
         study=contents.study,
-        level=f"{LEVEL:.0%}".replace("%", " %"),
+        level=f"{LEVEL * 100:.0f} %",
         families=_families(rows, exponents, pictures),
         exponents=_exponent_rows(exponents),
         bootstrapped=bool((exponents["interval"] == "bootstrap").any()),
@@ -112,14 +113,17 @@ def _headline(group: pd.DataFrame, fits: pd.DataFrame) -> str:
     low, high = good.iloc[0], good.iloc[-1]
     if len(good) == 1:
         return (
-            f"It grows like n to the power {low['slope']:.2f} ({LEVEL:.0%} interval {low['low']:.2f} to "
-            f"{low['high']:.2f}) over {span}. {values}."
-        ).replace("%", " %")
+            f"It goes like n to the power {decimal(low['slope'], 2)} ({LEVEL * 100:.0f} % interval "
+            f"{decimal(low['low'], 2)} to {decimal(low['high'], 2)}) over {span}. {values}."
+        )
     quarter = int(((good["low"] <= 0.25) & (good["high"] >= 0.25)).sum())
+    ends = decimal(low["slope"], 2), decimal(high["slope"], 2)
+    powers = f"between {ends[0]} ({_place(low)}) and {ends[1]} ({_place(high)})"
+    if ends[0] == ends[1]:
+        powers = f"of about {ends[0]} everywhere"
     return (
-        f"It grows like n to a power between {low['slope']:.2f} ({_place(low)}) and {high['slope']:.2f} "
-        f"({_place(high)}) over {span}. {values}. The interval of the exponent holds 1/4 for {quarter} of "
-        f"{len(good)}."
+        f"It goes like n to a power {powers} over {span}. {values}. "
+        f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
     )
 
 
@@ -128,7 +132,7 @@ def _place(row: pd.Series) -> str:
     return f"layer {row['layer']}{head}"
 
 
-def _image(picture: Picture) -> dict[str, str]:
+def _image(picture: Picture) -> dict[str, Any]:
     data = base64.b64encode(picture.png.read_bytes()).decode()
     place = "every layer" if picture.layer is None else f"layer {picture.layer}"
     if picture.head is not None:
@@ -138,6 +142,9 @@ def _image(picture: Picture) -> dict[str, str]:
         "alt": picture.alt,
         "place": place,
         "file": f"figures/{picture.pdf.name}",
+        # As large as on paper, where there is room; still readable, by scrolling, where there is not.
+        "width": round(picture.inches * _DOTS_AN_INCH),
+        "least": round(max(min(picture.inches, 6.5), 0.55 * picture.inches) * _DOTS_AN_INCH),
     }
 
 
@@ -239,7 +246,7 @@ def _number(value: float | None) -> str:
 
 
 def _slope(value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:.3f}".replace("-", "\N{MINUS SIGN}")
+    return "" if value is None or math.isnan(value) else decimal(value, 3)
 
 
 def _plain(value: object) -> str:

@@ -19,11 +19,12 @@ import torch
 
 from howsmooth.study.plan import Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject, capture_sites, prepare
+from howsmooth.study.progress import Progress
 from howsmooth.study.sequences import pick_windows
 from howsmooth.study.store import Key, Measurement, Store
 from howsmooth.study.tools import Estimate, SiteLike, Tools
 
-__all__ = ["Batch", "Outcome", "Progress", "run", "work"]
+__all__ = ["Batch", "Outcome", "run", "work"]
 
 # Attention probabilities and their companions of one batch may take about this much memory.
 _BATCH_BYTES = 2**31
@@ -49,27 +50,6 @@ class Batch:
     def cost(self) -> float:
         """An estimate of the time it takes, in no particular unit."""
         return len(self.missing) * measurement_cost(self.n)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is, told after every write.
-
-    ``done`` and ``planned`` count measurements of this process, ``kept`` those that the store had;
-    ``cost_done`` and ``cost_planned`` weigh them by the time they take. ``layer`` is the one just
-    measured, -1 before the first.
-    """
-
-    done: int
-    planned: int
-    kept: int
-    cost_done: float
-    cost_planned: float
-    model: str
-    text: str
-    n: int
-    scope: str
-    layer: int
 
 
 @dataclass(frozen=True)
@@ -216,7 +196,7 @@ def measurement_cost(n: int) -> float:
     A constant for what every batch pays, the projections' n and the attention's n². Only the shares
     matter, and only for the time left that is shown.
     """
-    return 10.0 + n + n * n / 200.0
+    return 20.0 + n + n * n / 400.0
 
 
 def _measure(plan: Plan, batch: Batch, tools: Tools, models: Models) -> Iterator[list[Measurement]]:

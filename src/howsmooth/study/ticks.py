@@ -18,7 +18,7 @@ def log_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """List four to eight round numbers between two positive ones, spaced for a log axis."""
     decades = math.log10(high / low)
     if decades < 0.5:
-        step = nice_step((high - low) / 6)
+        step = nice_step((high - low) / 8)
         if whole:
             step = max(1.0, step)
         first = math.ceil(low / step)

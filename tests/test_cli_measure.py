@@ -1,0 +1,393 @@
+"""The command line: what is typed, what is said, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from howsmooth.cli import main
+from howsmooth.cli.parsing import build_plan
+from howsmooth.errors import HowsmoothError
+from howsmooth.study.plan import ModelSpec, Plan
+from tests._study import FakeModel, make_tools, rows_of, words
+
+Result = tuple[int, str, str]
+Howsmooth = Callable[..., Result]
+
+SMALL = ["--lengths", "2,4,8", "--samples", "5"]
+
+
+@pytest.fixture
+def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
+    """Run the command line in this process, with stand-ins for models and texts."""
+
+    def run(*arguments: str, tools: Any = None) -> Result:
+        chosen = (
+            tools
+            or make_tools(
+                models={"small": FakeModel(), "builtin-encoder": FakeModel(), "builtin-decoder": FakeModel()},
+                texts={"prose": words(400), "python-docs": words(400)},
+            )[0]
+        )
+        monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: chosen)
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    code, out, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path))
+    assert code == 0
+    for name in ("measurements.sqlite", "measurements.csv", "exponents.csv", "report.html", "figures"):
+        assert (tmp_path / name).exists()
+    assert f"Report: {tmp_path / 'report.html'}" in out
+    assert "45 measurements made" in out
+    assert "Measuring 45 constants" in err
+    assert len(pd.read_csv(tmp_path / "measurements.csv")) == 45
+
+
+def test_the_defaults_are_the_two_models_that_ship_and_the_text_of_every_python(
+    howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = howsmooth("measure", *SMALL, "--layers", "0")
+    assert code == 0
+    table = pd.read_csv(tmp_path / "howsmooth-out" / "measurements.csv")
+    assert set(table["model"]) == {"builtin-encoder", "builtin-decoder"}
+    assert set(table["text"]) == {"python-docs"}
+    assert set(table["scope"]) == {"attention"}
+    assert "builtin-decoder, scope attention, text python-docs" in out
+
+
+def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--json"]
+    code, out, err = howsmooth(*arguments)
+    assert code == 0
+    said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert said["measurements"] == {"measured": 45, "kept": 0, "in_store": 45, "unconverged_in_store": 0}
+    assert [row["layer"] for row in said["exponents"]] == [0, 1, 2]
+    assert all(0.1 < row["slope"] < 0.4 for row in said["exponents"])
+    assert all(row["head"] is None for row in said["exponents"])
+    assert all(Path(path).exists() for path in said["files"]["figures"])
+    assert Path(said["files"]["report"]).exists()
+    assert "Measuring" in err
+    code, out, err = howsmooth(*arguments, "--quiet")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["measurements"]["kept"] == 45
+
+
+def test_json_has_null_where_there_is_no_number(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    _, out, _ = howsmooth(
+        "measure",
+        "small",
+        "--text",
+        "prose",
+        "--lengths",
+        "4",
+        "--samples",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--json",
+    )
+    row = json.loads(out)["exponents"][0]
+    assert row["slope"] is None
+    assert row["note"] == "fewer than 3 lengths to fit"
+
+
+def test_quiet_says_nothing(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    assert howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "-q") == (
+        0,
+        "",
+        "",
+    )
+
+
+def test_the_command_is_recorded_as_it_was_typed(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path / "a folder")]
+    howsmooth(*arguments)
+    report = (tmp_path / "a folder" / "report.html").read_text()
+    assert shlex.join(["howsmooth", *arguments]).replace("'", "&#39;") in report
+
+
+BASE = ["measure", "small", "--text", "prose"]
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "empty text": (["measure", "small", "--text", "empty"], "text 'empty' is empty"),
+    "short text": ([*BASE, "--lengths", "60"], "text 'prose' is too short: 10 sequences of 60 tokens"),
+    "too long": ([*BASE, "--lengths", "2,65"], "at most 64 tokens, the positions of small, got 65"),
+    "no such layer": ([*BASE, *SMALL, "--layers", "0,3"], "layers of small, which has 3: 0 to 2"),
+    "no such last layer": ([*BASE, *SMALL, "--layers", "-4"], "layers of small"),
+    "no such head": ([*BASE, *SMALL, "--scope", "head", "--heads", "5"], "heads of small"),
+    "heads without their scope": ([*BASE, "--heads", "1"], "Add --scope head"),
+    "no such model": (["measure", "nothing", "--text", "prose"], "model: 'nothing' is not known"),
+    "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
+    "no such scope": ([*BASE, "--scope", "everything"], "'everything' is not one of 'head', 'heads'"),
+    "no such option": ([*BASE, "--foo"], "No such option: --foo"),
+    "no such command": (["meazure"], "No such command 'meazure'"),
+    "no number": ([*BASE, "--samples", "many"], "--samples"),
+    "no samples": ([*BASE, "--samples", "0"], "samples: expected at least 1, got 0"),
+    "bad lengths": ([*BASE, "--lengths", "2:100:2:7"], "lengths: expected numbers and start:stop:step"),
+    "zero length": ([*BASE, "--lengths", "0:4"], "lengths: expected numbers of at least 1"),
+    "bad layers": ([*BASE, "--layers", "first"], "layers: expected numbers"),
+    "bad rtol": ([*BASE, "--rtol", "nan"], "rtol: expected a number between 0 and 1"),
+    "bad confidence": ([*BASE, "--confidence", "1"], "confidence: expected a number between 0 and 1"),
+    "bad seed": ([*BASE, "--seed", "-1"], "seed: expected an integer from 0"),
+    "bad dtype": ([*BASE, "--dtype", "float16"], "'float16' is not one of"),
+    "model twice": (["measure", "small", "small", "--text", "prose"], "models: expected each only once"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_are_one_sentence_and_exit_code_2(howsmooth: Howsmooth, tmp_path: Path, case: str) -> None:
+    arguments, sentence = REFUSED[case]
+    tools, work = make_tools(texts={"prose": words(400), "empty": "  "})
+    out = tmp_path / "out"
+    code, said, err = howsmooth(*arguments, *(["--out", str(out)] if len(arguments) > 1 else []), tools=tools)
+    last = err.splitlines()[-1]
+    assert code == 2
+    assert said == ""
+    assert last.startswith("error: ")
+    assert sentence in last
+    assert "Traceback" not in err
+    assert err.replace("Reading texts and models\n", "").count("\n") == 1
+    assert work.measured == []
+    assert not out.exists()
+
+
+def make_other_study(folder: Path, howsmooth: Howsmooth) -> str:
+    howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(folder), "--seed", "7")
+    return (
+        "belongs to another study: it was made with seed 7, not 0. Choose another --out, or repeat --seed 7"
+    )
+
+
+def make_file(folder: Path, howsmooth: Howsmooth) -> str:
+    folder.write_text("a file")
+    return "expected a folder, got the file"
+
+
+def make_damage(folder: Path, howsmooth: Howsmooth) -> str:
+    folder.mkdir()
+    (folder / "measurements.sqlite").write_text("no database " * 50)
+    return "file is not a database"
+
+
+@pytest.mark.parametrize("make", [make_other_study, make_file, make_damage], ids=lambda make: make.__name__)
+def test_an_out_that_cannot_be_used_is_refused_and_left_alone(
+    howsmooth: Howsmooth, tmp_path: Path, make: Callable[[Path, Howsmooth], str]
+) -> None:
+    folder = tmp_path / "out"
+    sentence = make(folder, howsmooth)
+    files = [folder] if folder.is_file() else [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    code, out, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(folder))
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_no_network_needed_for_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("howsmooth 0.")
+    for arguments in (["measure", "--help"], ["--help"], []):
+        assert main(arguments) == 0
+        assert "Usage: howsmooth" in capsys.readouterr().out
+
+
+def test_the_help_gives_examples_that_can_be_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["measure", "--help"])
+    said = capsys.readouterr().out
+    examples = [
+        line.split("  ")[0]
+        for line in (line.strip() for line in said.splitlines())
+        if line.startswith("howsmooth measure")
+    ]
+    assert len(examples) >= 5
+    seen: list[Plan] = []
+
+    def stop(plan: Plan, *arguments: object, **options: object) -> None:
+        seen.append(plan)
+        raise HowsmoothError("enough")
+
+    monkeypatch.setattr("howsmooth.study.run.run", stop)
+    monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: make_tools()[0])
+    for example in examples:
+        assert main(shlex.split(example.split(">")[0])[1:]) == 2
+    assert len(seen) == len(examples)
+    assert seen[0].models == (ModelSpec("builtin-encoder"), ModelSpec("builtin-decoder"))
+
+
+def test_interrupted_before_anything_was_measured(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    def interrupt(calls: int) -> None:
+        raise KeyboardInterrupt
+
+    tools, _ = make_tools(before_measure=interrupt)
+    code, out, err = howsmooth(
+        "measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), tools=tools
+    )
+    assert (code, out) == (130, "")
+    assert "interrupted: 0 of 45 measurements are kept" in err
+
+
+def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    def interrupt(calls: int) -> None:
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    folder = str(tmp_path / "my out")
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", folder]
+    code, out, err = howsmooth(*arguments, tools=make_tools(before_measure=interrupt)[0])
+    assert (code, out) == (130, "")
+    assert f"interrupted: 20 of 45 measurements are kept in {folder}" in err
+    command = err.splitlines()[-1].strip()
+    assert shlex.split(command) == ["howsmooth", *arguments]
+    tools, work = make_tools()
+    code, out, _ = howsmooth(*shlex.split(command)[1:], tools=tools)
+    assert code == 0
+    assert len(work.measured) == 25
+    assert "25 measurements made" in out
+    assert "20 were there already" in out
+
+
+def test_a_mistake_of_ours_is_not_hidden(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    def fail(calls: int) -> None:
+        raise ZeroDivisionError("ours")
+
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        howsmooth(
+            "measure",
+            "small",
+            "--text",
+            "prose",
+            *SMALL,
+            "--out",
+            str(tmp_path),
+            tools=make_tools(before_measure=fail)[0],
+        )
+
+
+CHILD = """
+import sys, time
+import howsmooth.study.tools as tools
+from tests._study import make_tools
+made, _ = make_tools(before_measure=lambda calls: time.sleep(0.05))
+tools.default_tools = lambda: made
+from howsmooth.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def child(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]),
+        "COLUMNS": "160",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], env=environment, cwd=root, text=True, **options
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_real_control_c_is_exit_code_130_and_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = [
+        "measure",
+        "small",
+        "--text",
+        "prose",
+        "--lengths",
+        "2:40:2",
+        "--samples",
+        "5",
+        "--out",
+        str(folder),
+    ]
+    process = child(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and not (folder.exists() and len(rows_of_safely(folder)) >= 15):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    kept = len(rows_of(folder))
+    assert 15 <= kept < 300
+    assert f"interrupted: {kept} of 300 measurements are kept" in err
+
+
+def rows_of_safely(folder: Path) -> set[tuple[Any, ...]]:
+    try:
+        return rows_of(folder)
+    except HowsmoothError:  # the store is being made
+        return set()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None:
+    own, theirs = os.openpty()
+    process = child(
+        "measure",
+        "small",
+        "--text",
+        "prose",
+        *SMALL,
+        "--out",
+        str(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while block := os.read(own, 4096):
+            shown += block
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    os.close(own)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    said = shown.decode()
+    assert "Measuring 45 constants" in said
+    assert "left" in said
+    assert "0:00:0" in said
+    assert "━" in said
+    assert "Report:" in out
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=texts, heads=texts, lengths=texts, samples=st.integers(), seed=st.integers(), dtype=texts,
+    rtol=st.floats(), confidence=st.floats(), max_iterations=st.integers(), device=texts,
+    scopes=st.lists(texts, max_size=3), models=st.lists(texts, max_size=3),
+)  # fmt: skip
+def test_whatever_is_typed_is_a_plan_or_a_refusal(**typed: Any) -> None:
+    try:
+        plan = build_plan(texts=None, random_init=False, as_decoder=False, **typed)
+    except HowsmoothError as error:
+        assert len(str(error)) > 20  # noqa: PT017 - either outcome is right
+    else:
+        assert plan.samples >= 1
