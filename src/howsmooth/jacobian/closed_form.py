@@ -116,15 +116,16 @@ class AttentionJacobian(LinearOperator):
     def _product(self, e: Tensor) -> Tensor:
         f, (b, n, _) = self.attention, e.shape
         q_rows, kv_rows = f.heads * f.key_dim, f.kv_heads * f.key_dim
-        dq, dk, dv = (e @ self.weight.mT).split((q_rows, kv_rows, f.kv_heads * f.value_dim), dim=-1)
+        rows = (e.view(b * n, f.d) @ self.weight.mT).view(b, n, -1)
+        dq, dk, dv = rows.split((q_rows, kv_rows, f.kv_heads * f.value_dim), dim=-1)
         dq = dq.view(b, n, f.heads, f.key_dim).transpose(1, 2)
         dk = dk.view(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
         dv = dv.view(b, n, f.kv_heads, f.value_dim).transpose(1, 2)
         if self.rotary is not None:
             dq, dk = self.rotary.rotate(dq), self.rotary.rotate(dk)
-        rows = b * f.kv_heads
+        bh = b * f.kv_heads
         do = self.core.product(
-            dq.reshape(rows, -1, f.key_dim), dk.reshape(rows, n, f.key_dim), dv.reshape(rows, n, f.value_dim)
+            dq.reshape(bh, -1, f.key_dim), dk.reshape(bh, n, f.key_dim), dv.reshape(bh, n, f.value_dim)
         )
         heads = do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
         return heads if self.output is None else heads @ self.output.mT

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import NonFiniteError
@@ -22,6 +23,8 @@ from howsmooth.spectral.operator import LinearOperator
 __all__ = ["LeadingTriplet", "golub_kahan"]
 
 _FIRST_CAPACITY = 16
+# Finished members are dropped from the batch once this share of it still runs: dropping copies the bases.
+_COMPACT_AT = 0.75
 
 
 @dataclass(frozen=True)
@@ -44,40 +47,50 @@ class LeadingTriplet:
 
 
 class _Basis:
-    """Orthonormal rows (member, step, size) that grow by one a step."""
+    """Orthonormal rows (step, member, size) that grow by one a step.
+
+    Steps come first so that the newest row is contiguous over the batch. Members are multiplied one by
+    one: a batched matrix-vector product runs several times slower than the same vectors in turn.
+    """
 
     def __init__(self, members: int, size: int, like: Tensor) -> None:
-        self.rows = like.new_empty(members, min(_FIRST_CAPACITY, size + 1), size)
+        self.rows = like.new_empty(min(_FIRST_CAPACITY, size + 1), members, size)
         self.count = 0
 
-    def append(self, row: Tensor) -> None:
-        members, capacity, size = self.rows.shape
+    def append(self, row: Tensor, length: Tensor) -> Tensor:
+        """Keep row / length (member, size), zero where the length is zero, and return it."""
+        capacity, members, size = self.rows.shape
         if self.count == capacity:
-            grown = self.rows.new_empty(members, min(2 * capacity, size + 1), size)
-            grown[:, :capacity] = self.rows
+            grown = self.rows.new_empty(min(2 * capacity, size + 1), members, size)
+            grown[:capacity] = self.rows
             self.rows = grown
-        self.rows[:, self.count] = row
         self.count += 1
+        inverse = torch.where(length > 0, 1.0 / length, torch.zeros_like(length))
+        return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
-        self.rows = self.rows[members]
+        """Drop all other members."""
+        kept = self.rows.new_empty(self.rows.shape[0], len(members), self.rows.shape[2])
+        kept[: self.count] = self.rows[: self.count, members]
+        self.rows = kept
 
-    def orthogonalise(self, w: Tensor) -> Tensor:
-        """Return w minus its projection on the basis, and once more where cancellation was felt."""
+    def orthogonalise_(self, w: Tensor) -> Tensor:
+        """Take from w (member, size), in place, its projection on the basis; twice where needed."""
         if self.count == 0:
             return w
-        rows = self.rows[:, : self.count]
-        for _ in range(2):
-            before = torch.linalg.vector_norm(w, dim=1)
-            coefficients = torch.bmm(rows, w.unsqueeze(-1))
-            w = torch.baddbmm(w.unsqueeze(1), coefficients.mT, rows, alpha=-1).squeeze(1)
-            # Daniel, Gragg, Kaufman, Stewart (1976): a second pass pays only after a large loss.
-            if bool((torch.linalg.vector_norm(w, dim=1) > 0.7 * before).all()):
-                break
+        for member, vector in enumerate(w):
+            rows = self.rows[: self.count, member]
+            for _ in range(2):
+                before = torch.linalg.vector_norm(vector)
+                vector.addmv_(rows.mT, torch.mv(rows, vector), alpha=-1)
+                # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
+                if float(torch.linalg.vector_norm(vector)) > 0.7 * float(before):
+                    break
         return w
 
     def combine(self, member: int, weights: np.ndarray) -> Tensor:
-        rows = self.rows[member, : len(weights)]
+        """Return Σ_k weights_k row_k of one member."""
+        rows = self.rows[: len(weights), member]
         return torch.as_tensor(weights, dtype=rows.dtype, device=rows.device) @ rows
 
 
@@ -137,36 +150,36 @@ def golub_kahan(
 
     alphas = np.zeros((total, steps_allowed))
     betas = np.zeros((total, steps_allowed))
-    active = np.arange(total)  # members still running, in the order of the rows below
+    active = np.arange(total)  # the member in each row of the batch, and whether it still runs
+    running = np.ones(total, dtype=bool)
 
-    v = start.reshape(total, -1)
-    v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
-    v_basis = _Basis(total, operator.in_size, v)
-    u_basis = _Basis(total, operator.out_size, v)
-    u = beta = None
+    z = start.reshape(total, -1)
+    beta = torch.linalg.vector_norm(z, dim=1)
+    v_basis = _Basis(total, operator.in_size, z)
+    u_basis = _Basis(total, operator.out_size, z)
+    u: Tensor | None = None
 
     for k in range(1, steps_allowed + 1):
-        v_basis.append(v)
+        v = v_basis.append(z, beta)
         w = operator.product(v.view(len(active), *operator.in_shape)).reshape(len(active), -1)
-        if u is not None and beta is not None:
-            w = w - beta[:, None] * u
-        w = u_basis.orthogonalise(w)
+        if u is not None:
+            w = torch.addcmul(w, beta[:, None], u, value=-1)
+        w = u_basis.orthogonalise_(w)
         alpha = torch.linalg.vector_norm(w, dim=1)
         _check_finite(alpha)
         largest = np.maximum(alphas[active].max(axis=1), betas[active].max(axis=1))
         alpha = _zero_below(alpha, slack[active] * largest)
-        u = _divide(w, alpha)
-        u_basis.append(u)
+        u = u_basis.append(w, alpha)
 
         z = operator.adjoint_product(u.view(len(active), *operator.out_shape)).reshape(len(active), -1)
-        z = v_basis.orthogonalise(z - alpha[:, None] * v)
+        z = v_basis.orthogonalise_(torch.addcmul(z, alpha[:, None], v, value=-1))
         beta = torch.linalg.vector_norm(z, dim=1)
         _check_finite(beta)
         alphas[active, k - 1] = alpha.double().cpu().numpy()
         betas[active, k - 1] = beta.double().cpu().numpy()
 
-        finished = np.zeros(len(active), dtype=bool)
-        for row, member in enumerate(active):
+        for row in np.flatnonzero(running).tolist():
+            member = active[row]
             a, b = alphas[member, :k], betas[member, :k]
             complete = k == operator.in_size
             broke_down[member] = complete or a[-1] * b[-1] <= slack[member] * max(a.max(), b.max()) ** 2
@@ -174,19 +187,18 @@ def golub_kahan(
             lower = sigma[member] * (1 - slack[member])
             converged[member] = upper[member] - lower <= rtol * sigma[member]
             if converged[member] or broke_down[member] or k == steps_allowed:
-                finished[row] = True
+                running[row] = False
                 steps[member] = k
-                left_weights, _, right_weights = np.linalg.svd(_bidiagonal(a, b))
-                right[member] = v_basis.combine(row, right_weights[0])
-                left[member] = u_basis.combine(row, left_weights[:, 0])
-        if finished.all():
+                left_weights, right_weights = _leading_pair(a, b)
+                right[member] = v_basis.combine(row, right_weights)
+                left[member] = u_basis.combine(row, left_weights)
+        if not running.any():
             break
-        v = _divide(z, beta)
-        if finished.any():
-            keep = torch.as_tensor(np.flatnonzero(~finished), device=v.device)
-            active = active[~finished]
+        if running.sum() <= _COMPACT_AT * len(active):
+            keep = torch.as_tensor(np.flatnonzero(running), device=z.device)
+            active, running = active[running], running[running]
             operator = operator.select(keep)
-            v, u, beta = v[keep], u[keep], beta[keep]
+            z, u, beta = z[keep], u[keep], beta[keep]
             v_basis.keep(keep)
             u_basis.keep(keep)
 
@@ -202,10 +214,6 @@ def golub_kahan(
     )
 
 
-def _bidiagonal(alphas: np.ndarray, betas: np.ndarray) -> np.ndarray:
-    return np.diag(alphas) + np.diag(betas[:-1], 1)
-
-
 def _limits(
     alphas: np.ndarray, betas: np.ndarray, quantile: float, slack: float, *, complete: bool
 ) -> tuple[float, float]:
@@ -213,26 +221,42 @@ def _limits(
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
     if unit == 0.0:
         return 0.0, 0.0
-    singular = np.linalg.svd(_bidiagonal(alphas / unit, betas / unit), compute_uv=False)
+    # Values only: LAPACK's root-free QR costs a fraction of a dense SVD, at every step of every member.
+    theta: np.ndarray = linalg.eigvalsh_tridiagonal(
+        *_tridiagonal(alphas / unit, betas / unit), lapack_driver="sterf", check_finite=False
+    )
+    top = max(float(theta[-1]), 0.0)
     if complete:
         logs = -np.inf
     else:
         # No product α_j β_j of a running member is below the rounding level except the last.
         products = alphas * betas / unit**2
-        logs = float(np.log(np.maximum(products, slack * float(singular[0]) ** 2)).sum())
-    limit = a_posteriori_upper(singular**2, logs, quantile)
-    return unit * float(singular[0]), unit * float(np.sqrt(limit)) * (1 + slack)
+        logs = float(np.log(np.maximum(products, slack * top)).sum())
+    limit = a_posteriori_upper(theta, logs, quantile)
+    return unit * float(np.sqrt(top)), unit * float(np.sqrt(limit)) * (1 + slack)
+
+
+def _tridiagonal(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Diagonal and off-diagonal of BᵀB, B upper bidiagonal."""
+    diagonal = alphas**2
+    diagonal[1:] += betas[:-1] ** 2
+    return diagonal, alphas[:-1] * betas[:-1]
+
+
+def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Leading left and right singular vectors of B; the left one is zero if B is."""
+    unit, last = max(alphas.max(), betas[:-1].max(initial=0.0)) or 1.0, len(alphas) - 1
+    alphas, betas = alphas / unit, betas / unit
+    _, vectors = linalg.eigh_tridiagonal(*_tridiagonal(alphas, betas), select="i", select_range=(last, last))
+    right = vectors[:, 0]
+    left = alphas * right
+    left[:-1] += betas[:-1] * right[1:]
+    return left / (np.linalg.norm(left) or 1.0), right
 
 
 def _zero_below(values: Tensor, floor: np.ndarray) -> Tensor:
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)
-
-
-def _divide(vectors: Tensor, lengths: Tensor) -> Tensor:
-    """Return vectors / lengths, and zero where the length is zero."""
-    safe = torch.where(lengths > 0, lengths, torch.ones_like(lengths))
-    return torch.where(lengths[:, None] > 0, vectors / safe[:, None], torch.zeros_like(vectors))
 
 
 def _check_finite(norms: Tensor) -> None:
