@@ -1,0 +1,226 @@
+"""The package as others get it: wheel, sdist, imports, and the rule of who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "howsmooth"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _run(command: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def _python(code: str, folder: Path) -> str:
+    done = _run([sys.executable, "-c", code], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- imports
+
+
+def test_import_is_light(tmp_path: Path) -> None:
+    loaded = _python("import sys, howsmooth; print(*sorted(sys.modules))", tmp_path).split()
+    heavy = {"transformers", "tokenizers", "matplotlib", "pandas", "sqlite3", "typer", "rich", "jinja2"}
+    assert heavy.isdisjoint(loaded)
+
+
+def test_import_adds_little_to_torch(tmp_path: Path) -> None:
+    # Processor time, so that a load on the machine is no failure; scipy, like torch, is needed by the maths.
+    code = """
+import time, torch, scipy.special, scipy.sparse.linalg
+begun = time.process_time()
+import howsmooth
+print(time.process_time() - begun)
+"""
+    assert min(float(_python(code, tmp_path)) for _ in range(2)) < 1.5
+
+
+def test_lazy_names_are_the_real_ones() -> None:
+    import howsmooth
+    from howsmooth import models
+
+    assert howsmooth.capture is models.capture
+    assert howsmooth.load_model is models.load_model
+    assert howsmooth.Site is models.Site
+    assert all(hasattr(howsmooth, name) for name in howsmooth.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        howsmooth.nonsense  # noqa: B018
+
+
+def test_what_is_imported_is_declared() -> None:
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found.add(node.module.partition(".")[0])
+    declared = {
+        re.split(r"[<>=~! ]", requirement)[0].replace("-", "_")
+        for requirement in PROJECT["project"]["dependencies"]
+    }
+    assert found - set(sys.stdlib_module_names) - {"howsmooth"} <= declared
+
+
+def test_constraints_pin_every_direct_dependency_and_nothing_else() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0] for line in lines if line and not line.startswith("#")}
+    wanted = PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["test"]
+    assert pinned == {re.split(r"[<>=~!]", requirement)[0] for requirement in wanted}
+
+
+# ---- the rule of who imports whom
+
+
+def _lint_imports(folder: Path, source: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("lint-imports")
+    return _run([program, "--config", ROOT / "pyproject.toml", "--no-cache"], folder, PYTHONPATH=str(source))
+
+
+def test_import_rule_is_kept(tmp_path: Path) -> None:
+    done = _lint_imports(tmp_path, ROOT / "src")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("spectral/golub_kahan.py", "from howsmooth.attention import TokenMap", "Imports go down only"),
+        ("attention/core.py", "import howsmooth.spectral", "Imports go down only"),
+        ("errors.py", "import howsmooth.texts", "Imports go down only"),
+        ("newcomer.py", "", "Imports go down only"),
+        ("study/plan.py", "from transformers import AutoModel", "transformers"),
+        ("lipschitz.py", "import tokenizers", "transformers"),
+        ("study/report.py", "from matplotlib.figure import Figure", "matplotlib"),
+        ("study/run.py", "import rich", "typer and rich"),
+        ("study/figures.py", "from howsmooth.lipschitz import local_lipschitz", "never measure"),
+    ],
+)
+def test_import_rule_catches_a_violation(tmp_path: Path, module: str, line: str, contract: str) -> None:
+    copy = tmp_path / "src" / "howsmooth"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    with (copy / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
+    done = _lint_imports(tmp_path, tmp_path / "src")
+    broken = re.findall(r"^(.*) BROKEN", done.stdout, flags=re.MULTILINE)
+    assert done.returncode == 1, done.stdout
+    assert any(contract in name for name in broken), done.stdout
+
+
+# ---- what is said about the package
+
+
+def test_version_is_the_same_everywhere() -> None:
+    import howsmooth
+
+    version = PROJECT["project"]["version"]
+    assert howsmooth.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    command = "python3 dev.py test"
+    assert f"\n{command} " in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+# ---- wheel and sdist
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build sdist and wheel of a copy, without a network: the back end comes from this environment."""
+    folder = tmp_path_factory.mktemp("package")
+    copy = folder / "clone"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "out", "dist", "_build", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    done = _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copy], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
+
+
+def test_wheel_holds_what_the_package_needs(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = {
+        f"howsmooth/{path.relative_to(SOURCE).as_posix()}"
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert tracked <= names
+    assert {"howsmooth/py.typed", "howsmooth/study/templates/report.html.jinja"} <= names
+    for kind in ("encoder", "decoder"):
+        files = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+        assert {f"howsmooth/models/builtin/{kind}/{file}" for file in files} <= names
+    assert all(name.startswith(("howsmooth/", "howsmooth-")) for name in names)
+    assert wheel.stat().st_size < 13_000_000
+
+
+def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"dev.py", "conftest.py", "constraints.txt", "pyproject.toml", "LICENSE", "README.md"}
+    wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "docs/conf.py", "tests/test_package.py"}
+    assert wanted <= names
+
+
+def test_wheel_runs_outside_the_repository(built: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "venv"
+    venv.create(scratch, with_pip=False)
+    site = next(scratch.glob("lib/python*/site-packages"))
+    # The other packages are those of this environment, but not its own howsmooth, were it installed there.
+    here = Path(pytest.__file__).parents[1]
+    for entry in here.iterdir():
+        if "howsmooth" not in entry.name and not entry.name.endswith(".pth"):
+            (site / entry.name).symlink_to(entry)
+    (wheel,) = built.glob("*.whl")
+    command = ["-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index", wheel]
+    done = _run([scratch / "bin" / "python", *command], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    program = scratch / "bin" / "howsmooth"
+    done = _run([program, "--version"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"howsmooth {PROJECT['project']['version']}\n"), done.stderr
+    (tmp_path / "words.txt").write_text("One token follows another, as one word follows another. " * 20)
+    options = ["--text", "words.txt", "--layers", "0", "--lengths", "4,8", "--samples", "2", "--out", "out"]
+    done = _run(
+        [program, "measure", "builtin-encoder", *options], tmp_path, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out" / "measurements.csv").read_text().splitlines()) == 1 + 4
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
