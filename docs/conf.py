@@ -23,6 +23,7 @@ extensions = [
     "docstrings",
 ]
 exclude_patterns = ["_build", "_ext"]
+smartquotes = False  # or the dashes of options become one
 html_theme = "furo"
 html_title = f"howsmooth {release}"
 html_static_path = ["_static"]

@@ -30,6 +30,7 @@ SCOPE_MEANINGS = {
     "residual": "the input plus the attention of the input",
     "block": "attention with its residual connection and normalisation, as the architecture has them",
 }
+"""What each scope means, in words for a report."""
 
 
 def derive_seed(**axes: str | int | None) -> int:
