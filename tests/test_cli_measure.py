@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +120,18 @@ def test_quiet_says_nothing(howsmooth: Howsmooth, tmp_path: Path) -> None:
     )
 
 
+def test_threads_are_set_and_recorded(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        howsmooth(
+            "measure", "small", "--text", "prose", *SMALL, "--threads", "3", "--out", str(tmp_path), "-q"
+        )
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert "threads 3" in (tmp_path / "report.html").read_text()
+
+
 def test_the_command_is_recorded_as_it_was_typed(howsmooth: Howsmooth, tmp_path: Path) -> None:
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path / "a folder")]
     howsmooth(*arguments)
@@ -148,6 +161,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "bad rtol": ([*BASE, "--rtol", "nan"], "rtol: expected a number between 0 and 1"),
     "bad confidence": ([*BASE, "--confidence", "1"], "confidence: expected a number between 0 and 1"),
     "bad seed": ([*BASE, "--seed", "-1"], "seed: expected an integer from 0"),
+    "no threads": ([*BASE, "--threads", "0"], "--threads"),
     "bad dtype": ([*BASE, "--dtype", "float16"], "'float16' is not one of"),
     "model twice": (["measure", "small", "small", "--text", "prose"], "models: expected each only once"),
 }

@@ -123,6 +123,15 @@ def measure(
     seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
     device: Annotated[str, typer.Option(help="Such as cpu, cuda, cuda:1, mps.", rich_help_panel=HOW)] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPU threads; fewer can be faster on a machine that is busy. Default: what PyTorch chooses.",
+            show_default=False,
+            rich_help_panel=HOW,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the store, tables, figures and report.", rich_help_panel=OUTPUT)
     ] = Path("howsmooth-out"),
@@ -157,6 +166,10 @@ def measure(
         device=device,
         dtype=str(dtype),
     )
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     command = shlex.join(["howsmooth", *TYPED.get()])
     display = choose(quiet=quiet)
     watch = _Watch(display)

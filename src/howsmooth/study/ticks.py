@@ -9,7 +9,7 @@ __all__ = ["linear_ticks", "log_ticks", "nice_step", "number"]
 
 def linear_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """List about five round numbers between two others."""
-    step = nice_step((high - low) / 5)
+    step = nice_step((high - low) / 7)
     step = max(1.0, step) if whole else step
     return [round(k * step, 12) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
