@@ -65,13 +65,6 @@ def identify(record: LayerRecord) -> Structure:
     layer, call = record.layer, record.call
     if call is None:
         raise CaptureError(f"{layer} did not call its attention.")
-    if not bool(torch.isfinite(record.x).all() and torch.isfinite(call.output).all()):
-        raise NonFiniteError(
-            "inputs",
-            expected=f"finite activations in {layer}",
-            got="NaN or infinity",
-            remedy="Check the model's weights.",
-        )
     _refuse_unknown_keywords(layer, call)
     n, queries, keys = record.x.shape[1], call.query.shape[2], call.key.shape[2]
     if not queries == keys == n:
@@ -80,6 +73,13 @@ def identify(record: LayerRecord) -> Structure:
             "cache or pooled tokens, which are not captured."
         )
     causal, mask, masking = describe_mask(visible_keys(layer, call.mask, n), n)
+    if not bool(torch.isfinite(record.x).all() and torch.isfinite(call.output).all()):
+        raise NonFiniteError(
+            "inputs",
+            expected=f"finite activations in {layer}",
+            got="NaN or infinity",
+            remedy="Check the model's weights.",
+        )
     projections = read_projections(record, call)
     output = _output_projection(record, call)
     weight, bias = weight_and_bias(output.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError
@@ -179,6 +180,7 @@ def _built(
 ) -> tuple[PreTrainedModel, set[str], list[AttentionLayer]]:
     """Return the model, the names of weights that were not in the file, and the attention layers."""
     unread: set[str] = set()
+    options = {"trust_remote_code": False, **_without_pooler(config)}
     try:
         if random_init:
             _check_memory(place, config, dtype)
@@ -186,23 +188,23 @@ def _built(
             torch.manual_seed(seed)
             if random_init:
                 # In float32 first, so that both precisions start from the same numbers.
-                model = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False).to(dtype)
+                model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
             else:
                 model, info = AutoModel.from_pretrained(
                     place.location,
                     config=config,
                     dtype=dtype,
                     use_safetensors=True,
-                    trust_remote_code=False,
                     local_files_only=place.local_files_only,
                     output_loading_info=True,
+                    **options,
                 )
                 unread = set(info["missing_keys"])
     except HowsmoothError:
         raise
     except Exception as error:  # as above
         raise place.failure(error) from error
-    # A pooler follows the last layer and no attention depends on it; base models often lack its weights.
+    # No attention depends on a pooler, and the weights of many checkpoints lack it.
     lost = sorted(key for key in unread if "pooler" not in key)
     if lost:
         raise ModelError(
@@ -216,6 +218,14 @@ def _built(
         )
     check_model(model)
     return model, unread, _layers(model)
+
+
+def _without_pooler(config: Any) -> dict[str, Any]:
+    """Leave out the pooler if the type allows: it follows all attention, and many checkpoints lack it."""
+    classes = MODEL_MAPPING.get(type(config), ())
+    first = classes[0] if isinstance(classes, tuple | list) and classes else classes
+    takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
+    return {"add_pooling_layer": False} if takes else {}
 
 
 def _layers(model: PreTrainedModel) -> list[AttentionLayer]:

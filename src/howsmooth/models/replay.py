@@ -43,7 +43,7 @@ class LayerRun:
     downcast_block: bool = False
 
 
-class _Downcasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Downcasts(TorchDispatchMode):
     """Notices conversions from float64 to float32."""
 
     def __init__(self) -> None:

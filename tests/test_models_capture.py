@@ -1,0 +1,260 @@
+"""Captured maps against the model's own sublayers, called by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models import SCOPES, Site, capture
+from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
+
+WIDE = ("heads", "attention", "residual", "block")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("scope", WIDE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_map_and_tokens_are_the_models_own(name: str, scope: str, attention: str) -> None:
+    model, ids = tiny(name, attention=attention), token_ids(2, 7)
+    for site in capture(model, ids, scope=scope):
+        x, own = sublayer(model, ids, site.layer, scope)
+        torch.testing.assert_close(site.x, x, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(site.map(site.x), own(x), rtol=1e-4, atol=1e-5)
+        assert site.x.dtype == site.map.dtype == torch.float32
+        assert not site.x.requires_grad
+
+
+@pytest.mark.parametrize("scope", WIDE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_derivative_matches_finite_differences_of_the_model_in_float64(name: str, scope: str) -> None:
+    model, ids = tiny(name, torch.float64, "eager"), token_ids(1, 6)
+    (site,) = capture(model, ids, layers=[1], scope=scope)
+    _, own = sublayer(model, ids, 1, scope)
+    direction = torch.randn(site.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    _, tangent = torch.func.jvp(site.map, (site.x,), (direction,))
+    h = 1e-5
+    with torch.no_grad(), WithoutDowncast():
+        difference = (own(site.x + h * direction) - own(site.x - h * direction)) / (2 * h)
+    assert float((tangent - difference).norm() / difference.norm()) < 1e-8
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_heads_side_by_side_are_the_scope_heads(name: str) -> None:
+    model, ids = tiny(name, torch.float64), token_ids(2, 5)
+    (together,) = capture(model, ids, layers=[-1], scope="heads")
+    apart = capture(model, ids, layers=[-1], scope="head")
+    assert [site.head for site in apart] == [0, 1, 2, 3]
+    torch.testing.assert_close(torch.cat([s.map(s.x) for s in apart], dim=-1), together.map(together.x))
+    chosen = capture(model, ids, layers=[-1], scope="head", heads=[2, -4])
+    assert [site.head for site in chosen] == [2, 0]
+    torch.testing.assert_close(chosen[0].map(chosen[0].x), apart[2].map(apart[2].x))
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "masking", "layout"),
+    [
+        ("bert", False, "none", "post-norm"),
+        ("bert-decoder", True, "causal", "post-norm"),
+        ("gpt2", True, "causal", "pre-norm"),
+        ("llama", True, "causal", "pre-norm"),
+        ("mistral", True, "sliding window 3, causal", "pre-norm"),
+    ],
+)
+def test_what_a_site_says(name: str, causal: bool, masking: str, layout: str) -> None:
+    model, ids = tiny(name), token_ids(2, 8)
+    sites = capture(model, ids)
+    assert [s.layer for s in sites] == [0, 1, 2]
+    for site in sites:
+        assert (site.causal, site.masking, site.layout, site.scope) == (causal, masking, layout, "attention")
+        assert type(model.get_submodule(site.name)).__name__.endswith("Attention")
+        norms = site.x.double().norm(dim=-1)
+        torch.testing.assert_close(site.radius_mean, norms.square().mean(dim=1).sqrt())
+        torch.testing.assert_close(site.radius_max, norms.amax(dim=1))
+        assert f"layer {site.layer}" in repr(site)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "bert"])
+def test_later_tokens_do_not_move_earlier_outputs(name: str) -> None:
+    model, ids = tiny(name, torch.float64), token_ids(1, 8)
+    for scope in SCOPES:
+        for site in capture(model, ids, layers=[0, 2], scope=scope):
+            moved = site.x.clone()
+            moved[:, 5:] += 1.0
+            before, after = site.map(site.x), site.map(moved)
+            assert torch.equal(before[:, :5], after[:, :5])
+            assert float((before[:, 5:] - after[:, 5:]).abs().max()) > 1e-3
+
+
+def test_bert_as_encoder_sees_later_tokens() -> None:
+    (site,) = capture(tiny("bert"), token_ids(1, 8), layers=[0])
+    moved = site.x.clone()
+    moved[:, -1] += 1.0
+    assert float((site.map(moved) - site.map(site.x))[:, 0].abs().max()) > 1e-3
+
+
+def test_sliding_window_hides_far_tokens() -> None:
+    (site,) = capture(tiny("mistral"), token_ids(1, 8), layers=[1])
+    moved = site.x.clone()
+    moved[:, 0] += 1.0
+    change = (site.map(moved) - site.map(site.x)).abs().amax(dim=-1)[0]
+    assert bool((change[:3] > 1e-4).all())
+    assert bool((change[3:] == 0).all())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shortest_sequences(name: str, n: int) -> None:
+    model, ids = tiny(name), token_ids(3, n)
+    for scope in SCOPES:
+        for site in capture(model, ids, scope=scope):
+            assert site.x.shape == (3, n, 24)
+            assert site.causal == (name != "bert")
+
+
+def test_more_inputs_than_token_ids() -> None:
+    ids = token_ids(2, 6)
+    plain = capture(tiny("bert"), ids)
+    named = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.zeros_like(ids),
+    }
+    for a, b in zip(plain, capture(tiny("bert"), named), strict=True):
+        assert torch.equal(a.x, b.x)
+        assert b.masking == "none"
+    types = {**named, "token_type_ids": torch.ones_like(ids)}
+    assert not torch.equal(capture(tiny("bert"), types)[0].x, plain[0].x)
+
+
+def test_a_mask_of_ones_own_is_part_of_the_map() -> None:
+    n = 6
+    mask = torch.rand(n, n, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask |= torch.eye(n, dtype=torch.bool)
+    inputs = {"input_ids": token_ids(1, n), "attention_mask": mask[None, None]}
+    (site,) = capture(tiny("bert"), inputs, layers=[1])
+    assert site.masking == "a mask of its own"
+    moved = site.x.clone()
+    moved[:, 4] += 1.0
+    change = (site.map(moved) - site.map(site.x)).abs().amax(dim=-1)[0]
+    assert torch.equal(change > 0, mask[:, 4])
+
+
+# ---- training mode, and leaving things as they were
+
+
+def _state(model: Any) -> dict[str, Any]:
+    hooks = [
+        name for name in vars(model) if name.endswith("_hooks") or "hooks_" in name
+    ]  # the same dictionaries exist on every module
+    return {
+        "training": [m.training for m in model.modules()],
+        "hooks": [{name: dict(getattr(m, name)) for name in hooks} for m in model.modules()],
+        "attention": model.config._attn_implementation,
+        "use_cache": getattr(model.config, "use_cache", None),
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "grads": [p.grad for p in model.parameters()],
+        "random": torch.get_rng_state().tolist(),
+        "registered": (sorted(AttentionInterface().keys()), sorted(AttentionMaskInterface().keys())),
+        "grad_enabled": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_training_mode_is_measured_without_dropout_and_restored(name: str) -> None:
+    model, ids = tiny(name), token_ids(2, 6)
+    expected = capture(model, ids, scope="block")
+    weights = copy.deepcopy(model.state_dict())
+    model.train()
+    frozen = list(model.modules())[3]
+    frozen.eval()  # some users keep a part in evaluation mode
+    next(iter(model.parameters())).requires_grad_(requires_grad=False)
+    before = _state(model)
+    sites = capture(model, ids, scope="block")
+    assert _state(model) == before
+    assert model.training
+    assert not frozen.training
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+    for a, b in zip(expected, sites, strict=True):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.map(a.x), b.map(b.x))
+
+
+@pytest.mark.parametrize("where", ["structure", "own pass", "verification"])
+def test_model_is_restored_after_an_exception(where: str) -> None:
+    model = tiny("llama").train()
+    calls = 0
+
+    class OddError(RuntimeError):
+        pass
+
+    def fail(module: Any, args: Any, output: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if {"structure": 2, "own pass": 3}.get(where) == calls:
+            raise OddError("on purpose")
+        return output * (1 + (args[0].norm() > 12.0) * 1e-2) if where == "verification" else output
+
+    model.layers[1].self_attn.v_proj.register_forward_hook(fail)
+    before = _state(model)
+    with pytest.raises((ArgumentError, CaptureError)):
+        capture(model, token_ids(1, 6) if where != "verification" else token_ids(2, 6), layers=[1, 2])
+    assert calls >= 1
+    assert _state(model) == before
+
+
+def test_no_cache_is_filled() -> None:
+    model = tiny("llama")
+    model.config.use_cache = True
+    for _ in range(2):
+        assert capture(model, token_ids(1, 5))[0].x.shape[1] == 5
+    assert model.config.use_cache is True
+
+
+def test_works_under_the_callers_modes() -> None:
+    model, ids = tiny("bert"), token_ids(1, 5)
+    (plain,) = capture(model, ids, layers=[0])
+    with torch.inference_mode():
+        (site,) = capture(model, ids.clone(), layers=[0])
+    assert not site.x.is_inference()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (cast,) = capture(model, ids, layers=[0])
+    for other in (site, cast):
+        assert torch.equal(plain.x, other.x)
+    torch.func.jvp(site.map, (site.x,), (site.x,))
+
+
+def test_sites_do_not_share_memory_with_the_model() -> None:
+    model, ids = tiny("gpt2"), token_ids(1, 5)
+    for scope in SCOPES:
+        site = capture(model, ids, layers=[1], scope=scope)[0]
+        before = site.map(site.x)
+        saved = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2.0)
+        assert torch.equal(site.map(site.x), before)
+        model.load_state_dict(saved)
+
+
+def test_layers_in_the_order_asked_for() -> None:
+    model, ids = tiny("gpt2"), token_ids(1, 5)
+    everything = capture(model, ids)
+    chosen = capture(model, ids, layers=[-1, 0, 2])
+    assert [s.layer for s in chosen] == [2, 0]
+    assert torch.equal(chosen[0].x, everything[2].x)
+    assert all(isinstance(s, Site) for s in chosen)
+
+
+def test_batch_members_do_not_depend_on_each_other() -> None:
+    model, ids = tiny("llama", torch.float64), token_ids(3, 6)
+    (together,) = capture(model, ids, layers=[1], scope="block")
+    (alone,) = capture(model, ids[2:], layers=[1], scope="block")
+    torch.testing.assert_close(together.x[2:], alone.x)
+    torch.testing.assert_close(together.map(together.x)[2:], alone.map(alone.x))

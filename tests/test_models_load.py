@@ -1,0 +1,401 @@
+"""Loading: folders, built-in models, untrained models, tokenizers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import (
+    BertForMaskedLM,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Model,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.models import builtin_names, capture, load_model, places
+from howsmooth.models.tokenizers import trained_tokenizer
+from tests._shared import shared_data
+from tests._tiny_models import VOCABULARY, tiny, token_ids
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "hub_reachable", lambda: False)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not executed, as for a user."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A folder with a tiny BERT with a language-model head (so: no pooler) and a word tokenizer."""
+    folder = tmp_path / "bert"
+    config = tiny("bert").config
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        BertForMaskedLM(config).save_pretrained(folder)
+    known = "the cat sat on a mat and it was all that had to do"
+    words = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(known.split())}}
+    raw = RawTokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+def test_local_folder(bert: Path) -> None:
+    torch.manual_seed(11)
+    random = torch.get_rng_state()
+    loaded = load_model(str(bert))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (loaded.layers, loaded.heads, loaded.vocab_size, loaded.max_length) == (3, 4, VOCABULARY, 32)
+    assert str(bert) in loaded.source
+    assert loaded.tokenizer_source == "the model's own tokenizer"
+    assert loaded.tokenizer("the cat") == loaded.tokenizer.encode("the cat") == [1, 2]
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    weights = load_file(bert / "model.safetensors")
+    key = "encoder.layer.1.attention.self.query.weight"
+    assert torch.equal(loaded.model.state_dict()[key], weights[f"bert.{key}"])
+    site = capture(loaded, torch.tensor([loaded.tokenizer("the cat sat on the mat")]))[0]
+    assert site.x.shape == (1, 6, 24)
+    assert load_model(bert).fingerprint == loaded.fingerprint
+
+
+def test_float64_holds_the_same_numbers(bert: Path) -> None:
+    single, double = load_model(bert), load_model(bert, dtype=torch.float64)
+    assert not any(
+        "pooler" in key for key in single.model.state_dict()
+    )  # it would be random: the file has none
+    for a, b in zip(single.model.parameters(), double.model.parameters(), strict=True):
+        assert b.dtype == torch.float64
+        assert torch.equal(a.double(), b)
+
+
+def test_half_precision_file_is_read_in_float32(tmp_path: Path) -> None:
+    tiny("gpt2").half().save_pretrained(tmp_path)
+    assert {p.dtype for p in load_model(tmp_path).model.parameters()} == {torch.float32}
+
+
+def test_fingerprint_sees_weights_configuration_and_tokenizer(bert: Path) -> None:
+    prints = {load_model(bert).fingerprint, load_model(bert, as_decoder=True).fingerprint}
+    weights = load_file(bert / "model.safetensors")
+    weights["bert.encoder.layer.0.attention.self.query.bias"][0] += 1e-3
+    save_file(weights, bert / "model.safetensors", metadata={"format": "pt"})
+    prints.add(load_model(bert).fingerprint)
+    tokenizer = json.loads((bert / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["dog"] = 30
+    (bert / "tokenizer.json").write_text(json.dumps(tokenizer))
+    prints.add(load_model(bert).fingerprint)
+    assert len(prints) == 4
+    assert all(len(p) == 64 for p in prints)
+
+
+def test_fingerprint_is_the_same_in_another_process_and_folder(bert: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    fingerprints = [load_model(bert).fingerprint, load_model(bert, random_init=True, seed=3).fingerprint]
+    bert.rename(moved)
+    program = (
+        "from howsmooth.models import load_model\n"
+        "for more in ({}, dict(random_init=True, seed=3)):\n"
+        f"    print(load_model({str(moved)!r}, **more).fingerprint)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == fingerprints
+    assert result.stderr == ""
+
+
+def test_nothing_is_printed_and_logging_is_restored(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
+    hub = logging.getLogger("huggingface_hub").level
+    load_model(bert, as_decoder=True).tokenizer("the cat " * 600)
+    with pytest.raises(ModelError):
+        load_model("nobody/has-this")
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+    assert logging.getLogger("huggingface_hub").level == hub
+
+
+# ---- untrained weights
+
+
+def test_random_init_of_a_folder(bert: Path) -> None:
+    random = torch.get_rng_state()
+    one, same, other = (load_model(bert, random_init=True, seed=s) for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert "untrained weights" in one.source
+    assert "seed 1" in one.source
+    trained = load_model(bert).model.state_dict()
+    key = "encoder.layer.0.attention.self.query.weight"
+    weight = one.model.state_dict()[key]
+    assert not torch.equal(weight, trained[key])
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.1)  # BERT's own initialisation
+    assert one.tokenizer_source == "the model's own tokenizer"
+    double = load_model(bert, random_init=True, seed=1, dtype=torch.float64)
+    assert torch.equal(double.model.state_dict()[key], weight.double())
+
+
+def test_random_init_of_a_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model("electra", random_init=True, tokenizer_text=TEXT)
+    assert (loaded.layers, loaded.heads, loaded.vocab_size) == (12, 4, 30522)
+    assert "the default electra of transformers" in loaded.source
+    assert "byte-level BPE trained on the text" in loaded.tokenizer_source
+    ids = loaded.tokenizer("the age of wisdom")
+    assert 0 < len(ids) < 17
+    capture(loaded, torch.tensor([ids]), layers=[0])
+
+
+def test_random_init_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.models.load._available_memory", lambda: 2**30)
+    with pytest.raises(ModelError, match=r"'llama' has 6\.\d billion weights.*25 GiB.*1 GiB"):
+        load_model("llama", random_init=True)
+
+
+def test_trained_tokenizer() -> None:
+    first, second = trained_tokenizer(TEXT, 300), trained_tokenizer(TEXT, 300)
+    assert first.serialized == second.serialized
+    ids = first.encode("the worst of all — déjà vu!")
+    assert max(ids) < 300
+    assert len(first.encode("It was the best of times")) < 12
+    assert len(set(trained_tokenizer(TEXT * 3 + "x" * 9, 10**6).encode(TEXT))) < 8000
+    with pytest.raises(ModelError, match="256"):
+        trained_tokenizer(TEXT, 255)
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.tokenizer_source == "none"
+    with pytest.raises(ModelError, match=r"No tokenizer.*token ids"):
+        loaded.tokenizer("some text")
+    assert len(capture(loaded, token_ids(1, 4))) == 3
+    with pytest.raises(ModelError, match="tokenizer_text"):
+        load_model(tmp_path, random_init=True).tokenizer("some text")
+
+
+# ---- decoders
+
+
+def test_bert_as_a_decoder(bert: Path) -> None:
+    encoder, decoder = load_model(bert), load_model(bert, as_decoder=True)
+    assert "decoder" in decoder.source
+    ids = token_ids(1, 6)
+    assert [s.masking for s in capture(encoder, ids)] == ["none"] * 3
+    assert [s.masking for s in capture(decoder, ids)] == ["causal"] * 3
+    for a, b in zip(encoder.model.parameters(), decoder.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_as_decoder_refused(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(ModelError, match="decoder already"):
+        load_model(tmp_path / "llama", as_decoder=True)
+    config = DistilBertConfig(vocab_size=VOCABULARY, dim=24, hidden_dim=32, n_layers=1, n_heads=2)
+    DistilBertModel(config).save_pretrained(tmp_path / "distilbert")
+    with pytest.raises(ModelError, match="stays unmasked"):
+        load_model(tmp_path / "distilbert", as_decoder=True)
+
+
+# ---- refusals
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "arguments", "word"),
+    [
+        (3, {}, "name"),
+        (" ", {}, "name"),
+        ("builtin-encoder", {"dtype": torch.float16}, "torch.float16"),
+        ("builtin-encoder", {"seed": -1}, "seed"),
+        ("builtin-encoder", {"seed": True}, "seed"),
+        ("builtin-encoder", {"device": "cuda:99"}, "cuda:99"),
+        ("builtin-encoder", {"device": "abacus"}, "abacus"),
+    ],
+)
+def test_arguments(name: Any, arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(ArgumentError, match=word):
+        load_model(name, **arguments)
+
+
+def _folder(path: Path, kind: str) -> Path:
+    folder = path / kind
+    folder.mkdir()
+    if kind == "weights only in a pickle":
+        GPT2Model(tiny("gpt2").config).config.save_pretrained(folder)
+        (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    elif kind == "configuration only":
+        tiny("gpt2").config.save_pretrained(folder)
+    elif kind == "broken configuration":
+        (folder / "config.json").write_text("{")
+        (folder / "model.safetensors").write_bytes(b"")
+    elif kind == "broken weights":
+        tiny("gpt2").save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(b"not safetensors")
+    elif kind == "unknown type":
+        (folder / "config.json").write_text('{"model_type": "from-the-future"}')
+        (folder / "model.safetensors").write_bytes(b"")
+    elif kind == "remote code":
+        (folder / "config.json").write_text(
+            '{"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig"}}'
+        )
+        (folder / "code.py").write_text("raise SystemExit('this must never run')")
+        (folder / "model.safetensors").write_bytes(b"")
+    elif kind == "incomplete weights":
+        tiny("gpt2").save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        del weights["h.1.attn.c_attn.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    elif kind == "encoder-decoder":
+        (folder / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+        (folder / "model.safetensors").write_bytes(b"")
+    elif kind == "a file":
+        folder.rmdir()
+        folder.write_text("text")
+    elif kind == "nowhere":
+        folder.rmdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("empty", "no config.json"),
+        ("weights only in a pickle", "convert them to safetensors"),
+        ("configuration only", "no model.safetensors"),
+        ("broken configuration", "cannot be read"),
+        ("broken weights", "cannot be read"),
+        ("unknown type", "cannot be read"),
+        ("remote code", "never runs"),
+        ("incomplete weights", r"incomplete.*h\.1\.attn\.c_attn\.weight"),
+        ("encoder-decoder", "encoder-decoder"),
+        ("a file", "is a file"),
+        ("nowhere", "no folder"),
+    ],
+)
+def test_folders(tmp_path: Path, kind: str, word: str) -> None:
+    with pytest.raises(ModelError, match=word) as error:
+        load_model(_folder(tmp_path, kind))
+    assert "\n" not in str(error.value)
+    assert kind in str(error.value)
+
+
+def test_relative_folder_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(ModelError, match="holds no model"):
+        load_model("docs")
+
+
+def test_hub_out_of_reach() -> None:
+    with pytest.raises(ModelError) as error:
+        load_model("nobody/has-this")
+    for word in ("nobody/has-this", "no network", "folder", "builtin-encoder", "random_init"):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "word"), [("vit", "pixel_values"), ("t5", "encoder-decoder")])
+def test_types_that_are_no_language_model(name: str, word: str) -> None:
+    with pytest.raises(ModelError, match=word):
+        load_model(name, random_init=True)
+
+
+def test_type_whose_attention_cannot_be_captured() -> None:
+    with pytest.raises(CaptureError, match="BloomAttention"):
+        load_model("bloom", random_init=True)
+
+
+# ---- folders of other tools, and the models that ship with the package
+
+
+def test_sentence_transformers_folders(bert: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "sentences"
+    outer.mkdir()
+    bert.rename(outer / "0_Transformer")
+    modules = [
+        {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (outer / "modules.json").write_text(json.dumps(modules))
+    assert load_model(outer).layers == 3
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_builtin_models(name: str) -> None:
+    loaded = load_model(name)
+    assert name in loaded.source
+    assert loaded.tokenizer_source == "the model's own tokenizer"
+    ids = loaded.tokenizer("The iterator raises an exception when it is exhausted.")
+    sites = capture(loaded, torch.tensor([ids]), scope="block")
+    assert len(sites) == loaded.layers == 4
+    assert {s.causal for s in sites} == {name == "builtin-decoder"}
+    assert load_model(name).fingerprint == loaded.fingerprint
+
+
+# ---- real trained weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("folder", "layers", "masking", "layout"),
+    [("stories260k", 5, "causal", "pre-norm"), ("capp_gpt", 4, "causal", "pre-norm")],
+)
+def test_trained_models(folder: str, layers: int, masking: str, layout: str, dtype: torch.dtype) -> None:
+    loaded = load_model(shared_data(folder), dtype=dtype)
+    if folder == "stories260k":
+        text = shared_data("alice", "carroll-alice.txt").read_text()
+        ids = torch.tensor(loaded.tokenizer(text[2000:4000])[:32]).reshape(2, 16)
+    else:
+        ids = torch.arange(40).reshape(2, 20)
+    for scope in ("head", "block"):
+        sites = capture(loaded, ids, scope=scope)
+        assert len(sites) == layers * (loaded.heads if scope == "head" else 1)
+        assert {(s.masking, s.layout) for s in sites} == {(masking, layout)}
+
+
+def test_trained_bert_is_fed_embedded_sentences() -> None:
+    folder = shared_data("bert_tiny_sst2_encoder")
+    loaded = load_model(folder)
+    with pytest.raises(ArgumentError, match="placeholder"):
+        capture(loaded, torch.zeros(1, 1, dtype=torch.long))
+    model = loaded.model
+    assert isinstance(model, BertModel)
+
+    class Embedded(torch.nn.Module):
+        """Pass embedded tokens on; the folder has no embedding tables."""
+
+        def forward(self, inputs_embeds: torch.Tensor, **others: Any) -> torch.Tensor:
+            return inputs_embeds
+
+    model.embeddings = Embedded()
+    model.config.max_position_embeddings = 512
+    x = load_file(folder / "sequences.safetensors")["nuovo"][None]
+    for scope in ("heads", "attention", "residual", "block"):
+        sites = capture(model, {"inputs_embeds": x}, scope=scope)
+        assert torch.equal(sites[0].x, x)
+        assert [s.masking for s in sites] == ["none", "none"]
+    layer = model.encoder.layer[1].attention
+    with torch.no_grad():
+        torch.testing.assert_close(sites[1].map(sites[1].x), layer(sites[1].x)[0], rtol=1e-4, atol=1e-5)
