@@ -199,14 +199,26 @@ def test_model_is_restored_after_an_exception(where: str) -> None:
         calls += 1
         if {"structure": 2, "own pass": 3}.get(where) == calls:
             raise OddError("on purpose")
-        return output * (1 + (args[0].norm() > 12.0) * 1e-2) if where == "verification" else output
+        changed = where == "verification" and output.shape[0] > 1  # the structure is read from one sequence
+        return output * 1.01 if changed else output
 
     model.layers[1].self_attn.v_proj.register_forward_hook(fail)
     before = _state(model)
-    with pytest.raises((ArgumentError, CaptureError)):
-        capture(model, token_ids(1, 6) if where != "verification" else token_ids(2, 6), layers=[1, 2])
-    assert calls >= 1
+    error = CaptureError if where == "verification" else ArgumentError
+    with pytest.raises(error, match="differs" if where == "verification" else "on purpose"):
+        capture(model, token_ids(2, 6), layers=[1, 2])
     assert _state(model) == before
+
+
+def test_a_model_that_returns_everything() -> None:
+    model, ids = tiny("gpt2", attention="eager"), token_ids(1, 5)
+    expected = capture(model, ids)
+    model.config.output_hidden_states = True
+    model.config.output_attentions = True
+    before = _state(model)
+    assert torch.equal(capture(model, ids)[2].x, expected[2].x)
+    assert _state(model) == before
+    assert (model.config.output_hidden_states, model.config.output_attentions) == (True, True)
 
 
 def test_no_cache_is_filled() -> None:

@@ -129,8 +129,12 @@ def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     """Run the model's forward pass; an exception of its own becomes an ArgumentError about the inputs."""
+    # Asking for hidden states would make transformers leave hooks of its own on the modules for good.
+    asked = [
+        name for name in ("output_hidden_states", "output_attentions") if getattr(model.config, name, False)
+    ]
     try:
-        model(**inputs)
+        model(**inputs, **dict.fromkeys(asked, False))
     except _Stop:
         pass
     except HowsmoothError:
