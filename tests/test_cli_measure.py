@@ -149,6 +149,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such head": ([*BASE, *SMALL, "--scope", "head", "--heads", "5"], "heads of small"),
     "heads without their scope": ([*BASE, "--heads", "1"], "Add --scope head"),
     "no such model": (["measure", "nothing", "--text", "prose"], "model: 'nothing' is not known"),
+    "hostile name": (["measure", "small", "--text", "two\nlines\x1b[31m"], "is not there"),
+    "endless name": (["measure", "x" * 5000, "--text", "prose"], "is not known"),
     "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
     "no such scope": ([*BASE, "--scope", "everything"], "'everything' is not one of 'head', 'heads'"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),
@@ -280,6 +282,42 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
     assert len(work.measured) == 25
     assert "25 measurements made" in out
     assert "20 were there already" in out
+
+
+def test_interrupted_while_drawing_everything_is_kept(
+    howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("howsmooth.study.publish.publish", interrupt)
+    code, _, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path))
+    assert code == 130
+    assert "interrupted while drawing: all 45 measurements are kept" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names that are not UTF-8")
+def test_names_that_are_no_utf8_are_written_out(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    name = "caf\udce9"
+    tools, _ = make_tools(models={name: FakeModel()}, texts={name: words(400)})
+    folder = str(tmp_path / name)
+    code, out, _ = howsmooth("measure", name, "--text", name, *SMALL, "--out", folder, tools=tools)
+    assert code == 0
+    out.encode()
+    table = pd.read_csv(Path(folder) / "measurements.csv")
+    assert set(table["model"]) == set(table["text"]) == {r"caf\udce9"}
+
+
+def test_a_refusal_of_many_lines_is_said_in_one(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    def refuse(calls: int) -> None:
+        raise HowsmoothError("one\nand  two\x1b[31m")
+
+    tools, _ = make_tools(before_measure=refuse)
+    code, _, err = howsmooth(
+        "measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), tools=tools
+    )
+    assert code == 2
+    assert err.splitlines()[-1] == "error: one and two\N{REPLACEMENT CHARACTER}[31m"
 
 
 def test_a_mistake_of_ours_is_not_hidden(howsmooth: Howsmooth, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ ADDITIONS: list[dict[str, Any]] = [
     {"lengths": (2, 3, 4, 8, 16)},
     {"samples": 9},
     {"layers": Ranges.parse("all", "layers")},
+    {"layers and samples": None, "layers": Ranges.parse("all", "layers"), "samples": 9},
     {"scopes": ("attention", "block", "head")},
     {"texts": ("prose", "more")},
     {"models": (ModelSpec("small"), ModelSpec("other"))},
@@ -77,6 +78,7 @@ ADDITIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: next(iter(addition)))
 def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, addition: dict[str, Any]) -> None:
     """Rows are the same whether their plan was carried out alone, before, or as part of a larger one."""
+    addition = {axis: value for axis, value in addition.items() if value is not None}
     base = {"layers": Ranges.parse("0,2", "layers")}
     texts = {"prose": words(400), "more": words(399)}
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}

@@ -10,6 +10,7 @@ import typer
 
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.errors import HowsmoothError
+from howsmooth.study.names import encodable, readable
 
 __all__ = ["app", "main"]
 
@@ -84,5 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(sentence: str) -> int:
     # One line, whatever a file name or a library's message held.
-    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
+    words = readable(encodable(" ".join(sentence.split())), longest=2000)
+    typer.echo(f"error: {words}", err=True)
     return REFUSED

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.progress import Display, choose
-from howsmooth.study.progress import Progress
+from howsmooth.study.names import encodable
+from howsmooth.study.progress import Outcome, Progress
 
 __all__ = ["TYPED", "measure"]
 
@@ -170,13 +171,14 @@ def measure(
         import torch
 
         torch.set_num_threads(threads)
-    command = shlex.join(["howsmooth", *TYPED.get()])
+    command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
     display = choose(quiet=quiet)
     watch = _Watch(display)
     try:
         with display:
             display.phase("Reading texts and models")
             outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
+            watch.finished = outcome
             display.phase("Drawing figures")
             published = publish(
                 out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}")
@@ -201,6 +203,7 @@ class _Watch:
     def __init__(self, display: Display) -> None:
         self._display = display
         self._last: Progress | None = None
+        self.finished: Outcome | None = None
 
     def __call__(self, progress: Progress) -> None:
         if self._last is None:
@@ -212,6 +215,12 @@ class _Watch:
 
     def interrupted(self, folder: Path, command: str) -> str:
         """Say what was kept, and how to go on."""
+        if self.finished is not None:
+            done = self.finished.measured + self.finished.kept
+            return (
+                f"interrupted while drawing: all {done} measurements are kept in {folder}. "
+                f"Draw with the same command:\n  {command}"
+            )
         if self._last is None:
             return "interrupted: nothing had been measured yet."
         done = self._last.done + self._last.kept

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal, readable
+from howsmooth.study.names import decimal, encodable, readable
 from howsmooth.study.plan import Plan
+from howsmooth.study.progress import Outcome
 from howsmooth.study.publish import Published
-from howsmooth.study.run import Outcome
 
 __all__ = ["as_json", "show"]
 
@@ -88,8 +88,8 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     if outcome.unconverged:
         console.print("A larger --max-iterations, with another --out, narrows their intervals.")
     # Not through rich, which would break a long path in two.
-    print(f"Report: {published.report}")
-    print(f"Also in {folder}: measurements.csv, exponents.csv, measurements.sqlite, figures/")
+    print(encodable(f"Report: {published.report}"))
+    print(encodable(f"Also in {folder}: measurements.csv, exponents.csv, measurements.sqlite, figures/"))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import unicodedata
 
-__all__ = ["decimal", "file_stem", "readable", "sentence"]
+__all__ = ["decimal", "encodable", "file_stem", "readable", "sentence"]
 
 _LONGEST_STEM = 120
 _LONGEST_NAME = 60
@@ -24,6 +24,11 @@ def file_stem(*parts: str) -> str:
     if slug and slug == words:
         return slug
     return f"{slug}-{hashlib.sha256(words.encode()).hexdigest()[:6]}".lstrip("-")
+
+
+def encodable(words: str) -> str:
+    """Write out what UTF-8 cannot hold: the letters by which Python stands for odd bytes of file names."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def decimal(value: float, digits: int) -> str:

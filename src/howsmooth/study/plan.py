@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError
+from howsmooth.study.names import encodable
 from howsmooth.study.ranges import Ranges
 
 __all__ = ["SCOPES", "SCOPE_MEANINGS", "Identity", "ModelSpec", "Plan", "derive_seed"]
@@ -73,12 +75,12 @@ class ModelSpec:
     @property
     def label(self) -> str:
         """The name under which results stand; variants of one model never share it."""
-        path = Path(self.name)
-        base = path.resolve().name if path.is_dir() else self.name
+        # Not Path.is_dir, which raises for names that no file system takes.
+        base = Path(self.name).resolve().name if os.path.isdir(self.name) else self.name  # noqa: PTH112
         variants = [
             words for on, words in ((self.random_init, "random init"), (self.as_decoder, "as decoder")) if on
         ]
-        return f"{base} ({', '.join(variants)})" if variants else base
+        return encodable(f"{base} ({', '.join(variants)})" if variants else base)
 
 
 @dataclass(frozen=True)

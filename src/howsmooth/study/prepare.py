@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
+from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.sequences import windows_in
 from howsmooth.study.store import ModelRecord, TextRecord
@@ -178,7 +179,7 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
         )
     record = ModelRecord(
         label=label,
-        name=spec.name,
+        name=encodable(spec.name),
         random_init=spec.random_init,
         as_decoder=spec.as_decoder,
         source=model.source,
@@ -189,7 +190,7 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
     return Subject(
         spec=spec,
         model=record,
-        text=TextRecord(text.name, text.digest, text.source, len(text.content)),
+        text=TextRecord(encodable(text.name), text.digest, text.source, len(text.content)),
         content=text.content,
         fingerprint=model.fingerprint,
         tokenizer_source=model.tokenizer_source,

@@ -1,10 +1,10 @@
-"""What a run tells while it works; apart, so that listening to it needs none of what it works with."""
+"""What a run tells while it works and at its end; apart, so that listening needs none of its tools."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Progress"]
+__all__ = ["Outcome", "Progress"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,26 @@ class Progress:
     n: int
     scope: str
     layer: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes
+    ----------
+    measured
+        Rows that this process added.
+    kept
+        Rows of the plan that the store had before.
+    unconverged
+        Of the rows added, those whose interval is wider than asked for.
+    seconds
+        Wall time, checks included.
+
+    """
+
+    measured: int
+    kept: int
+    unconverged: int
+    seconds: float

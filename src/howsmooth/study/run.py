@@ -19,12 +19,12 @@ import torch
 
 from howsmooth.study.plan import Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject, capture_sites, prepare
-from howsmooth.study.progress import Progress
+from howsmooth.study.progress import Outcome, Progress
 from howsmooth.study.sequences import pick_windows
 from howsmooth.study.store import Key, Measurement, Store
 from howsmooth.study.tools import Estimate, SiteLike, Tools
 
-__all__ = ["Batch", "Outcome", "run", "work"]
+__all__ = ["Batch", "run", "work"]
 
 # Attention probabilities and their companions of one batch may take about this much memory.
 _BATCH_BYTES = 2**31
@@ -50,29 +50,6 @@ class Batch:
     def cost(self) -> float:
         """An estimate of the time it takes, in no particular unit."""
         return len(self.missing) * measurement_cost(self.n)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run did.
-
-    Attributes
-    ----------
-    measured
-        Rows that this process added.
-    kept
-        Rows of the plan that the store had before.
-    unconverged
-        Of the rows added, those whose interval is wider than asked for.
-    seconds
-        Wall time, checks included.
-
-    """
-
-    measured: int
-    kept: int
-    unconverged: int
-    seconds: float
 
 
 def run(

@@ -9,6 +9,7 @@ with the process that held it.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,7 +170,7 @@ class Store:
             with translated(path):
                 mode = "rwc" if write else "ro"
                 connection = sqlite3.connect(
-                    f"file:{quote(str(path.resolve()))}?mode={mode}",
+                    f"file:{quote(os.fsencode(path.resolve()))}?mode={mode}",
                     uri=True,
                     isolation_level=None,
                     timeout=30,
