@@ -34,20 +34,21 @@ def test_columns_are_found_wherever_they_are(data: st.DataObject) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 12), st.integers(2, 10), st.integers(0, 99))
-def test_columns_that_are_not_there_are_not_found(n: int, columns: int, seed: int) -> None:
-    outputs = torch.randn(n, columns, generator=torch.Generator().manual_seed(seed))
-    wanted = outputs.clone()
-    wanted[-1, 0] += 1e-3
+@given(st.integers(1, 40), st.integers(2, 10), st.data())
+def test_columns_that_are_not_there_are_not_found(n: int, columns: int, data: st.DataObject) -> None:
+    outputs = torch.randn(n, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    wanted = outputs.flip(-1)  # so that no contiguous slice is the answer
+    assert matching_columns(wanted, outputs, 0.0) is not None
+    wanted[data.draw(st.integers(0, n - 1)), 0] += 1e-3
     assert matching_columns(wanted, outputs, 0.0) is None
     assert matching_columns(wanted, outputs, 1e-2) is not None
 
 
 def test_equal_columns_are_told_apart_by_their_neighbours() -> None:
-    outputs = torch.randn(5, 4).repeat(1, 3)
-    found = matching_columns(outputs[:, [4, 5, 6, 7, 2]], outputs, 0.0)
+    a, b, c = torch.randn(3, 5)
+    found = matching_columns(torch.stack([c, a, b], dim=1), torch.stack([a, b, c, a], dim=1), 0.0)
     assert found is not None
-    assert found.tolist()[:4] in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11])
+    assert found.tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize("n", [2, 5, 9])

@@ -174,13 +174,14 @@ def test_random_init_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model("llama", random_init=True)
 
 
-def test_trained_tokenizer() -> None:
-    first, second = trained_tokenizer(TEXT, 300), trained_tokenizer(TEXT, 300)
+def test_trained_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = trained_tokenizer(TEXT, 262), trained_tokenizer(TEXT, 262)
     assert first.serialized == second.serialized
-    ids = first.encode("the worst of all — déjà vu!")
-    assert max(ids) < 300
-    assert len(first.encode("It was the best of times")) < 12
-    assert len(set(trained_tokenizer(TEXT * 3 + "x" * 9, 10**6).encode(TEXT))) < 8000
+    ids = first.encode("the worst of all — déjà vu!" + TEXT)
+    assert 256 <= max(ids) < 262
+    assert len(trained_tokenizer(TEXT, 10**6).encode("It was the best of times")) < 12
+    monkeypatch.setattr("howsmooth.models.tokenizers.TRAINED_VOCABULARY", 259)
+    assert max(trained_tokenizer(TEXT, 10**6).encode(TEXT)) == 258
     with pytest.raises(ModelError, match="256"):
         trained_tokenizer(TEXT, 255)
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     BartConfig,
+    BitNetConfig,
     BloomConfig,
     Gemma2Config,
     GptOssConfig,
@@ -131,12 +132,10 @@ def test_mixed_precision_and_no_weights() -> None:
             GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
             ["layer 0", "sinks", "GptOssAttention"],
         ),
-        (
-            MobileBertConfig(vocab_size=VOCABULARY, num_hidden_layers=1),
-            ["layer 0", "MobileBertSelfAttention"],
-        ),
+        (MobileBertConfig(vocab_size=VOCABULARY, num_hidden_layers=1), ["values", "MobileBertSelfAtt"]),
+        (BitNetConfig(**SMALL), ["output projection of layer 0", "attn_sub_norm (BitNetRMSNorm) lies"]),
     ],
-    ids=["query norms", "softcap", "sinks", "values from elsewhere"],
+    ids=["query norms", "softcap", "sinks", "values from elsewhere", "norm before the projection"],
 )
 def test_architectures_refused_by_name(config: Any, words: list[str]) -> None:
     with pytest.raises(CaptureError) as error:
