@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from howsmooth.cli import main
 from howsmooth.cli.parsing import build_plan
 from howsmooth.errors import HowsmoothError
+from howsmooth.study import publish as publishing
 from howsmooth.study.plan import ModelSpec, Plan
 from tests._study import FakeModel, make_tools, rows_of, words
 
@@ -33,9 +34,11 @@ SMALL = ["--lengths", "2,4,8", "--samples", "5"]
 
 @pytest.fixture
 def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
-    """Run the command line in this process, with stand-ins for models and texts."""
+    """Run the command line in this process, with stand-ins for models and texts, and few drawings."""
+    drawn = publishing.draw_all
 
-    def run(*arguments: str, tools: Any = None) -> Result:
+    def run(*arguments: str, tools: Any = None, draw: bool = False) -> Result:
+        monkeypatch.setattr(publishing, "draw_all", drawn if draw else lambda *_: [])
         chosen = (
             tools
             or make_tools(
@@ -53,7 +56,9 @@ def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    code, out, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path))
+    code, out, err = howsmooth(
+        "measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), draw=True
+    )
     assert code == 0
     for name in ("measurements.sqlite", "measurements.csv", "exponents.csv", "report.html", "figures"):
         assert (tmp_path / name).exists()
@@ -78,7 +83,7 @@ def test_the_defaults_are_the_two_models_that_ship_and_the_text_of_every_python(
 
 def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth, tmp_path: Path) -> None:
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--json"]
-    code, out, err = howsmooth(*arguments)
+    code, out, err = howsmooth(*arguments, draw=True)
     assert code == 0
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert said["measurements"] == {"measured": 45, "kept": 0, "in_store": 45, "unconverged_in_store": 0}
@@ -404,6 +409,8 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
         "--text",
         "prose",
         *SMALL,
+        "--layers",
+        "0",
         "--out",
         str(tmp_path),
         stdout=subprocess.PIPE,
@@ -420,7 +427,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     said = shown.decode()
-    assert "Measuring 45 constants" in said
+    assert "Measuring 15 constants" in said
     assert "left" in said
     assert "0:00:0" in said
     assert "━" in said
