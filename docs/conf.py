@@ -18,15 +18,17 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinx.ext.mathjax",
     "cli_options",
     "docstrings",
+    "native_math",
 ]
 exclude_patterns = ["_build", "_ext"]
 smartquotes = False  # or the dashes of options become one
+html_math_renderer = "native"
 html_theme = "furo"
 html_title = f"howsmooth {release}"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_sourcelink = False
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
