@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 __all__ = ["Display", "Silent", "choose"]
 
@@ -93,9 +93,8 @@ class Bar:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[words]}", style="dim", markup=False),
             console=Console(stderr=True),
             speed_estimate_period=120,
