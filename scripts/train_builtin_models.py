@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -104,15 +105,33 @@ def heldout_piece(text: str) -> str:
     return text[: text.rindex("\n\n", 0, PIECE_CHARACTERS)] + "\n"
 
 
+def overlap(train: str, heldout: str) -> float:
+    """Return the share of the held-out text's sequences of eight words that the training text has too."""
+
+    def sequences(text: str) -> list[tuple[str, ...]]:
+        found = []
+        for paragraph in text.lower().split("\n\n"):
+            words = paragraph.split()
+            found += [tuple(words[i : i + 8]) for i in range(len(words) - 7)]
+        return found
+
+    known, asked = set(sequences(train)), sequences(heldout)
+    return sum(sequence in known for sequence in asked) / len(asked)
+
+
 def train_tokenizer(kind: str, text: str) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on `text`."""
-    special = ENCODER_TOKENS if kind == "encoder" else DECODER_TOKENS
+    # Tokens carry the space before them; so must the mask that stands for one.
+    special = [
+        AddedToken(token, lstrip=token == "[MASK]", special=True)
+        for token in (ENCODER_TOKENS if kind == "encoder" else DECODER_TOKENS)
+    ]
     bpe = Tokenizer(models.BPE(unk_token="[UNK]" if kind == "encoder" else None))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=list(special),
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -133,7 +152,7 @@ def train_tokenizer(kind: str, text: str) -> PreTrainedTokenizerFast:
         unk_token="[UNK]",
         cls_token="[CLS]",
         sep_token="[SEP]",
-        mask_token="[MASK]",
+        mask_token=special[-1],
         model_max_length=POSITIONS,
     )
 
@@ -406,6 +425,7 @@ def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[st
             "training_tokens": len(stream),
             "heldout_tokens": len(heldout),
             "heldout_characters": len(heldout_text),
+            "heldout_overlap": overlap(train_text, heldout_text),
         },
         "heldout": {
             "untrained": untrained,
@@ -430,83 +450,18 @@ def build(plan: Plan, text: Text, out: Path, scratch: Path, report: Callable[[st
     return facts
 
 
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: {pipeline}
----
-
-# builtin-{kind}
-
-A small {type} that ships with the Python library howsmooth, so that attention can be measured in a
-really trained model without a download.
-
-## Architecture
-
-`{class_name}`: {layers} layers, {heads} heads, width {width}, feed-forward width {inner},
-{positions} learned positions, {norm}-norm, input and output embeddings shared, {facts[parameters]:,}
-parameters, stored in float16. Tokenizer: byte-level BPE of {vocabulary} entries, trained on the training
-share of the same text; {special}.
-
-## Data
-
-{text[source]}
-{text[characters]:,} characters; SHA-256 of the text in UTF-8:
-`{text[sha256]}`.
-It is howsmooth's text `python-docs` under Python {text[python]}; another version gives a slightly
-different one. Every {held_out_every}th block of {block} paragraphs is held out:
-{text[training_tokens]:,} tokens for training, {text[heldout_tokens]:,} held out
-({characters_a_token:.2f} characters a token). The beginning of the held-out text lies
-beside the weights (`heldout.txt`), so that the losses can be checked under any Python.
-
-## Losses
-
-In nats a {what},
-on windows of {evaluation_length} tokens {windows}. The last row is computed from the saved files,
-float16 read as float32.
-
-| | held-out text ({saved[predicted_tokens]:,} predictions) | right | `heldout.txt` \
-({small[predicted_tokens]:,} predictions) | right |
-|---|---|---|---|---|
-| untrained (same architecture, seed {plan[seed]}) | {whole[loss]:.3f} | {whole[accuracy]:.1%} \
-| {small[loss]:.3f} | {small[accuracy]:.1%} |
-| token frequencies alone (unigram) | {full[unigram_loss]:.3f} | | {piece[unigram_loss]:.3f} | |
-| trained, float32 | {full[trained_float32][loss]:.3f} | {full[trained_float32][accuracy]:.1%} | | |
-| **trained, as saved** | **{saved[loss]:.3f}** | **{saved[accuracy]:.1%}** \
-| **{piece[trained_as_saved][loss]:.3f}** | **{piece[trained_as_saved][accuracy]:.1%}** |
-
-The same numbers, unrounded, are in `training.json`.
-
-## Training
-
-{task}; AdamW (betas 0.9 and 0.98, weight decay {plan[weight_decay]}), learning rate
-{plan[learning_rate]} after {plan[warm_up]} steps of warm-up, then a cosine to a hundredth of it; dropout
-{plan[dropout]} (none inside attention); gradient norm clipped at 1; {plan[steps]:,} steps
-of {plan[tokens_a_step]:,} tokens ({passes:.0f} passes over the text; {opening}three steps of four with
-windows of {half} tokens, the fourth with {positions}{wrapping}); seed {plan[seed]}; {precision}.
-{minutes:.0f} minutes on one of 2 CPU cores, shared with other work; no GPU.
-PyTorch {facts[versions][torch]}, transformers {facts[versions][transformers]}.
-
-## Train again
-
-From a clone of the repository: `python scripts/train_builtin_models.py`. The same seed and versions give
-the same numbers up to the rounding of the machine.
-
-## Licence
-
-The weights: Apache-2.0, like howsmooth. The text that they were trained on is part of Python's
-documentation and library (Copyright © 2001 and later, Python Software Foundation; all rights reserved;
-Python Software Foundation License Version 2, https://docs.python.org/3/license.html); `heldout.txt` is an
-excerpt of it, with code and markup removed.
-
-## Limits
-
-Made to have trained attention at hand, not to be used as a language model. It knows one kind of English,
-technical prose about Python, one million characters of it, seen many times over; other texts are cut into
-more and shorter tokens. Attention in models of common size may behave differently: measure those too.
-"""
+#: What was tried before the settings of PLANS, for the cards.
+HISTORY = {
+    "encoder": (
+        " (two earlier runs, with windows of 128 and 256 tokens from the start, were stopped: one for its "
+        "speed, one at step 1000, when the loss no longer fell at 5.90; three short trials then chose the "
+        "opening windows)"
+    ),
+    "decoder": (
+        " (two earlier runs were stopped: one for its speed, one with dropout 0.1 at step 1250 of 4000, when "
+        "the training loss had fallen 0.6 below the held-out loss)"
+    ),
+}
 
 
 def model_card(facts: dict[str, Any]) -> str:
@@ -537,6 +492,7 @@ def model_card(facts: dict[str, Any]) -> str:
         else "next token",
         "windows": "with `[CLS]` and `[SEP]`" if encoder else "(their first token is not predicted)",
         "wrapping": "; half of the windows carry `[CLS]` and `[SEP]`, half are bare text" if encoder else "",
+        "history": HISTORY[facts["kind"]] if Plan(**plan) == PLANS[facts["kind"]] else "",
         "opening": f"first {plan['opening']:,} steps with windows of 32, then 64 tokens, after them "
         if plan["opening"]
         else "",
@@ -545,17 +501,12 @@ def model_card(facts: dict[str, Any]) -> str:
         "passes": plan["steps"] * plan["tokens_a_step"] / text["training_tokens"],
         "minutes": facts["seconds"] / 60,
     }
-    return CARD.format(
-        **fields,
-        facts=facts,
-        plan=plan,
-        text=text,
-        full=full,
-        piece=piece,
-        saved=saved,
-        whole=whole,
-        small=small,
-    )
+    template = (Path(__file__).parent / "builtin_model_card.md").read_text("utf-8")
+    rows = {"facts": facts, "plan": plan, "text": text, "full": full, "piece": piece}
+    card = template.format(**fields, **rows, saved=saved, whole=whole, small=small)
+    wrap = textwrap.TextWrapper(width=100, break_long_words=False, break_on_hyphens=False)
+    parts = card.strip().split("\n\n")
+    return "\n\n".join(part if part[0] in "-#|" else wrap.fill(part) for part in parts) + "\n"
 
 
 def main() -> None:
