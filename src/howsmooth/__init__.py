@@ -7,14 +7,13 @@ Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps o
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
-from howsmooth.errors import HowsmoothError
-from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-
 if TYPE_CHECKING:
+    from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
+    from howsmooth.errors import HowsmoothError
+    from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
     from howsmooth.models import Site, capture, load_model
 
 __version__ = metadata.version("howsmooth")
@@ -34,11 +33,21 @@ __all__ = [
     "local_lipschitz",
 ]
 
+# PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
+_ROOMS = {
+    "attention": ("Compose", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention"),
+    "errors": ("HowsmoothError",),
+    "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
+    "models": ("Site", "capture", "load_model"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    # transformers takes seconds to import, and the maths does not need it.
-    if name in ("Site", "capture", "load_model"):
-        from howsmooth import models
-
-        return getattr(models, name)
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(import_module(f"howsmooth.{room}"), name)
     raise AttributeError(f"module 'howsmooth' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

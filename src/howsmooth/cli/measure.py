@@ -122,7 +122,7 @@ def measure(
         int, typer.Option(help="Golub-Kahan steps at most.", rich_help_panel=HOW)
     ] = 200,
     seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
-    device: Annotated[str, typer.Option(help="Such as cpu, cuda, cuda:1, mps.", rich_help_panel=HOW)] = "cpu",
+    device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.", rich_help_panel=HOW)] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
     threads: Annotated[
         int | None,
