@@ -1,14 +1,14 @@
-"""The paper's protocol at BERT-base size, against the machine's own matrix products and against three alternatives.
+"""The paper's protocol at BERT-base size: against the machine's matrix products, and three alternatives.
 
     python benchmarks/protocol.py                 # all of it: some minutes on two cores
     python benchmarks/protocol.py --lengths 2:20:2 --compare 4,10
 
-Part 1 runs the protocol (49 lengths × 10 sequences, one layer of an untrained BERT-base, rtol 1e-4) and sets the
-float32 operations that its products need, over the time they took, against the rate of a 2048 × 2048 matrix
-product measured between the lengths. Part 2 runs, on sequences of the same protocol, in turns and on the same
-inputs: howsmooth; plain power iteration with autodiff products, one sequence at a time (what the paper describes);
-SciPy's ``svds`` on the autodiff operator; the dense Jacobian where it fits. It prints times, numbers of products
-and errors against a float64 measurement at rtol 1e-9, and their ratios.
+Part 1 runs the protocol (49 lengths × 10 sequences, one layer of an untrained BERT-base, rtol 1e-4) and
+sets the float32 operations that its products need, over the time they took, against the rate of a
+2048 × 2048 matrix product measured between the lengths. Part 2 runs, on sequences of the same protocol, in
+turns and on the same inputs: howsmooth; plain power iteration with autodiff products, one sequence at a
+time (what the paper describes); SciPy's ``svds`` on the autodiff operator; the dense Jacobian where it
+fits. It prints times, numbers of products and errors against a float64 measurement at rtol 1e-9, and ratios.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -83,14 +84,16 @@ def power_iteration(f: SelfAttention, x: Tensor) -> tuple[float, int]:
     _, vjp = torch.func.vjp(f, x)
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     v, sigma = v / v.norm(), 0.0
-    for step in range(1, 1001):
+    products = 0
+    for _ in range(1000):
         u = torch.func.jvp(f, (x,), (v,))[1]
         w = vjp(u)[0]
+        products += 2
         previous, sigma = sigma, float(w.norm()) ** 0.5
         v = w / w.norm()
         if abs(sigma - previous) <= RTOL * sigma:
             break
-    return sigma, 2 * step
+    return sigma, products
 
 
 def scipy_svds(f: SelfAttention, x: Tensor) -> tuple[float, int]:
@@ -124,7 +127,9 @@ def sequences(tokens: list[int], n: int, samples: int) -> Tensor:
     return torch.tensor([tokens[first : first + n] for first in pick_windows(len(tokens), n, samples, 0)])
 
 
-def protocol(model: LoadedModel, tokens: list[int], lengths: Sequence[int], samples: int) -> dict[str, object]:
+def protocol(
+    model: LoadedModel, tokens: list[int], lengths: Sequence[int], samples: int
+) -> dict[str, object]:
     """Part 1: the whole protocol, with the rate of its products beside the machine's."""
     spent = forward = work = 0.0
     products, rates, unconverged = 0, [], 0
@@ -143,7 +148,9 @@ def protocol(model: LoadedModel, tokens: list[int], lengths: Sequence[int], samp
         done = steps * operations(site.map, n)
         spent, work, products = spent + seconds, work + done, products + 2 * steps
         unconverged += int((~estimate.converged).sum())
-        per_length.append({"n": n, "seconds": seconds, "share": done / seconds / statistics.median(rates[-2:])})
+        per_length.append(
+            {"n": n, "seconds": seconds, "share": done / seconds / statistics.median(rates[-2:])}
+        )
     return {
         "sequences": len(lengths) * samples,
         "seconds_measuring": spent,
@@ -159,7 +166,11 @@ def protocol(model: LoadedModel, tokens: list[int], lengths: Sequence[int], samp
 
 def comparison(model: LoadedModel, tokens: list[int], lengths: Sequence[int], samples: int) -> pd.DataFrame:
     """Part 2: all methods in turns on the same inputs."""
-    methods = {"power iteration, autodiff": power_iteration, "SciPy svds, autodiff": scipy_svds, "dense": dense}
+    methods = {
+        "power iteration, autodiff": power_iteration,
+        "SciPy svds, autodiff": scipy_svds,
+        "dense": dense,
+    }
     rows = []
     for n in lengths:
         (site,) = hs.capture(model, sequences(tokens, n, samples), layers=[0])
@@ -173,7 +184,7 @@ def comparison(model: LoadedModel, tokens: list[int], lengths: Sequence[int], sa
             answers = {"howsmooth": Answer(float(ours.value[i]), 2 * int(ours.iterations[i]), each)}
             for name, method in methods.items():
                 if name != "dense" or n <= DENSE_UP_TO:
-                    answers[name] = timed(lambda method=method, x=x: method(f, x))
+                    answers[name] = timed(partial(method, f, x))
             rows += [
                 {
                     "n": n,
@@ -217,7 +228,9 @@ def main() -> None:
         f"rate: {whole['gflops']:.0f} of {whole['machine_gflops']:.0f} GFLOP/s, "
         f"{whole['share_of_machine']:.0%} of the machine's matrix product"
     )
-    table = comparison(model, tokens, Ranges.parse(options.compare, "compare").values(), options.compare_samples)
+    table = comparison(
+        model, tokens, Ranges.parse(options.compare, "compare").values(), options.compare_samples
+    )
     print(table.to_string(index=False, float_format=lambda v: f"{v:.3g}"))
     if options.json:
         options.json.write_text(json.dumps(whole | {"comparison": table.to_dict("records")}, indent=1))

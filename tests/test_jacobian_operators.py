@@ -170,6 +170,31 @@ def test_wrong_derivatives_are_refused() -> None:
         AutodiffJacobian(HalfGradient.apply, tokens(0, 2, 4, D))
 
 
+def test_a_derivative_that_is_cut_off_is_refused() -> None:
+    """detach cuts both modes alike, so they agree with each other; only the values contradict them."""
+    for dtype in (torch.float32, torch.float64):
+        x = tokens(0, 2, 4, D, dtype=dtype)
+        with pytest.raises(DerivativeError, match="contradict"):
+            AutodiffJacobian(lambda t: t * t.detach().sum(dim=-1, keepdim=True).sin(), x)
+        with pytest.raises(DerivativeError, match="contradict"):
+            AutodiffJacobian(lambda t: t.detach() * 2, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kinks_and_sharp_maps_are_not_refused(dtype: torch.dtype) -> None:
+    x = tokens(0, 2, 4, D, dtype=dtype)
+    for f in (
+        torch.relu,
+        torch.round,  # derivative zero almost everywhere, and differences too
+        lambda t: (1e4 * t).sin() * 1e-4,
+        lambda t: torch.softmax(300 * t, dim=-1),
+        lambda t: t * 0,
+        random_attention(0, temperature=60.0).to(dtype=dtype),
+    ):
+        AutodiffJacobian(f, x)
+    AutodiffJacobian(lambda t: t * t, torch.zeros(4, D, dtype=dtype))
+
+
 def test_missing_forward_mode_is_said_clearly() -> None:
     class NoForward(torch.autograd.Function):
         @staticmethod

@@ -2,8 +2,8 @@
 
 Fused attention kernels have no forward mode on the CPU, so both modes run under PyTorch's "math"
 attention backend: one and the same function is differentiated in both directions. Before any number
-is trusted the map is checked: same output twice (no dropout), members independent of each other, and
-products that are adjoint to each other.
+is trusted the map is checked: same output twice (no dropout), members independent of each other,
+products that are adjoint to each other and agree with the map's own values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class AutodiffJacobian(LinearOperator):
         If ``f`` is a module in training mode with dropout or batch norm, gives different outputs for
         one input, mixes the batch, or returns something else than a tensor (batch, ...).
     DerivativeError
-        If forward or reverse mode is not available, or the two do not agree.
+        If forward or reverse mode is not available, the two do not agree, or f's own values
+        contradict them.
     NonFiniteError
         If f(x) is not finite.
 
@@ -117,6 +118,29 @@ class AutodiffJacobian(LinearOperator):
         size = je.double().flatten(1).norm(dim=1)
         return 8.0 * torch.where(size > 0, change / size, 0.0).cpu()
 
+    def _check_against_differences(self, e: Tensor, je: Tensor) -> None:
+        """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
+
+        Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of two
+        steps are taken for a witness where they agree with each other; at a kink, or where f bends within
+        the step, they do not, and nothing is said.
+        """
+        e = e.reshape(self._x.shape)
+        scale = float(self._x.double().square().mean().sqrt()) or 1.0
+        step = scale * torch.finfo(self.dtype).eps ** (1 / 3)
+
+        def difference(h: float) -> Tensor:
+            ahead, behind = (cast(Tensor, self._evaluate(self._x + s * e)) for s in (h, -h))
+            return ((ahead - behind) / (2 * h)).reshape(je.shape)
+
+        coarse, fine = difference(step), difference(step / 4)
+        reliable = (coarse - fine).norm() <= 0.05 * fine.norm()
+        if bool(reliable & ((fine - je).norm() > 0.2 * torch.maximum(fine.norm(), je.norm()))):
+            raise DerivativeError(
+                "f: its derivative is not that of its values: finite differences contradict it. A detach, a "
+                "no_grad or a custom derivative inside f cuts it off; measure a map without them."
+            )
+
     def _check_derivatives(self) -> None:
         """Check that forward and reverse mode are adjoint, and that members do not see each other."""
         generator = torch.Generator().manual_seed(0)
@@ -130,9 +154,10 @@ class AutodiffJacobian(LinearOperator):
         allowed = 1e4 * torch.finfo(self.dtype).eps * je.double().norm() * u.double().norm()
         if not bool((left - right).abs() <= allowed + torch.finfo(self.dtype).tiny):
             raise DerivativeError(
-                "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). A detach, an in-place "
-                "change or a custom derivative inside f is wrong; no number can be trusted."
+                "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
+                "custom derivative inside f is wrong; no number can be trusted."
             )
+        self._check_against_differences(e, je)
         # Members i and j are told apart by one binary digit of their index: tangents on the members
         # with that digit set must leave all others still.
         for digit in range((self.batch - 1).bit_length()):
