@@ -165,8 +165,15 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "bad lengths": ([*BASE, "--lengths", "2:100:2:7"], "lengths: expected numbers and start:stop:step"),
     "zero length": ([*BASE, "--lengths", "0:4"], "lengths: expected numbers of at least 1"),
     "bad layers": ([*BASE, "--layers", "first"], "layers: expected numbers"),
-    "bad rtol": ([*BASE, "--rtol", "nan"], "rtol: expected a number between 0 and 1"),
-    "bad confidence": ([*BASE, "--confidence", "1"], "confidence: expected a number between 0 and 1"),
+    "bad rtol": (
+        [*BASE, "--rtol", "nan"],
+        "rtol: expected a number from 2e-05 (in float32)",
+    ),
+    "rtol too fine": ([*BASE, "--rtol", "1e-7"], "For a finer one measure in float64."),
+    "bad confidence": (
+        [*BASE, "--confidence", "1"],
+        "confidence: expected a probability from 0.5",
+    ),
     "bad seed": ([*BASE, "--seed", "-1"], "seed: expected an integer from 0"),
     "no threads": ([*BASE, "--threads", "0"], "--threads"),
     "bad dtype": ([*BASE, "--dtype", "float16"], "'float16' is not one of"),

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from howsmooth.accuracy import check_accuracy
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -19,11 +20,6 @@ from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 __all__ = ["LipschitzEstimate", "local_lipschitz"]
 
 Method = Literal["closed form", "autodiff"]
-
-# The smallest rtol and risk 1 − confidence that products in a dtype can support: below, rounding
-# would be most of the interval, or would rival the start's component along the leading direction.
-_FINEST_RTOL = {torch.float32: 2e-5, torch.float64: 1e-12}
-_FINEST_RISK = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 # Members are measured together as long as the two Krylov bases of this many steps fit in this many
 # bytes; more members would only leave the processor's caches.
@@ -230,7 +226,7 @@ def _check_arguments(
         raise ArgumentError(
             "x", expected="a tensor (..., n, d)", got=type(x).__name__, remedy="Use torch.as_tensor."
         )
-    if x.dtype not in _FINEST_RTOL:
+    if x.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
             "x",
             expected="float32 or float64",
@@ -246,19 +242,7 @@ def _check_arguments(
         )
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
-    if not _FINEST_RTOL[x.dtype] <= rtol < 1:
-        raise ArgumentError(
-            "rtol",
-            expected=f"a number from {_FINEST_RTOL[x.dtype]:g} (in {x.dtype}) up to 1",
-            got=f"{rtol:g}",
-            remedy="For a finer one measure in float64." if x.dtype == torch.float32 else "",
-        )
-    if not 0.5 <= confidence <= 1 - _FINEST_RISK[x.dtype]:
-        raise ArgumentError(
-            "confidence",
-            expected=f"a probability from 0.5 to 1 - {_FINEST_RISK[x.dtype]:g} (in {x.dtype})",
-            got=f"{confidence:g}",
-        )
+    check_accuracy(rtol, confidence, str(x.dtype).removeprefix("torch."))
     if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.study.names import encodable
 from howsmooth.study.ranges import Ranges
@@ -173,16 +173,13 @@ class Plan:
             raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(self.lengths)))
         if self.samples < 1:
             raise ArgumentError("samples", expected="at least 1", got=str(self.samples))
-        if not (math.isfinite(self.rtol) and 0 < self.rtol < 1):
-            raise ArgumentError("rtol", expected="a number between 0 and 1", got=str(self.rtol))
-        if not (math.isfinite(self.confidence) and 0 < self.confidence < 1):
-            raise ArgumentError("confidence", expected="a number between 0 and 1", got=str(self.confidence))
         if self.max_iterations < 1:
             raise ArgumentError("max-iterations", expected="at least 1", got=str(self.max_iterations))
         if not 0 <= self.seed < 2**63:
             raise ArgumentError("seed", expected="an integer from 0 to 2^63 - 1", got=str(self.seed))
         if self.dtype not in ("float32", "float64"):
             raise ArgumentError("dtype", expected="float32 or float64", got=repr(self.dtype))
+        check_accuracy(self.rtol, self.confidence, self.dtype)
 
     @property
     def identity(self) -> Identity:
