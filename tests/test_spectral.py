@@ -21,6 +21,7 @@ from howsmooth.spectral import (
     golub_kahan,
     start_quantile,
 )
+from howsmooth.spectral.golub_kahan import _limits
 
 
 class Dense(LinearOperator):
@@ -219,7 +220,8 @@ def test_members_stop_by_themselves_and_do_not_depend_on_the_batch() -> None:
     easy = with_spectrum(0, [10.0, 0.1, 0.01], 30, 20)
     hard = with_spectrum(2, [1.0 - 1e-3 * i for i in range(20)], 30, 20)
     zero = torch.zeros(30, 20, dtype=torch.float64)
-    batch = torch.stack((hard, easy, zero))
+    # The one that runs longest stands last, so that dropping the others moves it.
+    batch = torch.stack((easy, zero, hard))
     start = gaussian(0, 3, 20)
     options = {"rtol": 1e-6, "confidence": 0.999, "max_iterations": 200}
     together = golub_kahan(Dense(batch), start, **options)
@@ -241,8 +243,41 @@ def test_unconverged_is_said_and_the_interval_holds() -> None:
     assert float(found.lower) <= 1.0 <= float(found.upper)
 
 
-def test_orthogonality_survives_many_steps() -> None:
-    """Without reorthogonalisation a spectrum like this yields ghost copies and a collapsing limit."""
+def test_both_bases_stay_orthonormal_long_after_convergence() -> None:
+    """The short recurrence alone loses orthogonality as soon as a Ritz value converges."""
+
+    class Recording(Dense):
+        def __init__(self, matrices: Tensor) -> None:
+            super().__init__(matrices)
+            self.given: dict[str, list[Tensor]] = {"v": [], "u": []}
+
+        def _product(self, e: Tensor) -> Tensor:
+            self.given["v"].append(e[0].clone())
+            return super()._product(e)
+
+        def _adjoint_product(self, u: Tensor) -> Tensor:
+            self.given["u"].append(u[0].clone())
+            return super()._adjoint_product(u)
+
+    for dtype, loss in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        op = Recording(with_spectrum(0, [100.0, *np.linspace(0.5, 1.0, 99)], 100, 100)[None].to(dtype))
+        start = gaussian(1, 1, 100, dtype=dtype)
+        golub_kahan(op, start, rtol=0.0, confidence=0.999, max_iterations=40)
+        for vectors in op.given.values():
+            basis = torch.stack(vectors).double()
+            assert len(basis) == 40
+            assert (basis @ basis.mT - torch.eye(40)).abs().max() <= loss
+
+
+def test_a_breakdown_is_taken_for_the_rounding_level_and_not_for_zero() -> None:
+    slack, quantile = 1e-14, 1e-10
+    sigma, upper = _limits(np.array([2.0]), np.array([0.0]), quantile, slack, complete=False)
+    assert sigma == 2.0
+    assert upper == pytest.approx(2.0 * math.sqrt(1 + slack / math.sqrt(quantile)), rel=1e-12)
+    assert _limits(np.array([2.0]), np.array([0.0]), quantile, slack, complete=True)[1] == pytest.approx(2.0)
+
+
+def test_the_limit_survives_many_steps() -> None:
     values = [1.0, *np.logspace(-1, -12, 99)]
     found = solve(with_spectrum(0, values, 100, 100)[None], rtol=1e-12, max_iterations=100)
     assert float(found.lower) <= 1.0 <= float(found.upper)
