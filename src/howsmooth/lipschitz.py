@@ -236,7 +236,8 @@ def _closed_form(
 
 def _norms(t: Tensor) -> Tensor:
     """Frobenius norm of each member, on the CPU."""
-    return torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
+    norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
+    return norms
 
 
 def _unit(t: Tensor) -> Tensor:
