@@ -34,7 +34,8 @@ class LipschitzEstimate:
     Attributes
     ----------
     value
-        The leading Ritz value, float64, shape (...): the best estimate, and up to rounding a lower limit.
+        The best estimate, and up to rounding a lower limit, float64, shape (...): the leading Ritz value;
+        for the closed form in float32, ‖J v‖ in float64 along the direction v that was found.
     lower, upper
         Interval that holds ‖D_X f‖₂ with probability at least ``confidence``, for each member, over the
         random start; widened for rounding. lower <= value <= upper.

@@ -15,7 +15,28 @@ from howsmooth.errors import ArgumentError
 __all__ = ["Compose", "Residual"]
 
 
-class Residual(TokenMap):
+class _Around(TokenMap):
+    """A map built around an inner one, which first sees the tokens."""
+
+    inner: TokenMap
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.inner.d
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.inner.device
+
+
+class Residual(_Around):
     """X ↦ X + inner(X)."""
 
     def __init__(self, inner: TokenMap) -> None:
@@ -29,24 +50,9 @@ class Residual(TokenMap):
         self.inner = inner
 
     @property
-    def d(self) -> int:
-        """Dimension of an input token."""
-        return self.inner.d
-
-    @property
     def d_out(self) -> int:
         """Dimension of an output token."""
         return self.inner.d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.inner.device
 
     def describe(self) -> str:
         """Return one phrase that says what the map is."""
@@ -67,7 +73,7 @@ class Residual(TokenMap):
         return x + self.inner(x)
 
 
-class Compose(TokenMap):
+class Compose(_Around):
     """X ↦ outer(inner(X))."""
 
     def __init__(self, outer: TokenMap, inner: TokenMap) -> None:
@@ -85,24 +91,9 @@ class Compose(TokenMap):
         self.inner = inner
 
     @property
-    def d(self) -> int:
-        """Dimension of an input token."""
-        return self.inner.d
-
-    @property
     def d_out(self) -> int:
         """Dimension of an output token."""
         return self.outer.d_out
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.inner.device
 
     def describe(self) -> str:
         """Return one phrase that says what the map is."""

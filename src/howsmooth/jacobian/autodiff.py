@@ -8,7 +8,6 @@ products that are adjoint to each other and agree with the map's own values.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -36,8 +35,6 @@ class AutodiffJacobian(LinearOperator):
         must depend on its own input only.
     x
         Point of linearisation, (..., n, d), float32 or float64.
-    event_ndim
-        Number of trailing axes that make up one member, 2 for tokens.
 
     Raises
     ------
@@ -52,10 +49,10 @@ class AutodiffJacobian(LinearOperator):
 
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, event_ndim: int = 2) -> None:
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
         _refuse_training_mode(f)
         x = x.detach()
-        lead = x.shape[: x.ndim - event_ndim]
+        lead = x.shape[:-2]
         self._f = f
         self._x = x
         y = self._evaluate(x)
@@ -98,7 +95,7 @@ class AutodiffJacobian(LinearOperator):
         return cast(Tensor, tangent).detach().reshape(self.batch, *self.out_shape)
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
-        with _one_backend(), _as_derivative_errors("reverse"), warnings.catch_warnings():
+        with _one_backend(), _as_derivative_errors("reverse"):
             (cotangent,) = self._vjp(u.reshape(self._y_shape))
         return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
 
