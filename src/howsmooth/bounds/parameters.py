@@ -1,0 +1,276 @@
+"""What bounds see of an attention: for each head A, V, b as in the paper, and the output maps.
+
+Scores are ⟨A x_i + b, x_j⟩ with A = scale · Kᵀ Q and b = scale · Kᵀ b_q; values are V x_j. The key bias
+shifts every score of a row alike and has no effect; value and output biases have none on a derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["Attention", "Head", "Parameters", "SiteLike", "log_p_bar", "parameters_of", "spectral_norm"]
+
+# Relative error that a float64 spectral norm may have, for matrices of up to some thousands of rows: with
+# it norms are rounded up. LAPACK's own bound has a factor of the dimension, which errors never reach.
+_NORM_MARGIN = 1e-12
+
+
+def spectral_norm(matrix: Tensor) -> float:
+    """Return the spectral norm of a matrix in float64, rounded up."""
+    if matrix.numel() == 0:
+        return 0.0
+    return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+
+
+class Head:
+    """One attention head as the paper writes it: scores ⟨A x_i + b, x_j⟩, values V x_j.
+
+    Parameters
+    ----------
+    A
+        (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
+    V
+        (d_out, d).
+    b
+        (d,), or None for zero.
+
+    All are kept in float64 on the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        If A is not square, or shapes do not fit.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
+    """
+
+    def __init__(self, A: Tensor | tuple[Tensor, Tensor], V: Tensor, b: Tensor | None = None) -> None:
+        if isinstance(A, tuple):
+            left, right = (_matrix("A", factor) for factor in A)
+            if left.shape[1] != right.shape[0]:
+                raise ArgumentError(
+                    "A",
+                    expected="factors (d, k) and (k, d)",
+                    got=f"shapes {tuple(left.shape)} and {tuple(right.shape)}",
+                )
+            shape = (left.shape[0], right.shape[1])
+        else:
+            left = _matrix("A", A)
+            shape = (left.shape[0], left.shape[1])
+            right = torch.eye(shape[1], dtype=torch.float64)
+        if shape[0] != shape[1]:
+            raise ArgumentError(
+                "A",
+                expected="a square matrix (d, d), the bilinear form of the scores",
+                got=f"shape {shape}",
+                remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
+            )
+        self.left, self.right = left, right
+        self.d = shape[0]
+        self.V = _matrix("V", V)
+        if self.V.shape[1] != self.d:
+            raise ArgumentError(
+                "V", expected=f"a matrix (d_out, {self.d}), as A", got=f"shape {tuple(V.shape)}"
+            )
+        self.b = torch.zeros(self.d, dtype=torch.float64)
+        if b is not None:
+            self.b = _matrix("b", b[None] if b.ndim == 1 else b)[0]
+            if b.ndim != 1 or self.b.shape[0] != self.d:
+                raise ArgumentError("b", expected=f"a vector ({self.d},)", got=f"shape {tuple(b.shape)}")
+
+    @cached_property
+    def A(self) -> Tensor:
+        """The bilinear form of the scores, (d, d)."""
+        return self.left @ self.right
+
+    @cached_property
+    def A_norm(self) -> float:
+        """‖A‖₂, rounded up."""
+        rank = self.left.shape[1]
+        if rank < self.d:  # ‖L R‖ = ‖R_L Rᵀ_R‖ with the triangular factors of L and Rᵀ: small matrices
+            left = torch.linalg.qr(self.left, mode="r").R
+            right = torch.linalg.qr(self.right.mT, mode="r").R
+            return spectral_norm(left @ right.mT)
+        return spectral_norm(self.A)
+
+    @cached_property
+    def V_norm(self) -> float:
+        """‖V‖₂, rounded up."""
+        return spectral_norm(self.V)
+
+    @cached_property
+    def b_norm(self) -> float:
+        """|b|, rounded up."""
+        return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
+
+    def __repr__(self) -> str:
+        return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"
+
+
+def _matrix(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim != 2 or not value.is_floating_point():
+        got = (
+            f"{value.dtype} of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
+        raise ArgumentError(name, expected="a floating-point tensor (matrix)", got=got)
+    if not bool(torch.isfinite(value).all()):
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+    return value.detach().to(device="cpu", dtype=torch.float64)
+
+
+Masking = Literal["none", "causal", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The heads of an attention and how they are put together: f(X) = Σ_h W_h f_h(X).
+
+    Attributes
+    ----------
+    heads
+        With their values V_h as they enter the heads (key/value heads repeated for grouped queries).
+    outputs
+        W_h (d_out, value_dim) for each head: columns of the output projection; blocks of the identity
+        for concatenated heads.
+    masking
+        "none", "causal" (token i sees the tokens j <= i), or "other".
+    mask
+        Which keys (columns) each query (row) sees, for "other"; it fixes the length.
+
+    """
+
+    heads: tuple[Head, ...]
+    outputs: tuple[Tensor, ...]
+    masking: Masking
+    mask: Bool[Tensor, "n n"] | None
+
+    @property
+    def W(self) -> Tensor:
+        """The output projection [W_1 … W_H], (d_out, heads · value_dim)."""
+        return torch.cat(self.outputs, dim=1)
+
+    def one_head(self, needed_by: str) -> Head:
+        """Return the only head, with V its value and output maps together.
+
+        Raises
+        ------
+        ArgumentError
+            If there are several heads.
+
+        """
+        if len(self.heads) != 1:
+            raise ArgumentError(
+                "attention",
+                expected=f"one head: {needed_by} is a statement about single-head attention",
+                got=f"{len(self.heads)} heads",
+                remedy="Give attention.head(h), or combine heads with lemma_3_8, multi_head or best.",
+            )
+        return self.folded(0)
+
+    def folded(self, h: int) -> Head:
+        """Return head h with the value W_h V_h: the map W_h f_h."""
+        head = self.heads[h]
+        return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
+
+
+@runtime_checkable
+class SiteLike(Protocol):
+    """What is needed of a captured site (``howsmooth.Site``): its map, its tokens, the norm before it."""
+
+    @property
+    def map(self) -> object:
+        """The map."""
+
+    @property
+    def x(self) -> Tensor:
+        """Tokens (batch, n, d)."""
+
+    @property
+    def norm(self) -> object:
+        """The norm layer whose outputs the tokens are, or None."""
+
+
+Attention = Head | Parameters | SelfAttention | SiteLike
+"""What functions of this room take for an attention."""
+
+
+def parameters_of(attention: object) -> Parameters:
+    """Read the parameters of an attention in float64.
+
+    Parameters
+    ----------
+    attention
+        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.SelfAttention`, or a captured site whose
+        map is one.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none of these, or has rotary positions: scores are then no bilinear form of the tokens.
+
+    """
+    if isinstance(attention, Parameters):
+        return attention
+    if isinstance(attention, Head):
+        identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
+        return Parameters((attention,), (identity,), "none", None)
+    if not isinstance(attention, SelfAttention):
+        if isinstance(attention, SiteLike):
+            return _of_site(attention)
+        raise ArgumentError(
+            "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
+        )
+    if attention.rotary is not None:
+        raise ArgumentError(
+            "attention",
+            expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
+            got="rotary positions, with which A depends on the distance of the tokens",
+            remedy="The certificates at given tokens (certificate_n and the others) take rotary positions.",
+        )
+    f = attention.to(dtype=torch.float64, device="cpu")
+    group = f.heads // f.kv_heads
+    heads = []
+    for h in range(f.heads):
+        key = f.key[h // group]
+        bias = None if f.query_bias is None else f.scale * (key.mT @ f.query_bias[h])
+        heads.append(Head((key.mT, f.scale * f.query[h]), f.value[h // group], bias))
+    width = f.heads * f.value_dim
+    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+    masking: Masking = "causal" if f.causal and f.mask is None else "none" if f.mask is None else "other"
+    mask = None
+    if f.mask is not None:
+        mask = f.visible_keys(f.mask.shape[0])
+    return Parameters(tuple(heads), output.split(f.value_dim, dim=1), masking, mask)
+
+
+def _of_site(site: SiteLike) -> Parameters:
+    if isinstance(site.map, SelfAttention):
+        return parameters_of(site.map)
+    raise ArgumentError(
+        "attention",
+        expected="a site whose map is attention alone",
+        got=f"scope {getattr(site, 'scope', '?')!r}",
+        remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_composition.",
+    )
+
+
+def log_p_bar(n: float, a: float) -> float:
+    """Return log P̄(n, a) = −log(1 + (n − 1) e^{−2a}), the largest that one of n attention weights can be."""
+    if n <= 1:
+        return 0.0
+    exponent = math.log(n - 1) - 2 * a
+    # log(1 + e^t), without overflow for large t
+    return -(max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent))))
