@@ -1,4 +1,4 @@
-"""Figures in the paper's arrangement, drawn from the store alone.
+"""Figures of measurements in the paper's arrangement, drawn from the store alone.
 
 The constant against the length, coloured by the radius, with the fitted exponent and the slopes 1/4
 and 1/2 for comparison; and the constant against the radius, coloured by the length. Log axes, and
@@ -18,41 +18,29 @@ import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.figures.style import (
+    COLOURS,
+    FIT_COLOUR,
+    GREY,
+    STYLE,
+    add_colourbar,
+    draw_guides,
+    guide_handles,
+    literal,
+    new_figure,
+    save,
+    set_axis,
+    set_bar_ticks,
+)
 from howsmooth.study.names import decimal, file_stem, readable
-from howsmooth.study.ticks import linear_ticks, log_ticks, number
 
 __all__ = ["Picture", "draw_all"]
 
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.labelsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "figure.titlesize": 11,
-    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
-    "savefig.dpi": 150,
-}
-_COLOURS = "viridis"
-_FIT_COLOUR = "#c1121f"
-_GREY = "0.35"
-_REFERENCE_SLOPES = ((0.25, "1/4", (0, (5, 2))), (0.5, "1/2", (0, (1.2, 1.6))))
 _MOST_COLUMNS = 16
-_FEW_LENGTHS = 6
 _WIDE = 20.0
 _NEARLY_CONSTANT = 1.02
 
@@ -116,7 +104,7 @@ def draw_all(
     families = list(measurements.groupby(["model", "text", "scope"], sort=True))
     sizes = [family.groupby(["layer", "head"], dropna=False).ngroups for _, family in families]
     total = sum(size + (size > 1) for size in sizes)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         for (model, text, scope), family in families:
             parts = _parts(family)
             if len(parts) > 1:
@@ -133,33 +121,33 @@ def draw_all(
 
 def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Picture:
     group, fit = part.rows, part.fit
-    figure = _figure(9.6, 4.1)
+    figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
     lengths = _length_norm(group["n"])
     radii = _radius_norm(group["radius_mean"])
     _scatter(left, group, "n", "radius_mean", radii)
-    _guides(left, group, fit)
+    draw_guides(left, fit)
     _scatter(right, group, "radius_mean", "n", lengths)
-    _axis(left, "x", group["n"], whole=True)
-    _axis(right, "x", group["radius_mean"])
-    _axis(left, "y", pd.concat([group["lower"], group["upper"]]))
+    set_axis(left, "x", group["n"], whole=True)
+    set_axis(right, "x", group["radius_mean"])
+    set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
     left.set_xlabel("sequence length n (tokens)")
     left.set_ylabel("local Lipschitz constant")
     right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
-    _colourbar(figure, left, radii, "radius R")
-    _colourbar(figure, right, lengths, "length n", whole=True)
+    add_colourbar(figure, left, radii, "radius R")
+    add_colourbar(figure, right, lengths, "length n", whole=True)
     if fit.note:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
         interval = f"[{decimal(fit.low, 3)}, {decimal(fit.high, 3)}]"
         label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {interval}"
-        figure.legend(handles=_guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
+        figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
     place = part.name
     title = f"{readable(model)}, {place}, scope {scope}, text {readable(text)}"
-    figure.suptitle(_literal(title) + _unconverged_words(group, fit))
+    figure.suptitle(literal(title) + _unconverged_words(group, fit))
     stem = [f"layer-{part.layer:02d}", *([] if part.head is None else [f"head-{part.head:02d}"])]
     alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
-    png, pdf = _save(figure, folder, file_stem(model, text, scope, *stem), title)
+    png, pdf = save(figure, folder, file_stem(model, text, scope, *stem), title)
     return Picture(
         png,
         pdf,
@@ -183,7 +171,7 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), 4)
     rows = math.ceil(len(parts) / columns)
-    figure = _figure(1.6 + (2.3 if columns <= 4 else 1.7) * columns, 1.3 + 2.0 * rows)
+    figure = new_figure(1.6 + (2.3 if columns <= 4 else 1.7) * columns, 1.3 + 2.0 * rows)
     axes = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).ravel()
     norm = _radius_norm(family["radius_mean"])
     for place, axis in enumerate(axes):
@@ -192,9 +180,9 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
             continue
         group, fit = parts[place].rows, parts[place].fit
         _scatter(axis, group, "n", "radius_mean", norm, size=7.0)
-        _guides(axis, group, fit)
-        _axis(axis, "x", family["n"], whole=True)
-        _axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
+        draw_guides(axis, fit)
+        set_axis(axis, "x", family["n"], whole=True)
+        set_axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
         axis.set_title(parts[place].name, pad=4)
         words = (
             "no exponent"
@@ -208,7 +196,7 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
             transform=axis.transAxes,
             va="top",
             fontsize=8.5 if columns <= 8 else 7.5,
-            color=_GREY if fit.note else _FIT_COLOUR,
+            color=GREY if fit.note else FIT_COLOUR,
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         )
         # The lowest panel of a column carries the length's axis even where the last row is not full.
@@ -216,14 +204,14 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
             axis.tick_params(labelbottom=True)
             axis.set_xlabel("length n (tokens)")
     figure.supylabel("local Lipschitz constant", fontsize=10)
-    bar = figure.colorbar(ScalarMappable(norm, _COLOURS), ax=list(axes), aspect=max(12, 10 * rows), pad=0.015)
-    _ticks_of_bar(bar, norm)
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=list(axes), aspect=max(12, 10 * rows), pad=0.015)
+    set_bar_ticks(bar, norm)
     bar.set_label("radius R")
     title = f"{readable(model)}, scope {scope}, text {readable(text)}: every layer" + (
         " and head" if heads > 1 else ""
     )
-    figure.suptitle(_literal(title))
-    figure.legend(handles=_guide_handles(), loc="outside lower center", ncols=3)
+    figure.suptitle(literal(title))
+    figure.legend(handles=guide_handles(), loc="outside lower center", ncols=3)
     found = [part.fit.slope for part in parts if not part.fit.note]
     alt = (
         f"Small scatter plots of the constant against the length on log axes, one a layer, for {title}. "
@@ -233,7 +221,7 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
             else "No exponent could be fitted."
         )
     )
-    png, pdf = _save(figure, folder, file_stem(model, text, scope, "overview"), title)
+    png, pdf = save(figure, folder, file_stem(model, text, scope, "overview"), title)
     return Picture(
         png, pdf, title, alt, model, text, scope, None, None, overview=True, inches=figure.get_figwidth()
     )
@@ -267,13 +255,6 @@ def _parts(family: pd.DataFrame) -> list[_Part]:
     return parts
 
 
-def _figure(width: float, height: float) -> Figure:
-    # Not pyplot: its figures would live on in a global list, and it may open a window.
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _fit(group: pd.DataFrame) -> Exponent:
     return fit_exponent(group["n"].to_numpy(), group["lipschitz"].to_numpy(), group["converged"].to_numpy())
 
@@ -288,7 +269,7 @@ def _scatter(
         good[across],
         good["lipschitz"],
         c=good[colour],
-        cmap=_COLOURS,
+        cmap=COLOURS,
         norm=norm,
         s=size,
         alpha=0.85,
@@ -296,7 +277,7 @@ def _scatter(
         zorder=2,
     )
     if len(rest):
-        colours: Any = ScalarMappable(norm, _COLOURS).to_rgba(rest[colour].to_numpy())
+        colours: Any = ScalarMappable(norm, COLOURS).to_rgba(rest[colour].to_numpy())
         floor = rest["lipschitz"].min() * 1e-3
         axis.vlines(
             rest[across],
@@ -315,35 +296,6 @@ def _scatter(
             linewidths=0.9,
             zorder=3,
         )
-
-
-def _guides(axis: Axes, group: pd.DataFrame, fit: Exponent) -> None:
-    """Draw the fitted line, and lines of the reference slopes through its middle."""
-    if fit.note:
-        return
-    ends = np.array([fit.n_min, fit.n_max], dtype=float)
-    middle = math.sqrt(fit.n_min * fit.n_max)
-    for slope, _, dashes in _REFERENCE_SLOPES:
-        axis.plot(
-            ends,
-            fit.at(middle) * (ends / middle) ** slope,
-            color=_GREY,
-            linestyle=dashes,
-            linewidth=1.1,
-            zorder=1,
-        )
-    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
-    fitted = [fit.at(end) for end in ends]
-    axis.plot(ends, fitted, color=_FIT_COLOUR, linewidth=1.7, zorder=4, path_effects=halo)
-
-
-def _guide_handles(label: str = "least-squares fit, exponent [95 % interval]") -> list[Line2D]:
-    handles = [Line2D([], [], color=_FIT_COLOUR, linewidth=1.6, label=label)]
-    handles += [
-        Line2D([], [], color=_GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
-        for _, words, dashes in _REFERENCE_SLOPES
-    ]
-    return handles
 
 
 def _unconverged_words(group: pd.DataFrame, fit: Exponent) -> str:
@@ -390,62 +342,3 @@ def _constancy(radii: pd.Series) -> str:
         return ""
     percent = 100 * (high / low - 1)
     return "\nthe same for every sequence" + (f" within {percent:.2g} %" if percent > 0.001 else "")
-
-
-def _axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
-    """Set log limits, and ticks that are round numbers written out."""
-    positive = values[values > 0]
-    if positive.empty:
-        return
-    low, high = float(positive.min()), float(positive.max())
-    if high < 1.05 * low:
-        low, high = low / 1.03, high * 1.03
-    margin = (high / low) ** 0.06
-    low, high = low / margin, high * margin
-    ticks = log_ticks(low, high, whole=whole)
-    if whole and positive.nunique() <= _FEW_LENGTHS:
-        ticks = sorted(float(value) for value in positive.unique())
-    if which == "x":
-        axis.set(xscale="log", xlim=(low, high))
-    else:
-        axis.set(yscale="log", ylim=(low, high))
-    target = axis.xaxis if which == "x" else axis.yaxis
-    target.set_major_locator(FixedLocator(ticks))
-    target.set_minor_locator(NullLocator())
-    target.set_major_formatter(FuncFormatter(number))
-    axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
-
-
-def _colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
-    bar = figure.colorbar(ScalarMappable(norm, _COLOURS), ax=axis, pad=0.015, aspect=28)
-    _ticks_of_bar(bar, norm, whole=whole)
-    bar.set_label(label)
-
-
-def _ticks_of_bar(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
-    low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
-    if isinstance(norm, LogNorm):
-        ticks = log_ticks(low, high, whole=whole)
-    else:
-        ticks = linear_ticks(low, high, whole=whole)
-    bar.set_ticks(ticks, labels=[number(tick) for tick in ticks])
-    bar.ax.minorticks_off()
-    bar.outline.set_visible(False)
-
-
-def _literal(words: str) -> str:
-    """Keep matplotlib from reading dollar signs as mathematics."""
-    return words.replace("\\", "\\\\").replace("$", r"\$")
-
-
-def _save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
-    png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
-    figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
-    figure.set_layout_engine("none")  # the layout is settled, and finding it again takes as long as drawing
-    # No date, so that the same store gives the same file.
-    figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
-    return png, pdf
-
-
-def _latin(words: str) -> str:
-    return words.encode("latin-1", "replace").decode("latin-1")

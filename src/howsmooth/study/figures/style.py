@@ -1,0 +1,150 @@
+"""What all figures share: type, colours, axes, guides, and how they are written to files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from howsmooth.study.exponents import Exponent
+from howsmooth.study.ticks import linear_ticks, log_ticks, number
+
+__all__ = [
+    "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Slopes", "add_colourbar", "draw_guides",
+    "guide_handles", "literal", "new_figure", "save", "set_axis", "set_bar_ticks",
+]  # fmt: skip
+
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "figure.titlesize": 11,
+    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
+    "savefig.dpi": 150,
+}
+COLOURS = "viridis"
+FIT_COLOUR = "#c1121f"
+GREY = "0.35"
+Slopes = tuple[tuple[float, str, tuple[float, tuple[float, ...]]], ...]
+REFERENCE_SLOPES: Slopes = ((0.25, "1/4", (0, (5, 2))), (0.5, "1/2", (0, (1.2, 1.6))))
+_FEW_LENGTHS = 6
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure of a size in inches."""
+    # Not pyplot: its figures would live on in a global list, and it may open a window.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
+    """Draw the fitted line, and lines of the reference slopes through its middle."""
+    if fit.note:
+        return
+    ends = np.array([fit.n_min, fit.n_max], dtype=float)
+    middle = math.sqrt(fit.n_min * fit.n_max)
+    for slope, _, dashes in slopes:
+        axis.plot(
+            ends,
+            fit.at(middle) * (ends / middle) ** slope,
+            color=GREY,
+            linestyle=dashes,
+            linewidth=1.1,
+            zorder=1,
+        )
+    halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
+    fitted = [fit.at(end) for end in ends]
+    axis.plot(ends, fitted, color=FIT_COLOUR, linewidth=1.7, zorder=4, path_effects=halo)
+
+
+def guide_handles(
+    label: str = "least-squares fit, exponent [95 % interval]", slopes: Slopes = REFERENCE_SLOPES
+) -> list[Line2D]:
+    """Make the legend's entries for what :func:`draw_guides` draws."""
+    handles = [Line2D([], [], color=FIT_COLOUR, linewidth=1.6, label=label)]
+    handles += [
+        Line2D([], [], color=GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
+        for _, words, dashes in slopes
+    ]
+    return handles
+
+
+def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
+    """Set log limits, and ticks that are round numbers written out."""
+    positive = values[values > 0]
+    if positive.empty:
+        return
+    low, high = float(positive.min()), float(positive.max())
+    if high < 1.05 * low:
+        low, high = low / 1.03, high * 1.03
+    margin = (high / low) ** 0.06
+    low, high = low / margin, high * margin
+    ticks = log_ticks(low, high, whole=whole)
+    if whole and positive.nunique() <= _FEW_LENGTHS:
+        ticks = sorted(float(value) for value in positive.unique())
+    if which == "x":
+        axis.set(xscale="log", xlim=(low, high))
+    else:
+        axis.set(yscale="log", ylim=(low, high))
+    target = axis.xaxis if which == "x" else axis.yaxis
+    target.set_major_locator(FixedLocator(ticks))
+    target.set_minor_locator(NullLocator())
+    target.set_major_formatter(FuncFormatter(number))
+    axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
+
+
+def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
+    """Put the scale of colours beside an axis."""
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axis, pad=0.015, aspect=28)
+    set_bar_ticks(bar, norm, whole=whole)
+    bar.set_label(label)
+
+
+def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
+    """Give a scale of colours ticks that are round numbers."""
+    low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
+    if isinstance(norm, LogNorm):
+        ticks = log_ticks(low, high, whole=whole)
+    else:
+        ticks = linear_ticks(low, high, whole=whole)
+    bar.set_ticks(ticks, labels=[number(tick) for tick in ticks])
+    bar.ax.minorticks_off()
+    bar.outline.set_visible(False)
+
+
+def literal(words: str) -> str:
+    """Keep matplotlib from reading dollar signs as mathematics."""
+    return words.replace("\\", "\\\\").replace("$", r"\$")
+
+
+def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
+    """Write a figure as PNG and PDF; the same numbers give the same files."""
+    png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
+    figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
+    figure.set_layout_engine("none")  # the layout is settled, and finding it again takes as long as drawing
+    # No date, so that the same store gives the same file.
+    figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
+    return png, pdf
+
+
+def _latin(words: str) -> str:
+    return words.encode("latin-1", "replace").decode("latin-1")
