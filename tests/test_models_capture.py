@@ -12,6 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Site, capture
+from howsmooth.models.capture import _gives
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
 
 WIDE = ("heads", "attention", "residual", "block")
@@ -270,3 +271,33 @@ def test_batch_members_do_not_depend_on_each_other() -> None:
     (alone,) = capture(model, ids[2:], layers=[1], scope="block")
     torch.testing.assert_close(together.x[2:], alone.x)
     torch.testing.assert_close(together.map(together.x)[2:], alone.map(alone.x))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_site_knows_the_norm_that_gives_its_tokens(name: str) -> None:
+    model, ids = tiny(name), token_ids(2, 7)
+    given: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            module.register_forward_hook(lambda m, args, out: given.append((args[0].clone(), out.clone())))
+    with torch.no_grad():
+        model(ids)
+    for scope in ("head", "attention", "residual"):
+        for site in capture(model, ids, scope=scope):
+            hidden = next(h for h, x in given if x.shape == site.x.shape and torch.allclose(x, site.x))
+            assert site.norm is not None
+            torch.testing.assert_close(site.norm(hidden), site.x, rtol=1e-4, atol=1e-5)
+
+
+def test_the_input_of_a_pre_norm_block_is_no_norms_output() -> None:
+    assert capture(tiny("gpt2"), token_ids(1, 5), layers=[1], scope="block")[0].norm is None
+    assert capture(tiny("bert"), token_ids(1, 5), layers=[1], scope="block")[0].norm is not None
+
+
+def test_a_norm_that_cannot_give_the_tokens_is_not_claimed() -> None:
+    norm = capture(tiny("bert"), token_ids(1, 5), layers=[0])[0].norm
+    assert norm is not None
+    x = norm(torch.randn(3, 4, norm.d))
+    assert _gives(norm, x)
+    assert not _gives(norm, 1.2 * x)
+    assert not _gives(None, x)

@@ -11,7 +11,7 @@ from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAtten
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm
 from howsmooth.models.tolerance import one_operation, precision, relative_error, tolerance
 
-__all__ = ["Block", "read_block"]
+__all__ = ["Block", "read_block", "token_norm"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,13 @@ def _no_norm(call: ModuleCall) -> str:
     return f"{call.name} ({type(call.module).__name__}) computes neither LayerNorm nor RMSNorm"
 
 
-def _norm_map(call: ModuleCall) -> TokenMap | None:
+def token_norm(record: LayerRecord) -> LayerNorm | RMSNorm | None:
+    """Return the norm whose outputs the attention's tokens are, or None if no norm gave them."""
+    call = record.last_norm
+    return _norm_map(call) if call is not None and _equal(call.output, record.x) else None
+
+
+def _norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
     """Return the norm as a map, with the gain that it really applies; None if it is none that is known."""
     module, x, y = call.module, call.inputs, call.output
     stored, shift = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -126,7 +132,7 @@ def _norm_map(call: ModuleCall) -> TokenMap | None:
     names = ("eps", "variance_epsilon", "epsilon")
     eps = next((value for name in names if (value := getattr(module, name, None)) is not None), None)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)  # as torch.nn.RMSNorm without eps
-    hypotheses: list[TokenMap] = [LayerNorm(gain, bias, eps)]
+    hypotheses: list[LayerNorm | RMSNorm] = [LayerNorm(gain, bias, eps)]
     if bias is None:
         hypotheses += [RMSNorm(gain, eps), RMSNorm(1 + gain, eps)]  # Gemma stores the gain minus one
     errors = [relative_error(norm(x), y) for norm in hypotheses]

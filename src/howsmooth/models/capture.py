@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from howsmooth.attention import Residual, TokenMap
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.borrow import borrowed
 from howsmooth.models.identify import Structure, identify
@@ -16,6 +18,7 @@ from howsmooth.models.load import LoadedModel
 from howsmooth.models.recording import attention_layers, record_layers
 from howsmooth.models.replay import LayerRun, run_layers, verify
 from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.tolerance import precision
 
 __all__ = ["capture"]
 
@@ -107,7 +110,7 @@ def _refuse_without_block(structures: dict[int, Structure]) -> None:
 
 def _sites(structure: Structure, own: LayerRun, scope: str, heads: Sequence[int] | None) -> list[Site]:
     attention, layer = structure.attention, structure.layer
-    x = own.x
+    x, norm = own.x, structure.norm if _gives(structure.norm, own.x) else None
     maps: list[tuple[int | None, TokenMap]]
     if scope == "head":
         maps = [(h, attention.head(h)) for h in _indices("heads", heads, attention.heads, "head")]
@@ -119,7 +122,7 @@ def _sites(structure: Structure, own: LayerRun, scope: str, heads: Sequence[int]
         maps = [(None, Residual(attention))]
     elif scope == "block" and structure.block.map is not None:
         if own.hidden is not None:
-            x = own.hidden
+            x, norm = own.hidden, None
         maps = [(None, structure.block.map)]
     else:
         maps = [(None, attention)]
@@ -134,9 +137,23 @@ def _sites(structure: Structure, own: LayerRun, scope: str, heads: Sequence[int]
             layout=structure.block.layout,
             x=x,
             map=f,
+            norm=norm,
         )
         for h, f in maps
     ]
+
+
+def _gives(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
+    """Whether all tokens can be outputs of the norm: it was identified on one of the sequences only."""
+    if norm is None:
+        return False
+    # transformers' norms compute in float32 whatever the dtype of the model; every entry may be off by that.
+    slack = 64.0 * precision(torch.float32)
+    shift = (x if norm.bias is None else x - norm.bias).double()
+    gain = math.sqrt(norm.d) * norm.weight.double().abs()
+    outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
+    u = outside / gain  # 0/0 where both are zero, infinite where a zero gain gives no zero
+    return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
 
 
 def _indices(argument: str, given: Sequence[int] | None, count: int, what: str) -> list[int]:

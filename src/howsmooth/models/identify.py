@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.errors import CaptureError, NonFiniteError
-from howsmooth.models.blocks import Block, read_block
+from howsmooth.models.blocks import Block, read_block, token_norm
 from howsmooth.models.masking import describe_mask, visible_keys
 from howsmooth.models.projections import read_projections, rows, weight_and_bias
 from howsmooth.models.recording import AttentionCall, AttentionLayer, LayerRecord, ModuleCall, is_linear
@@ -48,6 +48,7 @@ class Structure:
     condition: float  # bound on the absolute scores, for tolerances
     output: nn.Module  # the output projection
     block: Block
+    norm: LayerNorm | RMSNorm | None  # whose outputs the tokens are
 
 
 def identify(record: LayerRecord) -> Structure:
@@ -105,6 +106,7 @@ def identify(record: LayerRecord) -> Structure:
         condition=abs(call.scaling) * longest[0] * longest[1],
         output=output.module,
         block=read_block(record, attention, output),
+        norm=token_norm(record),
     )
 
 

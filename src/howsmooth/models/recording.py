@@ -88,6 +88,7 @@ class LayerRecord:
     before: list[ModuleCall] = field(default_factory=list)  # from the layer's start to the owner's
     inside: list[ModuleCall] = field(default_factory=list)  # from the owner's start to the attention call
     after: list[ModuleCall] = field(default_factory=list)  # from the attention call to the layer's end
+    last_norm: ModuleCall | None = None  # the norm that ran last before the owner, anywhere in the model
     output: Tensor | None = None  # of the layer
 
 
@@ -268,7 +269,8 @@ def record_layers(
         What to make of a record. Only its result is kept, so that one layer's activations are held at a time.
 
     """
-    recorder = _Recorder(layers, wanted, read)
+    norms = [(name, module) for name, module in model.named_modules() if is_norm(module)]
+    recorder = _Recorder(layers, wanted, read, norms)
     with own_attention(model, recorder.attend), recorder.hooked():
         run(model, inputs)
     missing = wanted - recorder.done.keys()
@@ -284,15 +286,21 @@ class _Recorder(Generic[T]):
     """The hooks of :func:`record_layers` and what they have seen so far."""
 
     def __init__(
-        self, layers: list[AttentionLayer], wanted: set[int], read: Callable[[LayerRecord], T]
+        self,
+        layers: list[AttentionLayer],
+        wanted: set[int],
+        read: Callable[[LayerRecord], T],
+        norms: list[tuple[str, nn.Module]],
     ) -> None:
         self.layers = layers
         self.wanted = wanted
         self.read = read
+        self.norms = norms
         self.calls = 0  # attention calls so far
         self.open: list[list[ModuleCall]] = []  # for each layer being run, the module calls so far
         self.records: list[list[LayerRecord]] = []  # for each layer being run, its wanted attention calls
         self.running: LayerRecord | None = None  # of the owner being run
+        self.last_norm: ModuleCall | None = None
         self.done: dict[int, T] = {}
 
     @contextmanager
@@ -310,6 +318,9 @@ class _Recorder(Generic[T]):
             def place(handle: Any) -> None:
                 stack.callback(handle.remove)
 
+            # In a post-norm model the tokens come from a norm of the layer before.
+            for name, module in self.norms:
+                place(module.register_forward_hook(self._norm_hook(name), with_kwargs=True))
             for name, module in inner.values():
                 place(module.register_forward_hook(self._module_hook(name), with_kwargs=True))
             for layer in roots.values():
@@ -346,7 +357,9 @@ class _Recorder(Generic[T]):
         if x is None or x.ndim != 3:
             got = "no tensor" if x is None else f"a tensor of shape {tuple(x.shape)}"
             raise CaptureError(f"{layer} takes {got} where tokens of shape (batch, n, d) are expected.")
-        self.running = LayerRecord(layer, x.clone(), arguments, before=list(self.open[-1]))
+        self.running = LayerRecord(
+            layer, x.clone(), arguments, before=list(self.open[-1]), last_norm=self.last_norm
+        )
         self.records[-1].append(self.running)
 
     def _owner_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -377,6 +390,14 @@ class _Recorder(Generic[T]):
             how = "more than once in one pass" if twice else "outside of its own forward pass"
             raise CaptureError(f"{self.layers[index]} calls attention {how}, which is not captured.")
         return output, None
+
+    def _norm_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            tokens = first_tokens(bound_arguments(module, args, kwargs))
+            if tokens is not None and isinstance(output, Tensor) and self.running is None:
+                self.last_norm = ModuleCall(name, module, tokens.clone(), output.clone())
+
+        return hook
 
     def _module_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

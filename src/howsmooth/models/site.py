@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from howsmooth.attention import TokenMap
+from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
 
 __all__ = ["SCOPES", "Site"]
 
@@ -46,6 +46,9 @@ class Site:
     x: Float[Tensor, "batch n d"]
     #: The map, X (..., n, d) -> (..., n, d_out).
     map: TokenMap
+    #: The norm layer whose outputs the tokens are (the model's norm before this attention), or None: whatever
+    #: the model is given, the tokens lie in its ellipsoid. None for scope ``block`` of a pre-norm model.
+    norm: LayerNorm | RMSNorm | None
     #: Root mean square of the token norms |x_i|, for each batch member.
     radius_mean: Float64[Tensor, " batch"] = field(init=False)
     #: Largest token norm, for each batch member.
