@@ -1,0 +1,106 @@
+"""The ellipsoid and radius of a norm layer, and the absorption of its gain and shift."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.bounds.norms import absorb_norm, ellipsoid, norm_radius
+from howsmooth.errors import ArgumentError
+from tests._cases import D, random_attention, rotary, tokens
+
+
+def _norm(kind: str, seed: int, d: int = D, eps: float = 1e-5) -> hs.LayerNorm | hs.RMSNorm:
+    generator = torch.Generator().manual_seed(seed)
+    gain = torch.randn(d, generator=generator, dtype=torch.float64)
+    shift = torch.randn(d, generator=generator, dtype=torch.float64)
+    return hs.LayerNorm(gain, shift, eps) if kind == "LayerNorm" else hs.RMSNorm(gain, eps)
+
+
+def _farthest(norm: hs.LayerNorm | hs.RMSNorm, seed: int) -> float:
+    """Largest norm of an output found by gradient ascent on the input's direction: a lower limit of R."""
+    h = torch.randn(64, norm.d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    h.requires_grad_()
+    exact = (
+        type(norm)(norm.weight, norm.bias, 0.0)
+        if isinstance(norm, hs.LayerNorm)
+        else hs.RMSNorm(norm.weight, 0.0)
+    )
+    optimiser = torch.optim.Adam([h], lr=0.05, maximize=True)
+    for _ in range(800):
+        optimiser.zero_grad()
+        lengths = exact(h).norm(dim=-1)
+        lengths.sum().backward()
+        optimiser.step()
+    return float(exact(h).norm(dim=-1).max())
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("seed", range(3))
+def test_radius_is_reached_and_never_passed(kind: str, seed: int) -> None:
+    norm = _norm(kind, seed)
+    reached = _farthest(norm, seed)
+    assert reached <= norm_radius(norm) <= reached * (1 + 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from(["LayerNorm", "RMSNorm"]),
+    d=st.integers(2, 12),
+    size=st.floats(1e-3, 1e3),
+)
+def test_every_output_lies_in_the_ball_and_in_the_ellipsoid(
+    seed: int, kind: str, d: int, size: float
+) -> None:
+    norm = _norm(kind, seed, d)
+    x = norm(size * tokens(seed, 20, d))
+    assert float(x.norm(dim=-1).max()) <= norm_radius(norm)
+    centre, axes = ellipsoid(norm)
+    u = torch.linalg.lstsq(axes, (x - centre).mT, driver="gelsd").solution
+    torch.testing.assert_close(axes @ u, (x - centre).mT, rtol=0, atol=1e-9 * float(axes.abs().max()))
+    assert float(u.norm(dim=0).max()) <= 1 + 1e-9
+
+
+def test_radius_in_closed_form() -> None:
+    # gain 1, no shift: √d, a mean-zero direction being there; one large gain: √d · γ for RMSNorm
+    assert norm_radius(hs.RMSNorm(torch.ones(9), 1e-6)) == pytest.approx(3.0, rel=1e-9)
+    assert norm_radius(hs.LayerNorm(torch.ones(9), None, 1e-5)) == pytest.approx(3.0, rel=1e-9)
+    gain = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    assert norm_radius(hs.RMSNorm(gain)) == pytest.approx(4.0, rel=1e-9)
+    # a shift along the longest axis adds up
+    assert norm_radius(hs.LayerNorm(torch.tensor([1.0, 1.0]), torch.tensor([3.0, -3.0]))) == pytest.approx(
+        math.sqrt(2) + 3 * math.sqrt(2), rel=1e-9
+    )
+    # and at right angles to every axis that is left: the hard case of the trust region
+    assert norm_radius(hs.LayerNorm(torch.tensor([1.0, 1.0]), torch.tensor([3.0, 3.0]))) == pytest.approx(
+        math.sqrt(2 + 18), rel=1e-9
+    )
+    assert norm_radius(hs.RMSNorm(torch.zeros(3))) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("positions", [False, True])
+def test_absorbed_attention_is_attention_after_the_norm(kind: str, positions: bool) -> None:
+    norm = _norm(kind, 4, eps=0.3)
+    attention = random_attention(5, causal=True, rotary=rotary(7, 4) if positions else None)
+    h, s = norm.direction_and_length(tokens(1, 2, 7, D))
+    u: Tensor = h / s
+    absorbed = absorb_norm(attention, norm)
+    torch.testing.assert_close(absorbed(u), attention(norm(tokens(1, 2, 7, D))), rtol=1e-11, atol=1e-11)
+    assert float(u.norm(dim=-1).max()) < 1
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ArgumentError, match="norm: expected a howsmooth LayerNorm or RMSNorm, got Linear"):
+        norm_radius(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="dimension 6"):
+        absorb_norm(random_attention(0), _norm("RMSNorm", 0, d=5))
+    with pytest.raises(ArgumentError, match="attention: expected a SelfAttention"):
+        absorb_norm(torch.nn.Linear(2, 2), _norm("RMSNorm", 0))
