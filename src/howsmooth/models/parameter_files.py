@@ -1,0 +1,326 @@
+"""Attention parameters in files of one's own: ``.safetensors`` and ``.npz``, never a pickle.
+
+A file holds either the names of :class:`~howsmooth.SelfAttention`'s arguments or the paper's matrices:
+
+========================================  ======================================================
+``query``, ``key``, ``value``             (heads, key_dim, d) and so on, or matrices for one head
+``output``, ``query_bias``, ``key_bias``,  optional, with the shapes that SelfAttention takes
+``value_bias``, ``output_bias``, ``mask``
+``rotary_cos``, ``rotary_sin``            optional, (n_max, rot_dim)
+``scale``, ``causal``                     optional, a number and a truth value
+========================================  ======================================================
+
+or ``A`` (d, d), ``V`` (d_v, d) and optionally ``b`` (d,) and ``W`` (d_out, d_v), with a leading axis for
+several heads: scores are ⟨A x_i + b, x_j⟩ and values V x_j, put together as Σ_h W_h V_h x_j. Either may
+hold tokens ``X`` (n, d).
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention.map import as_parameter
+from howsmooth.errors import ArgumentError, ModelError
+
+__all__ = ["ParameterFile", "is_parameter_file", "load_parameters", "read_parameter_file", "save_parameters"]
+
+SUFFIXES = (".safetensors", ".npz")
+_MATRICES = ("query", "key", "value")
+_BIASES = ("query_bias", "key_bias", "value_bias", "output_bias")
+_OWN = (*_MATRICES, "output", *_BIASES, "mask", "rotary_cos", "rotary_sin", "scale", "causal", "X")
+_SETTINGS = ("scale", "causal", "mask")
+_PAPER = ("A", "V", "b", "W", "causal", "X")
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterFile:
+    """What a parameter file holds."""
+
+    #: Where it is.
+    path: Path
+    #: The attention, in float64 if anything in the file is, in float32 otherwise.
+    attention: SelfAttention
+    #: Tokens (n, d) in the same precision, if the file has some.
+    x: Float[Tensor, "n d"] | None
+
+
+def is_parameter_file(name: object) -> bool:
+    """Whether a name is that of a parameter file rather than of a model: by its ending."""
+    path = Path(str(name))
+    return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def load_parameters(path: str | Path) -> SelfAttention:
+    """Read the attention that a ``.safetensors`` or ``.npz`` file describes.
+
+    Parameters
+    ----------
+    path
+        Of a file as described at the top of :mod:`howsmooth.models.parameter_files`.
+
+    Raises
+    ------
+    ModelError
+        If the file cannot be read, lacks a name, has one that is not known, or holds what is no
+        attention; one sentence says which.
+
+    """
+    return read_parameter_file(path).attention
+
+
+def read_parameter_file(path: str | Path) -> ParameterFile:
+    """Read a parameter file with the tokens it may hold; see :func:`load_parameters`."""
+    path = Path(path)
+    tensors = _tensors(path)
+    try:
+        numbers = {name: _as_floats(name, t) for name, t in tensors.items() if name not in _SETTINGS}
+        widest = any(t.dtype == torch.float64 for t in numbers.values())
+        numbers = {name: t.to(torch.float64 if widest else torch.float32) for name, t in numbers.items()}
+        attention = _attention(numbers, tensors)
+        return ParameterFile(path, attention, _tokens(numbers.get("X"), attention))
+    except ArgumentError as error:
+        raise ModelError(f"The parameter file {path}: {error}") from error
+
+
+def save_parameters(
+    path: str | Path,
+    attention: SelfAttention,
+    X: Float[Tensor, "n d"] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Path:
+    """Write an attention, and tokens if there are any, so that :func:`load_parameters` reads them.
+
+    Parameters
+    ----------
+    path
+        With the ending ``.safetensors`` or ``.npz``. A reader sees the old file or the new one, never a part.
+    attention
+        What to write.
+    X
+        Tokens (n, d). They may be more precise than the parameters; reading takes all to their precision.
+    notes
+        Words to keep in a ``.safetensors`` file (its metadata).
+
+    Returns
+    -------
+    pathlib.Path
+        Of the file.
+
+    Raises
+    ------
+    ArgumentError
+        If the ending is another one, or X does not fit.
+    ModelError
+        If the file cannot be written.
+
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ArgumentError(
+            "path", expected=f"a name that ends in {' or '.join(SUFFIXES)}", got=repr(str(path))
+        )
+    named: dict[str, Tensor | None] = {
+        name: getattr(attention, name) for name in (*_MATRICES, "output", *_BIASES, "mask")
+    }
+    if attention.rotary is not None:
+        named |= {"rotary_cos": attention.rotary.cos, "rotary_sin": attention.rotary.sin}
+    named |= {
+        "scale": torch.tensor(attention.scale, dtype=torch.float64),
+        "causal": torch.tensor(attention.causal),
+        "X": _tokens(X, attention),
+    }
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items() if t is not None}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".npz":
+            with partial.open("wb") as file:
+                np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in tensors.items()})
+        else:
+            save_file(tensors, partial, metadata=dict(notes or {}))
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"The parameter file {path} cannot be written: {_reason(error)}.") from error
+    return path
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read whatever tensors are in the file."""
+    if path.suffix not in SUFFIXES:
+        raise ModelError(
+            f"The parameter file {path} is neither {' nor '.join(SUFFIXES)}. Pickled formats are never read."
+        )
+    if not path.is_file():
+        raise ModelError(f"There is no parameter file {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        return _npz(path)
+    except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise ModelError(f"The parameter file {path} cannot be read: {_reason(error)}.") from error
+
+
+def _npz(path: Path) -> dict[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no archive as numpy.savez writes it")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays: dict[str, np.ndarray] = {}
+        for name in archive.files:
+            try:
+                arrays[name] = archive[name]
+            except ValueError as error:
+                if "allow_pickle" in str(error):
+                    raise ValueError(f"{name} is a pickled object, which is never read") from error
+                raise
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+            raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
+        # Byte order and strides that torch does not know are put right.
+        found[name] = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+
+
+def _as_floats(name: str, t: Tensor) -> Tensor:
+    """Return real numbers in float32 or float64, whichever holds them exactly."""
+    if t.dtype in (torch.float32, torch.float64):
+        return t
+    if t.is_floating_point():
+        return t.to(torch.float32)
+    if t.is_complex() or t.dtype == torch.bool:
+        raise ArgumentError(name, expected="real numbers", got=str(t.dtype))
+    return t.to(torch.float64)
+
+
+def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAttention:
+    paper = "A" in tensors or "V" in tensors
+    known = _PAPER if paper else _OWN
+    needed = ("A", "V") if paper else _MATRICES
+    missing = [name for name in needed if name not in tensors]
+    if missing:
+        raise ArgumentError(
+            missing[0],
+            expected="the tensors query, key and value, or A and V",
+            got=f"a file with {_listed(tensors)}",
+        )
+    unknown = sorted(set(tensors) - set(known))
+    if unknown:
+        raise ArgumentError(
+            unknown[0], expected=f"names among {', '.join(known)}", got=f"a file with {_listed(tensors)}"
+        )
+    causal = _flag(tensors.get("causal"))
+    if paper:
+        return _of_paper(numbers, causal)
+    # One head may be written as matrices, and its biases as vectors.
+    stacked = {name: _with_axis(numbers[name], 2) for name in _MATRICES}
+    biases = {
+        name: _with_axis(numbers[name], 1) if name != "output_bias" else numbers[name]
+        for name in _BIASES
+        if name in numbers
+    }
+    return SelfAttention(
+        **stacked,
+        output=numbers.get("output"),
+        **biases,
+        scale=_number("scale", tensors.get("scale")),
+        causal=causal,
+        mask=tensors.get("mask"),
+        rotary=_rotary(numbers),
+    )
+
+
+def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
+    """Write ⟨A x_i + b, x_j⟩ as queries A x_i + b and keys x_j."""
+    A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
+    if A.ndim != 3 or A.shape[1] != A.shape[2]:
+        raise ArgumentError(
+            "A",
+            expected="a square matrix (d, d), or (heads, d, d)",
+            got=f"shape {tuple(numbers['A'].shape)}",
+            remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
+        )
+    if V.ndim != 3 or V.shape[0] != A.shape[0] or V.shape[2] != A.shape[2]:
+        raise ArgumentError(
+            "V",
+            expected=f"shape (d_v, {A.shape[2]})"
+            if A.shape[0] == 1
+            else f"shape ({A.shape[0]}, d_v, {A.shape[2]})",
+            got=f"shape {tuple(numbers['V'].shape)}",
+        )
+    heads, d = A.shape[:2]
+    as_parameter("A", A, (heads, d, d))
+    as_parameter("V", V, (heads, "d_v", d))
+    b, W = numbers.get("b"), numbers.get("W")
+    if b is not None:
+        b = as_parameter("b", _with_axis(b, 1), (heads, d))
+    if W is not None:
+        W = as_parameter("W", W, ("d_out", heads * V.shape[1]))
+    key = torch.eye(d, dtype=A.dtype).expand(A.shape).contiguous()
+    return SelfAttention(A, key, V, W, query_bias=b, scale=1.0, causal=causal)
+
+
+def _with_axis(t: Tensor, rank: int) -> Tensor:
+    """Put the axis of heads before a tensor of one head."""
+    return t[None] if t.ndim == rank else t
+
+
+def _rotary(numbers: dict[str, Tensor]) -> Rotary | None:
+    tables = [numbers.get("rotary_cos"), numbers.get("rotary_sin")]
+    if tables[0] is None and tables[1] is None:
+        return None
+    if tables[0] is None or tables[1] is None:
+        raise ArgumentError("rotary_cos", expected="rotary_cos together with rotary_sin", got="one of them")
+    return Rotary(tables[0], tables[1])
+
+
+def _number(name: str, t: Tensor | None) -> float | None:
+    if t is None:
+        return None
+    if t.numel() != 1:
+        raise ArgumentError(name, expected="one number", got=f"shape {tuple(t.shape)}")
+    return float(_as_floats(name, t))
+
+
+def _flag(t: Tensor | None) -> bool:
+    if t is None:
+        return False
+    if t.numel() != 1 or t.is_complex() or float(t) not in (0.0, 1.0):
+        got = f"shape {tuple(t.shape)}" if t.numel() != 1 else str(t.item())
+        raise ArgumentError("causal", expected="true or false, or 1 or 0", got=got)
+    return bool(t)
+
+
+def _tokens(x: Tensor | None, attention: SelfAttention) -> Tensor | None:
+    if x is None:
+        return None
+    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != attention.d:
+        raise ArgumentError("X", expected=f"tokens (n, {attention.d})", got=f"shape {tuple(x.shape)}")
+    if not bool(torch.isfinite(x).all()):
+        raise ArgumentError("X", expected="finite numbers", got="NaN or infinity")
+    attention.check_length(x.shape[0])
+    return x
+
+
+def _listed(tensors: Mapping[str, Tensor]) -> str:
+    names = sorted(tensors)
+    return (
+        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+    )
