@@ -2,7 +2,8 @@
 
 The local Lipschitz constant of a map f at tokens X is the spectral norm of its Jacobian, ‖D_X f‖₂.
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
-Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models.
+Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
+holds the theorems, ``adversarial`` the worst inputs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from howsmooth import adversarial, bounds
     from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -28,6 +30,8 @@ __all__ = [
     "Rotary",
     "SelfAttention",
     "Site",
+    "adversarial",
+    "bounds",
     "capture",
     "load_model",
     "local_lipschitz",
@@ -40,9 +44,12 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
+_WHOLE_ROOMS = ("adversarial", "bounds")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _WHOLE_ROOMS:
+        return import_module(f"howsmooth.{name}")
     for room, names in _ROOMS.items():
         if name in names:
             return getattr(import_module(f"howsmooth.{room}"), name)

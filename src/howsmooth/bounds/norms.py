@@ -83,8 +83,8 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
 
     With u_i = h_i/s_i the normalised tokens, attention(N(X)) = absorbed(u): queries, keys and values are
     applied to √d Γ H u + β. In the paper's notation A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b),
-    b_v' = Vβ + b_v, each restricted to mean-zero vectors for LayerNorm; the tokens of the absorbed attention lie in the
-    unit ball.
+    b_v' = Vβ + b_v, each restricted to mean-zero vectors for LayerNorm; the tokens of the absorbed
+    attention lie in the unit ball.
 
     Parameters
     ----------

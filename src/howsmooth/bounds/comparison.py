@@ -1,0 +1,75 @@
+"""All bounds of an attention beside a measurement: the one module here that measures."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds.question import Question
+from howsmooth.bounds.statements import all_bounds
+from howsmooth.lipschitz import local_lipschitz
+
+__all__ = ["table"]
+
+COLUMNS = ["name", "side", "value", "holds", "source"]
+
+
+def table(
+    source: object,
+    X: Tensor | None = None,
+    *,
+    length: int | None = None,
+    radius: float | None = None,
+    rtol: float = 1e-6,
+    confidence: float = 0.999,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Tabulate every bound that is a statement about an attention, beside a measurement at X if there is one.
+
+    Parameters
+    ----------
+    source, X, length, radius
+        As for :func:`~howsmooth.bounds.best`.
+    rtol, confidence, seed
+        Of the measurement, in float64.
+
+    Returns
+    -------
+    DataFrame
+        Columns ``name, side, value, holds, source``, sorted by value; the index says which quantity is
+        bounded. A row whose hypotheses do not hold has the trivial value (inf above, 0 below) and says
+        in ``source`` what fails. The two rows named ``measured`` are the ends of the interval of
+        :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from`` and, as
+        ``log_values``, natural logarithms in the order of the rows, finite where a value overflows.
+
+    """
+    question = Question.of(source, X, length, radius)
+    rows = []
+    for bound in all_bounds(question):
+        failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
+        where = f"{bound.source} (needs: {failed})" if failed else bound.source
+        rows.append(
+            (str(bound.quantity), bound.log_value, bound.name, bound.side, bound.value, bound.holds, where)
+        )
+    if question.X is not None and isinstance(question.attention, SelfAttention):
+        f = question.attention.to(dtype=torch.float64, device="cpu")
+        found = local_lipschitz(f, question.X, rtol=rtol, confidence=confidence, seed=seed)
+        status = "" if bool(found.converged) else ", not converged"
+        words = f"local_lipschitz, {found.confidence:.4g} confidence{status}"
+        for side, end in (("lower", found.lower), ("upper", found.upper)):
+            value = float(end)
+            log = float(end.log())
+            rows.append(("‖D_X f‖", log, "measured", side, value, True, words))
+    rows.sort(key=lambda row: (row[1], row[3] == "upper"))
+    frame = pd.DataFrame(
+        [row[2:] for row in rows], columns=COLUMNS, index=pd.Index([row[0] for row in rows], name="quantity")
+    )
+    frame.attrs = {
+        "length": question.length,
+        "radius": question.radius,
+        "radius_from": question.radius_from,
+        "log_values": [row[1] for row in rows],
+    }
+    return frame

@@ -1,0 +1,167 @@
+"""Every statement that applies to an attention, and the tightest of them that holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds.bound import Bound, Side
+from howsmooth.bounds.certificates import (
+    certificate_cheap,
+    certificate_joint,
+    certificate_n,
+    certificate_r,
+)
+from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
+from howsmooth.bounds.lower import (
+    masked_tie,
+    masked_two_cluster,
+    no_real_eigenvalue,
+    proposition_3_4,
+    repeated_token,
+    tie,
+    two_cluster_sharp,
+)
+from howsmooth.bounds.masked import (
+    any_mask_theorem_a,
+    masked_n_free,
+    masked_theorem_a,
+    theorem_4_3,
+    theorem_4_4,
+)
+from howsmooth.bounds.multi_head import lemma_3_8, multi_head_gram, multi_head_output
+from howsmooth.bounds.parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.question import Question
+from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_3_5, theorem_a, theorem_e_3
+from howsmooth.errors import ArgumentError
+
+__all__ = ["all_bounds", "best"]
+
+
+def all_bounds(question: Question, *, side: Side | None = None) -> list[Bound]:
+    """Return every bound that is a statement about this attention, whether or not its hypotheses hold.
+
+    Local ones if there is an X, on the ball if there is a length, and those that hold for every length.
+    """
+    found: list[Bound] = []
+    rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
+    if side != "lower":
+        found += _at_tokens(question, rotary=rotary)
+        if not rotary:
+            found += _on_the_ball(question)
+    if side != "upper" and not rotary:
+        found += _from_below(question)
+    return found
+
+
+def _on_the_ball(question: Question) -> list[Bound]:
+    parameters = _parameters(question)
+    n, radius = question.length, question.radius
+    if len(parameters.heads) > 1:
+        if n is None:
+            return []
+        return [
+            statement(parameters, n, radius) for statement in (lemma_3_8, multi_head_output, multi_head_gram)
+        ]
+    head = question.attention if isinstance(question.attention, Head) else parameters
+    if parameters.masking == "none":
+        free = [theorem_3_5(head, radius), n_free(head, radius)]
+        if n is None:
+            return free
+        return [*free, *(statement(head, n, radius) for statement in (theorem_3_3, theorem_e_3, theorem_a))]
+    if parameters.masking == "causal":
+        free = [theorem_4_4(head, radius), masked_n_free(head, radius)]
+        return free if n is None else [*free, theorem_4_3(head, n, radius), masked_theorem_a(head, n, radius)]
+    return [] if n is None else [any_mask_theorem_a(head, n, radius)]
+
+
+def _at_tokens(question: Question, *, rotary: bool) -> list[Bound]:
+    X, attention = question.X, question.attention
+    if X is None or not isinstance(attention, SelfAttention):
+        return []
+    f = attention.to(dtype=torch.float64, device="cpu")
+    if f.heads > 1:
+        return [certificate_joint(f, X).bound()]
+    local = [certificate(f, X).bound() for certificate in (certificate_n, certificate_r, certificate_cheap)]
+    if rotary:
+        return local
+    return [*local, *(statement(f, X) for statement in (theorem_c_3, theorem_c_3_sharp, three_terms, yudin))]
+
+
+def _from_below(question: Question) -> list[Bound]:
+    parameters, n, radius = _parameters(question), question.length, question.radius
+    if n is None or parameters.masking == "other":
+        return []
+    if len(parameters.heads) > 1:
+        return [repeated_token(parameters, n, radius)]
+    head = parameters
+    if parameters.masking == "causal":
+        return [statement(head, n, radius) for statement in (masked_two_cluster, masked_tie, repeated_token)]
+    statements = (proposition_3_4, two_cluster_sharp, no_real_eigenvalue, tie, repeated_token)
+    return [statement(head, n, radius) for statement in statements]
+
+
+def _parameters(question: Question) -> Parameters:
+    return parameters_of(question.attention)
+
+
+def best(
+    source: object,
+    X: Tensor | None = None,
+    *,
+    length: int | None = None,
+    radius: float | None = None,
+    side: Side = "upper",
+) -> Bound:
+    """Return the tightest bound that holds.
+
+    Parameters
+    ----------
+    source
+        A :class:`~howsmooth.SelfAttention`, a :class:`Head`, or a captured site (then ``X`` is its tokens
+        unless a length is given).
+    X
+        Tokens (n, d): the bound is one on ‖D_X f‖. None: on the Lipschitz constant on B_R^n.
+    length
+        Sequence length n; None, without ``X``, for a bound that holds for every length (mean-field).
+    radius
+        R, the largest norm of a token. By default that of the norm layer of a site, else of the longest
+        token of X.
+    side
+        "upper" or "lower". Lower bounds are on the Lipschitz constant on B_R^n: at given tokens,
+        ``local_lipschitz(attention, X).lower`` is one.
+
+    Returns
+    -------
+    Bound
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is not of this kind, or no statement applies (rotary positions without X, several
+        heads without a length, a lower bound at X).
+
+    """
+    if side not in ("upper", "lower"):
+        raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
+    question = Question.of(source, X, length, radius)
+    if side == "lower" and question.X is not None:
+        raise ArgumentError(
+            "side",
+            expected="'upper' with X",
+            got="'lower'",
+            remedy="local_lipschitz(attention, X).lower is a lower limit at X; "
+            "for one on B_R^n give a length instead of X.",
+        )
+    candidates = [bound for bound in all_bounds(question, side=side) if bound.holds]
+    if not candidates:
+        if isinstance(question.attention, SelfAttention) and question.attention.rotary is not None:
+            parameters_of(question.attention)  # raises, saying why not
+        raise ArgumentError(
+            "length",
+            expected=f"a number of tokens, as no {side} bound for this attention holds for every length",
+            got="None" if question.length is None else str(question.length),
+        )
+    choose = min if side == "upper" else max
+    return choose(candidates, key=lambda bound: bound.log_value)
