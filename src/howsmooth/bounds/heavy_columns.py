@@ -1,0 +1,131 @@
+"""The columns of heavy tokens in the Jacobian, at tokens z_1..z_c once each and copies of one token w.
+
+They are known in closed form (docs/theory/worst-inputs.md, Lemma 1), and their norm is a lower bound of
+‖D_X f‖, for any number of heads and any biases, unmasked or with a causal mask and the heavy tokens first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.parameters import Head, Parameters
+from howsmooth.bounds.witness import Witness
+
+__all__ = [
+    "MOST_ROWS",
+    "log_heavy_columns",
+    "log_int",
+    "log_norm",
+    "log_rank_one",
+    "log_weights",
+    "rounding_of_scores",
+    "total_value",
+]
+
+# The masked constant does not decrease with n, so a bound for fewer tokens holds for more.
+MOST_ROWS = 1 << 16
+
+
+def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
+    """Logarithm of the norm of the heavy tokens' columns in the rows of the light ones (docs, Lemma 1)."""
+    c, d = points.heavies.shape
+    if n <= c:
+        return -math.inf if p.masking != "causal" else log_norm(total_value(p))
+    if p.masking == "causal":
+        n = min(n, MOST_ROWS)
+        log_m = torch.arange(1, n - c + 1, dtype=torch.float64).log()
+    else:
+        log_m = torch.tensor([log_int(n - c)], dtype=torch.float64)
+    heads = p.heads
+    log_p, log_light = log_weights(heads, points.heavies, points.light, log_m)  # (rows, H, c), (rows, H)
+    # M_a = Σ_h p_a U_h + U_h(Σ_b p_a p_b (z_a − z_b) + p_a p_light (z_a − w)) y_hᵀ: rows of coefficients
+    pair = log_p[..., :, None] + log_p[..., None, :]
+    coefficients = torch.cat([log_p[..., None], pair, (log_p + log_light[..., None])[..., None]], dim=-1)
+    top = float(coefficients.max())
+    if not math.isfinite(top):
+        return -math.inf
+    table = torch.exp(coefficients - top).flatten(1)  # (rows, H c (1 + c + 1))
+    stacked = _same_gram(table).unflatten(1, (len(heads), c, c + 2))
+
+    values = torch.stack([w @ head.V for w, head in zip(p.outputs, heads, strict=True)])  # (H, d_out, d)
+    forms = _forms(heads, points.light)
+    shifts = points.heavies[:, None, :] - torch.cat([points.heavies, points.light[None]])  # (c, c + 1, d)
+    moved = torch.einsum("hod,abd->habo", values, shifts)
+    blocks = torch.einsum("rha,hod->road", stacked[..., 0], values)
+    blocks += torch.einsum("rhab,habo,hd->road", stacked[..., 1:], moved, forms)
+    matrix = blocks.flatten(2).flatten(0, 1)  # (rows d_out, c d)
+    log_rows = 0.0 if p.masking == "causal" else 0.5 * float(log_m[0])
+    if p.masking == "causal" and top > -600:
+        first = torch.zeros(values.shape[1], c * d, dtype=torch.float64)
+        first[:, :d] = values.sum(0) * math.exp(-top)
+        matrix = torch.cat([first, matrix])
+    log = log_norm(matrix)
+    return top + log_rows + log - rounding_of_scores(heads, points) if math.isfinite(log) else -math.inf
+
+
+def log_weights(
+    heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Return log weights of the heavy tokens (rows, H, c) and of all light ones together (rows, H)."""
+    gaps = _forms(heads, light) @ (heavies - light).mT  # (H, c)
+    log_m = torch.as_tensor(log_copies, dtype=torch.float64).reshape(-1, 1)  # (rows, 1)
+    total = torch.logaddexp(torch.logsumexp(gaps, dim=1)[None], log_m)  # (rows, H)
+    return gaps[None] - total[..., None], log_m - total
+
+
+def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
+    """Return y_h = A_h w + b_h, (H, d)."""
+    return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
+
+
+def _same_gram(table: Tensor) -> Tensor:
+    """Return few rows whose Gram matrix is that of ``table``, or a little less."""
+    if len(table) == 1:
+        return table
+    factor = torch.linalg.qr(table, mode="r").R
+    _, s, vh = torch.linalg.svd(factor, full_matrices=False)
+    few: Tensor = (s[:, None] * vh)[s > 1e-13 * s[0]]
+    return few
+
+
+def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
+    """Return what rounding of the scores may add to the logarithm: a few ulp of |y||z − w| a score."""
+    y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
+    shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
+    allowance = 4e-15 * float(y * shift)
+    return allowance if math.isfinite(allowance) else math.inf
+
+
+def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
+    """Logarithm of ‖V(aI + x yᵀ)‖, without overflow of |x||y|."""
+    sizes = [max(float(torch.linalg.vector_norm(t)), 1e-300) for t in (x, y)]
+    log_size = math.log(sizes[0]) + math.log(sizes[1])
+    shift = max(math.log(a), log_size)
+    matrix = math.exp(math.log(a) - shift) * V
+    matrix = matrix + math.exp(log_size - shift) * torch.outer(V @ (x / sizes[0]), y / sizes[1])
+    return shift + log_norm(matrix)
+
+
+def log_norm(matrix: Tensor) -> float:
+    """Logarithm of the spectral norm, rounded down; −inf for zero, or where it overflowed."""
+    scale = float(matrix.abs().max()) if matrix.numel() else 0.0
+    if scale == 0 or not math.isfinite(scale):
+        return -math.inf
+    scaled = matrix / scale
+    rows, columns = scaled.shape
+    gram = scaled @ scaled.mT if rows < columns else scaled.mT @ scaled
+    return math.log(scale) + 0.5 * math.log(float(torch.linalg.eigvalsh(gram)[-1])) - 1e-12
+
+
+def total_value(p: Parameters) -> Tensor:
+    """Return Σ_h W_h V_h, (d_out, d)."""
+    return torch.stack([w @ head.V for w, head in zip(p.outputs, p.heads, strict=True)]).sum(0)
+
+
+def log_int(n: int) -> float:
+    """Return log n, of integers of any size; −inf for 0."""
+    return math.log(n) if n > 0 else -math.inf

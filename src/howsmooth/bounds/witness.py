@@ -1,0 +1,279 @@
+"""Tokens at which attention is provably steep: one or two heavy tokens among many copies of a light one.
+
+The lower bounds of this room evaluate a lemma at such tokens; ``howsmooth.adversarial`` turns the same
+witnesses into inputs. Derivations: docs/theory/worst-inputs.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from howsmooth.bounds.parameters import Head
+from howsmooth.errors import ArgumentError
+
+__all__ = [
+    "Tie",
+    "TwoPoints",
+    "Witness",
+    "best_ties",
+    "real_eigenpairs",
+    "steepest_pairs",
+    "two_cluster_points",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Witness:
+    """Heavy tokens, once each and first in the sequence, and copies of one light token for the rest."""
+
+    heavies: Float64[Tensor, "c d"]
+    light: Float64[Tensor, " d"]
+
+    def tokens(self, length: int) -> Float64[Tensor, "n d"]:
+        """Return X (length, d): the heavy tokens, then the copies of the light one."""
+        copies = length - len(self.heavies)
+        if copies < 1:
+            raise ArgumentError(
+                "length",
+                expected=f"at least {len(self.heavies) + 1} tokens: {len(self.heavies)} heavy, others light",
+                got=str(length),
+            )
+        return torch.cat([self.heavies, self.light.expand(copies, -1)])
+
+
+class TwoPoints(Witness):
+    """One heavy token."""
+
+    @classmethod
+    def of(cls, heavy: Tensor, light: Tensor) -> TwoPoints:
+        """Make the witness of two vectors (d,)."""
+        return cls(heavy[None], light)
+
+    @property
+    def heavy(self) -> Float64[Tensor, " d"]:
+        """The heavy token."""
+        return self.heavies[0]
+
+
+class Tie(Witness):
+    """Two heavy tokens with equal scores for the light one."""
+
+    @classmethod
+    def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
+        """Make the witness of three vectors (d,)."""
+        return cls(torch.stack([heavy_1, heavy_2]), light)
+
+    @property
+    def heavy_1(self) -> Float64[Tensor, " d"]:
+        """The first heavy token."""
+        return self.heavies[0]
+
+    @property
+    def heavy_2(self) -> Float64[Tensor, " d"]:
+        """The second heavy token."""
+        return self.heavies[1]
+
+
+def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
+    """Return the real eigenvalues of A in ascending order, each with a unit eigenvector (d,).
+
+    With k < d the nonzero ones come from the k × k matrix right @ left, which has the same ones
+    (if right left w = λ w, then A left w = λ left w), and zero is one, since A is singular.
+    """
+    k = head.left.shape[1]
+    small = head.right @ head.left if k < head.d else head.A
+    values, vectors = torch.linalg.eig(small)
+    pairs = []
+    for value, vector in zip(values.tolist(), vectors.T, strict=True):
+        if value.imag != 0:
+            continue
+        u = head.left @ vector.real if k < head.d else vector.real
+        length = float(torch.linalg.vector_norm(u))
+        if length > 0:
+            pairs.append((value.real, u / length))
+    if k < head.d:
+        # The last rows of the complete Q factor of rightᵀ span the null space of right.
+        null = torch.linalg.qr(head.right.mT, mode="complete").Q[:, -1]
+        pairs.append((0.0, null))
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> TwoPoints | None:
+    """Return the two tokens of Proposition 3.4, or None where A has no real eigenvalue.
+
+    Ru against copies of Ru/2 with u for γ_max, or Ru against copies of −Ru with u for γ_min. ``choice``:
+    "paper" takes the larger of γ_max/8 and −γ_min, "max" and "min" force one. Of u and −u, which a query
+    bias distinguishes, the one that gives the heavy token more weight is taken.
+    """
+    pairs = real_eigenpairs(head)
+    if not pairs:
+        return None
+    (low, u_low), (high, u_high) = pairs[0], pairs[-1]
+    use_max = high / 8 >= -low if choice == "paper" else choice == "max"
+    u, ratio = (u_high, 0.5) if use_max else (u_low, -1.0)
+    heavies = radius * torch.stack([u, -u])
+    gains = ((_forms(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
+    heavy = heavies[int(gains[1] > gains[0])]
+    return TwoPoints.of(heavy, ratio * heavy)
+
+
+def steepest_pairs(head: Head, radius: float, *, steps: int = 200) -> list[TwoPoints]:
+    """Return local maximisers of the gap ⟨y, z − w⟩, y = A w + b, over tokens |z|, |w| ≤ ``radius``.
+
+    For a given w the best z is radius · y/|y|. Projected gradient ascent over w from singular vectors of A,
+    eigenvectors of its symmetric part and its real eigenvectors; best first.
+    """
+    w = radius * _starts(head)
+    size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
+    step = torch.full((len(w), 1), size, dtype=torch.float64)
+    value = _gap(head, w, radius)
+    for _ in range(steps):
+        y = _forms(head, w)
+        z = radius * _unit(y)
+        gradient = ((z - w) @ head.left) @ head.right - y
+        trial = _into_ball(w + step * gradient, radius)
+        raised = _gap(head, trial, radius)
+        better = (raised > value)[:, None]
+        w = torch.where(better, trial, w)
+        value = torch.where(better[:, 0], raised, value)
+        step = torch.where(better, 1.5 * step, 0.3 * step)
+    order = torch.argsort(value, descending=True, stable=True).tolist()
+    return [TwoPoints.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
+
+
+def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
+    """Return ties of large certified value, best first; empty where d = 1 or there is no score to use.
+
+    The value is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the light token w, heavy tokens
+    R(cosθ ŷ ± sinθ v), v ⊥ ŷ. It is raised over w, θ and v by Adam from deterministic starts.
+    """
+    if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
+        return []
+    value_factor = torch.linalg.qr(head.V, mode="r").R if head.V.shape[0] > head.d else head.V
+    values = torch.linalg.svd(value_factor, full_matrices=False).Vh
+    w0 = radius * torch.cat([scale * _starts(head) for scale in (1.0, 0.5)])
+    v0 = torch.cat([v.expand_as(w0) for v in values[:2]])
+    w0 = w0.repeat(len(v0) // len(w0), 1)
+    # A fixed deterministic perturbation: v0 may be parallel to ŷ, whose part is projected out.
+    generator = torch.Generator().manual_seed(0)
+    v0 = v0 + 0.05 * torch.randn(v0.shape, generator=generator, dtype=torch.float64) / math.sqrt(head.d)
+    w = (w0 / radius).requires_grad_()
+    v = v0.clone().requires_grad_()
+    angle = torch.full((len(w0),), -0.5, dtype=torch.float64, requires_grad=True)
+    copies = _copies(length, masked)
+
+    def points() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        light = radius * _into_ball(w, 1.0)
+        y = _forms(head, light)
+        direction = _unit(y)
+        off = _unit(v - (v * direction).sum(1, keepdim=True) * direction)
+        return light, y, direction, off
+
+    def log_values() -> Tensor:
+        light, y, _, off = points()
+        theta = 0.5 * math.pi * torch.sigmoid(angle)
+        size = torch.linalg.vector_norm(y, dim=1)
+        gap = radius * size * torch.cos(theta) - (y * light).sum(1)
+        log_p = -torch.logaddexp(
+            torch.full((), math.log(2), dtype=torch.float64), copies.log_copies[:, None] - gap
+        )
+        rows = torch.logsumexp(2 * log_p + copies.log_weights[:, None], dim=0)
+        strength = torch.linalg.vector_norm(off @ value_factor.mT, dim=1)
+        return 0.5 * rows + torch.log(torch.sin(theta) * size * strength + 1e-300)
+
+    optimiser = torch.optim.Adam([w, v, angle], lr=0.05, maximize=True)
+    best = torch.full((len(w0),), -math.inf, dtype=torch.float64)
+    kept = [torch.zeros_like(w0) for _ in range(3)]
+    for step in range(steps + 1):
+        with torch.enable_grad():
+            optimiser.zero_grad()
+            value = log_values()
+            light, _, direction, off = points()
+        theta = (0.5 * math.pi * torch.sigmoid(angle)).detach()[:, None]
+        along, across = (radius * torch.cos(theta) * direction), (radius * torch.sin(theta) * off)
+        better = (value > best) & torch.isfinite(value)
+        now = [t.detach() for t in (along + across, along - across, light)]
+        kept = [torch.where(better[:, None], a, b) for a, b in zip(now, kept, strict=True)]
+        best = torch.where(better, value.detach(), best)
+        if step == steps:
+            break
+        value.sum().backward()
+        for tensor in (w, v, angle):
+            assert tensor.grad is not None
+            tensor.grad.nan_to_num_(0.0)
+        optimiser.step()
+    order = torch.argsort(best, descending=True, stable=True).tolist()
+    return [Tie.of(*(_within(t[i], radius) for t in kept)) for i in order if bool(torch.isfinite(best[i]))]
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """How many light tokens the light rows see: logarithms of the numbers, and of how many rows see each."""
+
+    log_copies: Tensor
+    log_weights: Tensor
+
+
+def _copies(length: int, masked: bool) -> _Copies:
+    m = length - 2
+    if not masked:
+        log_m = torch.tensor([math.log(m)], dtype=torch.float64)
+        return _Copies(log_m, log_m)
+    if m <= 512:
+        counts = torch.arange(1, m + 1, dtype=torch.float64)
+        return _Copies(counts.log(), torch.zeros(m, dtype=torch.float64))
+    # Rows in groups of equal logarithm: it guides the search, the bound itself counts every row.
+    edges = torch.linspace(0.0, math.log(m), 129, dtype=torch.float64)
+    middle = (edges[1:] + edges[:-1]) / 2
+    return _Copies(middle, edges[1:] + torch.log(-torch.expm1(edges[:-1] - edges[1:])))
+
+
+def _forms(head: Head, x: Tensor) -> Tensor:
+    """Return y = A x + b for each row of x."""
+    y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
+    return y
+
+
+def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
+    y = _forms(head, w)
+    gap: Tensor = radius * torch.linalg.vector_norm(y, dim=1) - (y * w).sum(1)
+    return gap
+
+
+def _starts(head: Head, count: int = 3) -> Tensor:
+    """Return unit vectors, both signs: where |Aw| is large, where ⟨Aw, w⟩ is small, eigenvectors."""
+    q_right, r_right = torch.linalg.qr(head.right.mT)
+    right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
+    both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q
+    small = both.mT @ head.left @ (head.right @ both)
+    symmetric = both @ torch.linalg.eigh(small + small.mT).eigenvectors
+    found = [right[:, :count], symmetric[:, :count], symmetric[:, -1:]]
+    pairs = real_eigenpairs(head)
+    if pairs:
+        found.append(torch.stack([pairs[0][1], pairs[-1][1]], dim=1))
+    starts = torch.cat(found, dim=1).mT
+    starts = torch.cat([starts, -starts])
+    if bool(head.b.any()):
+        starts = torch.cat([starts, torch.stack([_unit(head.b[None])[0], -_unit(head.b[None])[0]])])
+    return starts
+
+
+def _unit(x: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(length > 0, length, torch.ones_like(length))
+
+
+def _into_ball(x: Tensor, radius: float) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
+    return inside
+
+
+def _within(x: Tensor, radius: float) -> Tensor:
+    """Shrink a vector whose norm rounding took above ``radius``."""
+    return _into_ball(x[None], radius)[0]
