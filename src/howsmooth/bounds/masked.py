@@ -1,0 +1,305 @@
+"""Bounds for masked (causal) self-attention on the ball of radius R, and for any mask.
+
+Proofs: docs/theory/bounds-on-a-ball.md. As there, a = ‖A‖R² and a₃ = (‖A‖R + |b|)R.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.parameters import Head, Parameters
+from howsmooth.bounds.unmasked import (
+    OURS,
+    PAPER,
+    log,
+    log_h_star,
+    log_product,
+    log_row,
+    log_sum,
+    log_theorem_3_3,
+    no_query_bias,
+    one_head,
+    score_sizes,
+    upper,
+)
+from howsmooth.errors import ArgumentError
+
+__all__ = ["any_mask_theorem_a", "masked_n_free", "masked_theorem_a", "theorem_4_3", "theorem_4_4"]
+
+# From here on Theorem 4.4 follows from masked_n_free; see its docstring.
+_THEOREM_4_4_FROM = 0.4
+
+# Rows up to this one are summed one by one, the others by an integral.
+_SUMMED_ROWS = 20_000
+
+
+def theorem_4_3(attention: object, length: int, radius: float) -> Bound:
+    """Bound Lip(f^m on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}: Theorem 3.3 with a causal mask.
+
+    Parameters
+    ----------
+    attention
+        One head: a :class:`~howsmooth.bounds.Head` (taken as causal), a causal
+        :class:`~howsmooth.SelfAttention` or a captured site.
+    length
+        Number n >= 1 of tokens.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f^m on B_R^n). Needs: a causal mask and no other, no query bias.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or length or radius do not fit.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 4.3.
+
+    """
+    parameters, head = one_head(attention, "theorem_4_3")
+    n, R = check_length(length), check_radius(radius)
+    return upper(
+        "theorem_4_3",
+        Quantity.MASKED,
+        f"{PAPER}, Theorem 4.3",
+        log_theorem_3_3(head, n, R),
+        causal(attention, parameters),
+        no_query_bias(head),
+    )
+
+
+def theorem_4_4(attention: object, radius: float) -> Bound:
+    """Bound the masked mean-field map in d₂ by ‖V‖ (1 + 3a) e^{2a}, where that is true: for a >= 0.4.
+
+    As printed, for every a, the statement is false. For A = 0 the map is the average over the tokens seen so
+    far, whose norm is 1.14 for two tokens and tends to 2 (Hardy), while the formula gives 1. Copies of one
+    token give the same averages for any A: the formula is no bound as long as it is below 2, for a < 0.153.
+    From a = 0.4 on it follows from :func:`masked_n_free`.
+
+    Parameters
+    ----------
+    attention
+        One head, as for :func:`theorem_4_3`.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip_d2(F^m on P(B_R)) and so of Lip(f^m on B_R^n) for every n. Needs: a causal mask and no
+        other, no query bias, ‖A‖R² >= 0.4.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_4_3`.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, ICML 2024, Theorem 4.4; docs/theory/bounds-on-a-ball.md for the hypothesis on a.
+
+    """
+    parameters, head = one_head(attention, "theorem_4_4")
+    a, _ = score_sizes(head, check_radius(radius))
+    return upper(
+        "theorem_4_4",
+        Quantity.MASKED_MEAN_FIELD,
+        f"{PAPER}, Theorem 4.4, with a hypothesis added",
+        log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
+        causal(attention, parameters),
+        no_query_bias(head),
+        Hypothesis(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", a >= _THEOREM_4_4_FROM),
+    )
+
+
+def masked_theorem_a(attention: object, length: int, radius: float) -> Bound:
+    """Bound Lip(f^m on B_R^n) by ‖V‖ (a + √(1 + Σ_{i=2}^n min{h*(a₃), (1 + a₃²) P̄(i, a₃)})).
+
+    Parameters
+    ----------
+    attention, length, radius
+        As for :func:`theorem_4_3`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f^m on B_R^n). Needs: a causal mask and no other. For n = 1 it is ‖V‖.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_4_3`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Theorem A with a mask.
+
+    """
+    parameters, head = one_head(attention, "masked_theorem_a")
+    n, R = check_length(length), check_radius(radius)
+    a, a3 = score_sizes(head, R)
+    factor = 0.0 if n == 1 else log_sum(log(a), 0.5 * log_causal_rows(n, a3))
+    return upper(
+        "masked_theorem_a",
+        Quantity.MASKED,
+        f"howsmooth, Theorem A with a mask, {OURS}",
+        log_product(log(head.V_norm), factor),
+        causal(attention, parameters),
+    )
+
+
+def any_mask_theorem_a(attention: object, length: int, radius: float) -> Bound:
+    """Bound attention with any mask by ‖V‖ (a + √(Σ_i ρ_i)), row i seeing n_i tokens.
+
+    ρ_i = 1 where n_i = 1, else min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)}. Without a mask it is Theorem A, with a
+    causal one the masked Theorem A. If every row sees one token, a is left out: the map is linear.
+
+    Parameters
+    ----------
+    attention
+        One head; a :class:`~howsmooth.bounds.Head` is taken as unmasked.
+    length
+        Number n >= 1 of tokens; that of the mask where there is a given one.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n), f with its mask.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_4_3`, or if the length is not that of the mask.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Theorem A with a mask.
+
+    """
+    parameters, head = one_head(attention, "any_mask_theorem_a")
+    n, R = check_length(length), check_radius(radius)
+    a, a3 = score_sizes(head, R)
+    alone = n == 1
+    if parameters.mask is not None:
+        if parameters.mask.shape[0] != n:
+            raise ArgumentError(
+                "length", expected=f"{parameters.mask.shape[0]}, the length of the mask", got=str(n)
+            )
+        sizes, rows = np.unique(parameters.mask.sum(dim=1).numpy(), return_counts=True)
+        alone = int(sizes[-1]) == 1
+        pairs = zip(sizes, rows, strict=True)
+        log_rows = log_sum(*(math.log(int(k)) + log_row(int(size), a3) for size, k in pairs))
+    elif parameters.masking == "causal":
+        log_rows = log_causal_rows(n, a3)
+    else:
+        log_rows = math.log(n) + log_row(n, a3)
+    return upper(
+        "any_mask_theorem_a",
+        Quantity.MASKED if parameters.masking == "causal" else Quantity.GLOBAL,
+        f"howsmooth, Theorem A with any mask, {OURS}",
+        log_product(log(head.V_norm), 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
+    )
+
+
+def masked_n_free(attention: object, radius: float) -> Bound:
+    """Bound f^m at every length, and the masked mean-field map in d₂, by ‖V‖ (a + e^{a₃}(2 + √6 a₃)).
+
+    Half the exponent of Theorem 4.4, and true for every a. For A = 0 it is 2‖V‖, Hardy's constant, which is
+    the supremum over n.
+
+    Parameters
+    ----------
+    attention
+        One head, as for :func:`theorem_4_3`.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip_d2(F^m on P(B_R)) and so of Lip(f^m on B_R^n) for every n. Needs: a causal mask and no
+        other.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_4_3`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Theorem B.
+
+    """
+    parameters, head = one_head(attention, "masked_n_free")
+    a, a3 = score_sizes(head, check_radius(radius))
+    return upper(
+        "masked_n_free",
+        Quantity.MASKED_MEAN_FIELD,
+        f"howsmooth, Theorem B, {OURS}",
+        log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(2 + math.sqrt(6) * a3))),
+        causal(attention, parameters),
+    )
+
+
+def causal(attention: object, parameters: Parameters) -> Hypothesis:
+    """Return the hypothesis that the mask is causal; a bare head may be used with any mask."""
+    holds = isinstance(attention, Head) or parameters.masking == "causal"
+    return Hypothesis("a causal mask and no other", holds)
+
+
+def log_causal_rows(n: int, a3: float) -> float:
+    """Return an upper bound of log Σ_{i=1}^n ρ_i, ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}.
+
+    Exact up to row 20000. Beyond, ρ_i is bounded by h* up to some row and by (1 + a₃²) P̄(i, a₃) after it,
+    which is convex in i, so that its sum is below the integral with half a step more on each side.
+    """
+    log_h, log_b = log_h_star(a3), 2 * math.log(math.hypot(1.0, a3))
+    if n > 1 and math.isinf(log_h):
+        return math.inf
+    near = min(n, _SUMMED_ROWS)
+    seen_before = np.arange(1, near, dtype=np.float64)
+    log_rho = np.minimum(log_h, log_b - np.logaddexp(0.0, np.log(seen_before) - 2 * a3))
+    terms = [0.0]
+    if near > 1:
+        top = float(log_rho.max())
+        terms.append(top + math.log(math.fsum(np.exp(log_rho - top))))
+    if n > near:
+        # Row i has m = i − 1; rows with m below the crossing count h*. Any split is valid, this is the best.
+        log_crossing = log(math.expm1(log_b - log_h)) + 2 * a3
+        if log_crossing >= math.log(n - 1):
+            terms.append(math.log(n - near) + log_h)
+        else:
+            crossing = near if log_crossing <= math.log(near) else math.ceil(_exp_int(log_crossing))
+            if crossing > near:
+                terms.append(math.log(crossing - near) + log_h)
+            span = _softplus(log_of_half(2 * n - 1) - 2 * a3) - _softplus(
+                log_of_half(2 * crossing - 1) - 2 * a3
+            )
+            terms.append(log_b + 2 * a3 + log(span))
+    return log_sum(*terms)
+
+
+def log_of_half(twice: int) -> float:
+    """Return log(twice / 2) of an integer of any size."""
+    return math.log(twice) - math.log(2)
+
+
+def _exp_int(log_x: float) -> int:
+    """Return about e^log_x as an integer of any size."""
+    bits = max(0, int(log_x / math.log(2)) - 60)
+    return int(math.exp(log_x - bits * math.log(2))) << bits
+
+
+def _softplus(t: float) -> float:
+    """Return log(1 + e^t)."""
+    return max(t, 0.0) + math.log1p(math.exp(-abs(t)))

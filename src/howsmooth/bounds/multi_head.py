@@ -1,0 +1,260 @@
+"""From bounds on the heads to a bound on multi-head attention f(X) = Σ_h W_h f_h(X).
+
+Each function takes the bound L_h of head h, with its own value matrix V_h, from ``head_bound``, any function
+of (attention, length, radius) for one head. Proofs: docs/theory/bounds-on-a-ball.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.masked import any_mask_theorem_a, masked_n_free
+from howsmooth.bounds.parameters import Head, Parameters, parameters_of, spectral_norm
+from howsmooth.bounds.unmasked import OURS, PAPER, log, log_product, log_sum, n_free, upper
+from howsmooth.errors import ArgumentError
+
+__all__ = [
+    "HeadBound",
+    "best_head_bound",
+    "lemma_3_8",
+    "multi_head_folded",
+    "multi_head_gram",
+    "multi_head_output",
+]
+
+HeadBound = Callable[[object, int, float], Bound]
+
+
+def best_head_bound(attention: object, length: int, radius: float) -> Bound:
+    """Return the smallest upper bound for one head that holds with the mask it has.
+
+    Parameters
+    ----------
+    attention
+        One head; a bare :class:`~howsmooth.bounds.Head` is taken as unmasked.
+    length
+        Number n >= 1 of tokens.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Theorem A with the head's mask, or the bound that is free of n.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or length or radius do not fit.
+
+    """
+    candidates = [any_mask_theorem_a(attention, length, radius)]
+    if isinstance(attention, Head):
+        candidates.append(n_free(attention, radius))
+    else:
+        candidates += [n_free(attention, radius), masked_n_free(attention, radius)]
+    return min(candidates, key=lambda bound: bound.log_value)
+
+
+def lemma_3_8(
+    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+) -> Bound:
+    """Bound multi-head attention by Σ_h ‖W_h‖ L_h.
+
+    Parameters
+    ----------
+    attention
+        A :class:`~howsmooth.SelfAttention` with any number of heads and any mask, or a captured site.
+    length
+        Number n >= 1 of tokens.
+    radius
+        Largest norm R > 0 of a token.
+    head_bound
+        Upper bound L_h of one head with its own value matrix V_h; by default the smallest that holds.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+
+    Raises
+    ------
+    ArgumentError
+        If there are rotary positions, length or radius do not fit, or ``head_bound`` is not an upper bound.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Lemma 3.8.
+
+    """
+    parameters = parameters_of(attention)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    terms = [
+        log_product(log(spectral_norm(W)), log_l) for W, log_l in zip(parameters.outputs, logs, strict=True)
+    ]
+    return upper("lemma_3_8", _quantity(parameters), f"{PAPER}, Lemma 3.8", log_sum(*terms), *hypotheses)
+
+
+def multi_head_output(
+    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+) -> Bound:
+    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, W_O = [W_1 … W_H].
+
+    Parameters
+    ----------
+    attention, length, radius, head_bound
+        As for :func:`lemma_3_8`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`lemma_3_8`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+
+    """
+    parameters = parameters_of(attention)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    squares = log_sum(*(2 * log_l for log_l in logs))
+    return upper(
+        "multi_head_output",
+        _quantity(parameters),
+        f"howsmooth, {OURS}",
+        log_product(log(spectral_norm(parameters.W)), 0.5 * squares),
+        *hypotheses,
+    )
+
+
+def multi_head_gram(
+    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+) -> Bound:
+    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, never above Lemma 3.8.
+
+    Parameters
+    ----------
+    attention, length, radius, head_bound
+        As for :func:`lemma_3_8`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`lemma_3_8`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+
+    """
+    parameters = parameters_of(attention)
+    logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
+    return upper(
+        "multi_head_gram",
+        _quantity(parameters),
+        f"howsmooth, {OURS}",
+        _log_quadratic_form(list(parameters.outputs), logs),
+        *hypotheses,
+    )
+
+
+def multi_head_folded(
+    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+) -> Bound:
+    """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}, O_h = W_h V_h, c_h for V = I.
+
+    c_h bounds head h with the identity as its value matrix. For bounds proportional to ‖V‖, which all of
+    this library are, it is never above :func:`multi_head_gram`.
+
+    Parameters
+    ----------
+    attention, length, radius, head_bound
+        As for :func:`lemma_3_8`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`lemma_3_8`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+
+    """
+    parameters = parameters_of(attention)
+    d = parameters.heads[0].d
+    identity = torch.eye(d, dtype=torch.float64)
+    plain = Parameters(
+        tuple(Head((head.left, head.right), identity, head.b) for head in parameters.heads),
+        parameters.outputs,
+        parameters.masking,
+        parameters.mask,
+    )
+    logs, hypotheses = _bounds_of_heads(plain, length, radius, head_bound)
+    # ‖O_hᵀ O_g‖ = ‖(W_h L_h)ᵀ (W_g L_g)‖ with V_h = L_h Q_h, Q_h of orthonormal rows: small matrices.
+    maps = [
+        W @ torch.linalg.qr(head.V.mT, mode="r").R.mT
+        for W, head in zip(parameters.outputs, parameters.heads, strict=True)
+    ]
+    return upper(
+        "multi_head_folded",
+        _quantity(parameters),
+        f"howsmooth, {OURS}",
+        _log_quadratic_form(maps, logs),
+        *hypotheses,
+    )
+
+
+def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
+    """Return log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2}."""
+    terms = []
+    for h, M in enumerate(maps):
+        terms.append(log_product(2 * log(spectral_norm(M)), 2 * logs[h]))
+        terms += [
+            log_product(math.log(2) + log(spectral_norm(M.mT @ maps[g])), logs[h] + logs[g]) for g in range(h)
+        ]
+    return 0.5 * log_sum(*terms)
+
+
+def _bounds_of_heads(
+    parameters: Parameters, length: int, radius: float, head_bound: HeadBound
+) -> tuple[list[float], tuple[Hypothesis, ...]]:
+    """Return the logarithms of what the heads' bounds give, and their hypotheses, each once."""
+    check_length(length)
+    check_radius(radius)
+    logs: list[float] = []
+    holds: dict[str, bool] = {}
+    for head in parameters.heads:
+        identity = torch.eye(head.V.shape[0], dtype=torch.float64)
+        alone = Parameters((head,), (identity,), parameters.masking, parameters.mask)
+        bound = head_bound(alone, length, radius)
+        if bound.side != "upper":
+            raise ArgumentError("head_bound", expected="an upper bound", got=repr(bound))
+        logs.append(bound.log_formula)
+        for hypothesis in bound.hypotheses:
+            holds[hypothesis.statement] = holds.get(hypothesis.statement, True) and hypothesis.holds
+    return logs, tuple(Hypothesis(statement, value) for statement, value in holds.items())
+
+
+def _quantity(parameters: Parameters) -> Quantity:
+    return Quantity.MASKED if parameters.masking == "causal" else Quantity.GLOBAL

@@ -1,0 +1,309 @@
+"""Bounds for unmasked self-attention on the ball of radius R (docs/theory/bounds-on-a-ball.md).
+
+In all of them a = ‖A‖R² and a₃ = (‖A‖R + |b|)R, which is a without a query bias. Sums of many orders of
+magnitude are formed from logarithms, so that e^{2a} may overflow and lengths may have hundreds of digits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.parameters import Head, Parameters, log_p_bar, parameters_of
+
+__all__ = ["h_star", "n_free", "theorem_3_3", "theorem_3_5", "theorem_a", "theorem_e_3"]
+
+PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
+OURS = "docs/theory/bounds-on-a-ball.md"
+
+
+def theorem_3_3(attention: object, length: int, radius: float) -> Bound:
+    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, of order R²√n.
+
+    Parameters
+    ----------
+    attention
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.SelfAttention` or a captured site.
+    length
+        Number n >= 1 of tokens.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Needs: no mask, no query bias.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or length or radius do not fit.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 3.3.
+
+    """
+    parameters, head = one_head(attention, "theorem_3_3")
+    n, R = check_length(length), check_radius(radius)
+    return upper(
+        "theorem_3_3",
+        Quantity.GLOBAL,
+        f"{PAPER}, Theorem 3.3",
+        log_theorem_3_3(head, n, R),
+        unmasked(attention, parameters),
+        no_query_bias(head),
+    )
+
+
+def theorem_3_5(attention: object, radius: float) -> Bound:
+    """Bound the W₂-Lipschitz constant of the mean-field map by ‖V‖ (1 + 3a) e^{2a}, whatever n.
+
+    Parameters
+    ----------
+    attention
+        One head, as for :func:`theorem_3_3`.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip_W2(F on P(B_R)) and so of Lip(f on B_R^n) for every n. Needs: no mask, no query bias.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_3_3`.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, ICML 2024, Theorem 3.5, after Geshkovski, Letrouit, Polyanskiy, Rigollet, *The
+    emergence of clusters in self-attention dynamics*, 2023.
+
+    """
+    parameters, head = one_head(attention, "theorem_3_5")
+    a, _ = score_sizes(head, check_radius(radius))
+    return upper(
+        "theorem_3_5",
+        Quantity.MEAN_FIELD,
+        f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
+        log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
+        unmasked(attention, parameters),
+        no_query_bias(head),
+    )
+
+
+def theorem_e_3(attention: object, length: int, radius: float) -> Bound:
+    """Bound Lip(f on B_R^n) with a query bias by √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}.
+
+    Parameters
+    ----------
+    attention, length, radius
+        As for :func:`theorem_3_3`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Needs: no mask.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_3_3`.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, ICML 2024, Theorem E.3.
+
+    """
+    parameters, head = one_head(attention, "theorem_e_3")
+    n, R = check_length(length), check_radius(radius)
+    a, a3 = score_sizes(head, R)
+    inside = log_sum(2 * log(a), math.log(4 * n) + 2 * log(a3), math.log(n))
+    return upper(
+        "theorem_e_3",
+        Quantity.GLOBAL,
+        f"{PAPER}, Theorem E.3",
+        log_product(log(head.V_norm), 0.5 * (math.log(3) + inside)),
+        unmasked(attention, parameters),
+    )
+
+
+def theorem_a(attention: object, length: int, radius: float) -> Bound:
+    """Bound Lip(f on B_R^n) by ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})), biases included.
+
+    h* is :func:`h_star` and P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest that one attention weight can be.
+    It is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, the constant itself.
+
+    Parameters
+    ----------
+    attention, length, radius
+        As for :func:`theorem_3_3`.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip(f on B_R^n). Needs: no mask.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_3_3`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Theorem A.
+
+    """
+    parameters, head = one_head(attention, "theorem_a")
+    n, R = check_length(length), check_radius(radius)
+    a, a3 = score_sizes(head, R)
+    factor = 0.0 if n == 1 else log_sum(log(a), 0.5 * (math.log(n) + log_row(n, a3)))
+    return upper(
+        "theorem_a",
+        Quantity.GLOBAL,
+        f"howsmooth, Theorem A, {OURS}",
+        log_product(log(head.V_norm), factor),
+        unmasked(attention, parameters),
+    )
+
+
+def n_free(attention: object, radius: float) -> Bound:
+    """Bound f at every length, and the mean-field map in W₂, by ‖V‖ (a + e^{a₃} √(1 + a₃²)).
+
+    Half the exponent of Theorem 3.5.
+
+    Parameters
+    ----------
+    attention
+        One head, as for :func:`theorem_3_3`.
+    radius
+        Largest norm R > 0 of a token.
+
+    Returns
+    -------
+    Bound
+        Upper, of Lip_W2(F on P(B_R)) and so of Lip(f on B_R^n) for every n. Needs: no mask.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`theorem_3_3`.
+
+    References
+    ----------
+    This library: docs/theory/bounds-on-a-ball.md, Corollary of Theorem A.
+
+    """
+    parameters, head = one_head(attention, "n_free")
+    a, a3 = score_sizes(head, check_radius(radius))
+    return upper(
+        "n_free",
+        Quantity.MEAN_FIELD,
+        f"howsmooth, Theorem A for all n, {OURS}",
+        log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
+        unmasked(attention, parameters),
+    )
+
+
+# ---- the function h* and the norm of one row
+
+
+def h_star(a: float) -> float:
+    """Return h*(a) = max over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)².
+
+    It is 1 for a <= 1/2, and at most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² over all probabilities P and
+    all t with Σ_j P_j t_j = 0 in an interval of length 2a (docs/theory/bounds-on-a-ball.md, Lemma 2).
+
+    Parameters
+    ----------
+    a
+        A number >= 0.
+
+    Returns
+    -------
+    float
+        The maximum; inf where it overflows.
+
+    """
+    if a <= 0.5:
+        return 1.0
+    if a > 1e8:  # h* = 1 + a²/2 up to the last digit
+        return 1.0 + 0.5 * a * a
+    # With w = 2p − 1 it is 1 + (1 − w²)(a² − (1 − aw)²)/2: a quartic, whose derivative is this cubic.
+    roots = np.roots([2.0, -3.0 / a, 1.0 / (a * a) - 2.0, 1.0 / a])
+    candidates = [min(max(float(root.real), 0.0), 1.0) for root in roots] + [0.0]
+    return max(1.0 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w) for w in candidates)
+
+
+def log_h_star(a: float) -> float:
+    """Return log h*(a), finite where h* overflows."""
+    return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(h_star(a))
+
+
+def log_row(n: float, a3: float) -> float:
+    """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, which bounds ‖T_i‖² for a row that sees n tokens."""
+    if n <= 1:
+        return 0.0  # one token: P = 1, z = 0, and the row is the identity
+    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))
+
+
+# ---- shared with the masked bounds
+
+
+def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
+    """Return the parameters of an attention, and its only head."""
+    parameters = parameters_of(attention)
+    return parameters, parameters.one_head(needed_by)
+
+
+def score_sizes(head: Head, radius: float) -> tuple[float, float]:
+    """Return a = ‖A‖R² and a₃ = (‖A‖R + |b|)R."""
+    # In this order, so that ‖A‖ = 0 gives 0 where R² overflows.
+    return head.A_norm * radius * radius, (head.A_norm * radius + head.b_norm) * radius
+
+
+def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
+    """Return the logarithm of √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}."""
+    a, _ = score_sizes(head, radius)
+    inside = log_sum(2 * log(a) + math.log(4 * n + 1), math.log(n))
+    return log_product(log(head.V_norm), 0.5 * (math.log(3) + inside))
+
+
+def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
+    """Return the hypothesis that there is no mask."""
+    return Hypothesis("no mask", isinstance(attention, Head) or parameters.masking == "none")
+
+
+def no_query_bias(head: Head) -> Hypothesis:
+    """Return the hypothesis that there is no query bias (none that the scores feel)."""
+    return Hypothesis("no query bias", head.b_norm == 0)
+
+
+def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
+    """Make an upper bound; the rounding of a logarithm of many digits is added to it."""
+    if math.isfinite(log_formula):
+        log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
+    return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)
+
+
+def log(x: float) -> float:
+    """Return log x, −inf at 0."""
+    return math.log(x) if x > 0 else -math.inf
+
+
+def log_product(*logs: float) -> float:
+    """Return the logarithm of a product of numbers given by logarithms; zero times infinity is zero."""
+    return -math.inf if -math.inf in logs else math.fsum(logs)
+
+
+def log_sum(*logs: float) -> float:
+    """Return the logarithm of a sum of numbers given by logarithms."""
+    largest = max(logs)
+    if math.isinf(largest):
+        return largest
+    return largest + math.log(math.fsum(math.exp(term - largest) for term in logs))
