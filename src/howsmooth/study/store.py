@@ -9,7 +9,6 @@ with the process that held it.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +17,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote
 
 import pandas as pd
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from howsmooth.errors import StoreError
 from howsmooth.study.plan import Identity
-from howsmooth.study.schema import begun, check_schema, translated
+from howsmooth.study.schema import MEASUREMENTS, begun, connected, store_there, translated
 
 __all__ = ["COLUMNS", "STORE_NAME", "Contents", "Key", "Measurement", "ModelRecord", "Store", "TextRecord"]
 
-STORE_NAME = "measurements.sqlite"
+STORE_NAME = MEASUREMENTS.file
 
 Key = tuple[str, int, int | None, int, int]
 """Scope, layer, head, n and sample: one measurement of one model on one text."""
@@ -139,14 +137,7 @@ class Store:
             If the folder is there but is not a folder, or cannot be looked into.
 
         """
-        try:
-            if folder.exists() and not folder.is_dir():
-                raise StoreError(f"out: expected a folder, got the file {folder}. Choose another --out.")
-            return (folder / STORE_NAME).exists()
-        except OSError as error:
-            raise StoreError(
-                f"out: expected a usable folder, got {folder} ({_reason(error)}). Choose another --out."
-            ) from error
+        return store_there(folder, MEASUREMENTS)
 
     @classmethod
     def open(cls, folder: Path, *, write: bool = True) -> Store:
@@ -159,32 +150,8 @@ class Store:
             folder that cannot be written.
 
         """
-        path = folder / STORE_NAME
-        there = cls.exists(folder)
-        if not write and not there:
-            raise StoreError(f"out: expected a folder with {STORE_NAME}, got {folder}, which has none.")
-        if there and not path.is_file():
-            raise StoreError(f"{path} is not a file, so it cannot be a store. Choose another --out.")
-        lock = _lock(folder) if write else None
-        try:
-            with translated(path):
-                mode = "rwc" if write else "ro"
-                connection = sqlite3.connect(
-                    f"file:{quote(os.fsencode(path.resolve()))}?mode={mode}",
-                    uri=True,
-                    isolation_level=None,
-                    timeout=30,
-                )
-                try:
-                    check_schema(connection, path, write=write)
-                except BaseException:
-                    connection.close()
-                    raise
-        except BaseException:
-            if lock is not None:
-                lock.release()
-            raise
-        return cls(connection, path, lock)
+        connection, lock = connected(folder, MEASUREMENTS, write=write)
+        return cls(connection, folder / STORE_NAME, lock)
 
     def __enter__(self) -> Store:
         return self
@@ -384,26 +351,6 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         with translated(self.path), begun(self._connection):
             yield
-
-
-def _lock(folder: Path) -> FileLock:
-    lock = FileLock(folder / ".measurements.lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise StoreError(
-            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."
-        ) from error
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({_reason(error)}). Choose another --out."
-        ) from error
-    return lock
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
 
 
 def _now() -> str:
