@@ -1,1 +1,22 @@
-"""Inputs at which attention is as little smooth as can be found: constructions, and ascent."""
+"""Worst inputs: tokens at which attention is steepest, constructed or found by ascent."""
+
+from howsmooth.adversarial.constructions import (
+    Construction,
+    constructions,
+    no_real_eigenvalue,
+    tie,
+    two_cluster,
+)
+from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
+
+__all__ = [
+    "Around",
+    "Ball",
+    "Construction",
+    "Domain",
+    "Ellipsoid",
+    "constructions",
+    "no_real_eigenvalue",
+    "tie",
+    "two_cluster",
+]

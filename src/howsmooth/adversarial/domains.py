@@ -1,0 +1,239 @@
+"""Where the worst inputs are sought: a ball for each token, what a norm layer can give, around given tokens.
+
+A domain has coordinates, in which it is a ball (a product of balls) and steps are taken; for all but the
+image of a norm layer they are the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.bounds.bound import check_radius
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
+
+
+class Domain(abc.ABC):
+    """A set of token sequences."""
+
+    @property
+    @abc.abstractmethod
+    def radius(self) -> float:
+        """Radius of the balls, in coordinates."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return one phrase that says what the domain is."""
+
+    @abc.abstractmethod
+    def project_coordinates(self, u: Tensor) -> Tensor:
+        """Return the nearest coordinates inside."""
+
+    @abc.abstractmethod
+    def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
+        """Return random tokens of the domain, float64 on the CPU."""
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Return the coordinates of tokens x (..., n, d)."""
+        return x
+
+    def tokens(self, u: Tensor) -> Tensor:
+        """Return the tokens with coordinates u (..., n, d)."""
+        return u
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """Return the gradient in coordinates, of a gradient in tokens."""
+        return gradient
+
+    def project(self, X: Tensor) -> Tensor:
+        """Return tokens X (..., n, d) moved to the nearest, in coordinates, of the domain."""
+        return self.tokens(self.project_coordinates(self.coordinates(X)))
+
+    def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
+        """Tell whether tokens X lie in the domain, up to ``tol`` times its size."""
+        x = X.detach().double()
+        size = max(float(x.abs().max()), self.radius)
+        return bool(((self.project(x) - x).abs() <= tol * size).all())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()})"
+
+
+class Ball(Domain):
+    """Every token in the ball of radius R about zero: B_R^n, as in the paper's theorems.
+
+    Parameters
+    ----------
+    radius
+        R, a finite number > 0.
+
+    Raises
+    ------
+    ArgumentError
+        If the radius is not one.
+
+    """
+
+    def __init__(self, radius: float) -> None:
+        self._radius = check_radius(radius)
+
+    @property
+    def radius(self) -> float:
+        """R."""
+        return self._radius
+
+    def describe(self) -> str:
+        """Return one phrase that says what the domain is."""
+        return f"tokens of norm at most {self.radius:g}"
+
+    def project_coordinates(self, u: Tensor) -> Tensor:
+        """Shrink the tokens that are too long."""
+        return _shrink(u, self.radius)
+
+    def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
+        """Return tokens of random directions on the sphere of radius R."""
+        x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+        return self.project(self.radius * x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
+
+
+class Ellipsoid(Domain):
+    """What a norm layer can give: β + √d γ∘u, |u| <= 1, with mean-zero u for LayerNorm.
+
+    The closure of the layer's image for ε > 0; for ε = 0 the image is the surface |u| = 1 alone, and so is
+    this domain.
+
+    Parameters
+    ----------
+    norm
+        A LayerNorm or RMSNorm.
+
+    Raises
+    ------
+    ArgumentError
+        If it is neither.
+
+    """
+
+    def __init__(self, norm: object) -> None:
+        if not isinstance(norm, LayerNorm | RMSNorm):
+            raise ArgumentError("norm", expected="a LayerNorm or an RMSNorm", got=type(norm).__name__)
+        self.norm = norm
+        gain = norm.weight.double().cpu()
+        self._gain = math.sqrt(norm.d) * gain
+        self._shift = torch.zeros_like(gain) if norm.bias is None else norm.bias.double().cpu()
+
+    @property
+    def radius(self) -> float:
+        """1: that of the unit ball of u."""
+        return 1.0
+
+    def describe(self) -> str:
+        """Return one phrase that says what the domain is."""
+        return f"outputs of {self.norm.describe()}"
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Return u; zero where the gain is."""
+        gain, shift = self._gain.to(x), self._shift.to(x)
+        return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
+
+    def tokens(self, u: Tensor) -> Tensor:
+        """Return β + √d γ∘u."""
+        return self._shift.to(u) + self._gain.to(u) * u
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """Return √d γ∘gradient, with mean zero for LayerNorm."""
+        return self._centred(self._gain.to(gradient) * gradient)
+
+    def project_coordinates(self, u: Tensor) -> Tensor:
+        """Centre for LayerNorm, shrink into the unit ball; for ε = 0 stretch onto its surface."""
+        u = self._centred(u)
+        if self.norm.eps > 0:
+            return _shrink(u, 1.0)
+        length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        on_surface: Tensor = torch.where(length > 0, u / length.clamp_min(1e-300), u)
+        return on_surface
+
+    def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
+        """Return the norm of Gaussian tokens."""
+        u = self._centred(torch.randn(n, d, generator=generator, dtype=torch.float64))
+        u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
+        return self.tokens(self.project_coordinates(u))
+
+    def _centred(self, u: Tensor) -> Tensor:
+        if not self.norm.centred:
+            return u
+        centred: Tensor = u - u.mean(dim=-1, keepdim=True)
+        return centred
+
+
+class Around(Domain):
+    """Tokens near given ones: |X − X0| <= radius in the Frobenius norm, or |x_i − x0_i| <= radius each.
+
+    Parameters
+    ----------
+    X0
+        Centre (n, d).
+    radius
+        A finite number > 0.
+    per_token
+        Whether every token has a ball of its own.
+
+    Raises
+    ------
+    ArgumentError
+        If the centre is not a matrix of tokens, or the radius out of range.
+    NonFiniteError
+        If the centre is not finite.
+
+    """
+
+    def __init__(self, X0: Tensor, radius: float, *, per_token: bool = False) -> None:
+        if not isinstance(X0, Tensor) or X0.ndim != 2 or X0.numel() == 0 or not X0.is_floating_point():
+            got = f"shape {tuple(X0.shape)}" if isinstance(X0, Tensor) else type(X0).__name__
+            raise ArgumentError("X0", expected="floating-point tokens (n, d)", got=got)
+        if not bool(torch.isfinite(X0).all()):
+            raise NonFiniteError("X0", expected="finite numbers", got="NaN or infinity")
+        self.X0 = X0.detach().double().cpu()
+        self._radius = check_radius(radius)
+        self.per_token = bool(per_token)
+
+    @property
+    def radius(self) -> float:
+        """Radius of the ball."""
+        return self._radius
+
+    def describe(self) -> str:
+        """Return one phrase that says what the domain is."""
+        n, d = self.X0.shape
+        each = "each token" if self.per_token else "in the Frobenius norm"
+        return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
+
+    def project_coordinates(self, u: Tensor) -> Tensor:
+        """Shrink the difference from the centre where it is too long."""
+        centre = self.X0.to(u)
+        difference = u - centre
+        if self.per_token:
+            return centre + _shrink(difference, self.radius)
+        return centre + _shrink(difference.flatten(-2), self.radius).reshape(u.shape)
+
+    def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
+        """Return tokens at distance ``radius`` in random directions."""
+        if (n, d) != tuple(self.X0.shape):
+            raise ArgumentError("n", expected=f"tokens of shape {tuple(self.X0.shape)}", got=f"({n}, {d})")
+        x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True) if self.per_token else x.norm()
+        return self.project(self.X0 + self.radius * x / length)
+
+
+def _shrink(x: Tensor, radius: float) -> Tensor:
+    """Scale the vectors (last axis) that are longer than ``radius`` down to it."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
+    return inside
