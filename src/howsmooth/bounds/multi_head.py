@@ -176,10 +176,11 @@ def multi_head_gram(
 def multi_head_folded(
     attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}, O_h = W_h V_h, c_h for V = I.
+    """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h.
 
-    c_h bounds head h with the identity as its value matrix. For bounds proportional to ‖V‖, which all of
-    this library are, it is never above :func:`multi_head_gram`.
+    c_h bounds head h with a value matrix of orthonormal rows in the place of V_h, whose other factor has gone
+    to the output map. For bounds proportional to ‖V‖, which all of this library are, it is never above
+    :func:`multi_head_gram`.
 
     Parameters
     ----------
@@ -202,20 +203,13 @@ def multi_head_folded(
 
     """
     parameters = parameters_of(attention)
-    d = parameters.heads[0].d
-    identity = torch.eye(d, dtype=torch.float64)
-    plain = Parameters(
-        tuple(Head((head.left, head.right), identity, head.b) for head in parameters.heads),
-        parameters.outputs,
-        parameters.masking,
-        parameters.mask,
-    )
-    logs, hypotheses = _bounds_of_heads(plain, length, radius, head_bound)
-    # ‖O_hᵀ O_g‖ = ‖(W_h L_h)ᵀ (W_g L_g)‖ with V_h = L_h Q_h, Q_h of orthonormal rows: small matrices.
-    maps = [
-        W @ torch.linalg.qr(head.V.mT, mode="r").R.mT
-        for W, head in zip(parameters.outputs, parameters.heads, strict=True)
-    ]
+    heads, maps = [], []
+    for head, W in zip(parameters.heads, parameters.outputs, strict=True):
+        rows, triangle = torch.linalg.qr(head.V.mT)  # V = triangleᵀ rowsᵀ
+        heads.append(Head((head.left, head.right), rows.mT, head.b))
+        maps.append(W @ triangle.mT)
+    balanced = Parameters(tuple(heads), tuple(maps), parameters.masking, parameters.mask)
+    logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
     return upper(
         "multi_head_folded",
         _quantity(parameters),

@@ -1,0 +1,216 @@
+"""The limit of the local Lipschitz constant for tokens R·X as R → ∞, with an explicit rate.
+
+Proofs: docs/theory/large-radius.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
+from howsmooth.bounds.masked import causal
+from howsmooth.bounds.parameters import Head
+from howsmooth.bounds.unmasked import PAPER, log, log_product, log_sum, no_query_bias, one_head, unmasked
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["LargeRadius", "large_radius", "theorem_3_7", "theorem_4_5"]
+
+_PAGE = "with the rate of docs/theory/large-radius.md"
+
+# Relative error of a spectral norm in float64, which Head rounds up.
+_NORM_MARGIN = 1e-12
+
+
+@dataclass(frozen=True)
+class LargeRadius:
+    """The Jacobian at tokens R·X beside its limit Π⊗V, Π_ij = 1 where j is the argmax of row i.
+
+    Attributes
+    ----------
+    log_limit
+        Logarithm of ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i has its argmax at j}).
+    log_distance
+        Logarithm of an upper bound of ‖D_{RX}f − Π⊗V‖.
+    gap
+        The smallest difference, over the rows, of the two largest scores ⟨A x_i, x_j⟩ at R = 1, less what
+        rounding may make of it; not positive where the argmax may not be unique.
+
+    """
+
+    log_limit: float
+    log_distance: float
+    gap: float
+
+
+def theorem_3_7(
+    attention: object, X: Tensor, radius: float, *, side: Literal["upper", "lower"] = "upper"
+) -> Bound:
+    """Bound ‖D_{RX} f‖ by ‖V‖ √(max_j #{i : m_i = j}) plus, or minus, its distance from this limit.
+
+    m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance is at most ‖V‖ η (√(2n)(1 + R² r max|A x_i|) +
+    R² r² ‖A‖), with the smallest score gap δ, r = diam X and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}); it tends
+    to zero as R → ∞.
+
+    Parameters
+    ----------
+    attention
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.SelfAttention` or a captured site.
+    X
+        Tokens (n, d) that are scaled; the map is taken at ``radius * X``. Float32 or float64.
+    radius
+        The factor R > 0.
+    side
+        Which bound: the limit plus the distance, or minus it.
+
+    Returns
+    -------
+    Bound
+        Of ‖D_{RX} f‖. Needs: no mask, no query bias, a unique argmax in every row.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If ``X`` is not finite.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 3.7; the rate is of this library,
+    docs/theory/large-radius.md.
+
+    """
+    parameters, head = one_head(attention, "theorem_3_7")
+    found = large_radius(head, X, check_radius(radius), masked=False)
+    return _bound(
+        "theorem_3_7", f"{PAPER}, Theorem 3.7, {_PAGE}", found, side, head, unmasked(attention, parameters)
+    )
+
+
+def theorem_4_5(
+    attention: object, X: Tensor, radius: float, *, side: Literal["upper", "lower"] = "upper"
+) -> Bound:
+    """Bound ‖D_{RX} f^m‖ for large R: Theorem 3.7 with a causal mask, m_i the argmax over j <= i.
+
+    Parameters
+    ----------
+    attention
+        One head: a :class:`~howsmooth.bounds.Head` (taken as causal), a causal
+        :class:`~howsmooth.SelfAttention` or a captured site.
+    X, radius, side
+        As for :func:`theorem_3_7`.
+
+    Returns
+    -------
+    Bound
+        Of ‖D_{RX} f^m‖. Needs: a causal mask and no other, no query bias, a unique argmax in every row.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If ``X`` is not finite.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 4.5; the rate is of this library,
+    docs/theory/large-radius.md.
+
+    """
+    parameters, head = one_head(attention, "theorem_4_5")
+    found = large_radius(head, X, check_radius(radius), masked=True)
+    return _bound(
+        "theorem_4_5", f"{PAPER}, Theorem 4.5, {_PAGE}", found, side, head, causal(attention, parameters)
+    )
+
+
+def large_radius(head: Head, X: Tensor, radius: float, *, masked: bool) -> LargeRadius:
+    """Return the limit for tokens R·X, R → ∞, and a bound of the distance from it at ``radius``.
+
+    Parameters
+    ----------
+    head
+        The head; its query bias is left out.
+    X
+        Tokens (n, d).
+    radius
+        R > 0.
+    masked
+        Whether row i sees the tokens j <= i only.
+
+    Raises
+    ------
+    ArgumentError
+        If ``X`` does not fit.
+    NonFiniteError
+        If ``X`` is not finite.
+
+    """
+    x = _tokens(X, head.d)
+    n = x.shape[0]
+    keys, queries = x @ head.left, x @ head.right.mT
+    y = queries @ head.left.mT  # rows A x_i
+    scores = queries @ keys.mT
+    # |x̂ᵀAx − xᵀAx| of floats: products of (n, d), (d, k), (k, n), each relative to the norms of its factors.
+    sizes = (head.left.abs().mT @ x.abs().mT).mT, x.abs() @ head.right.abs().mT
+    error = 2 * (2 * head.d + head.left.shape[1]) * sys.float_info.epsilon * (sizes[1] @ sizes[0].mT)
+    if masked:
+        hidden = ~torch.ones(n, n, dtype=torch.bool).tril()
+        scores, error = scores.masked_fill(hidden, -math.inf), error.masked_fill(hidden, 0.0)
+    top, best = scores.max(dim=1)
+    differences = top[:, None] - scores - error - error.gather(1, best[:, None])
+    gap = float(differences.scatter(1, best[:, None], math.inf).min())
+    count = int(torch.bincount(best, minlength=n).max())
+    log_limit = log_product(log(head.V_norm), 0.5 * math.log(count))
+    if n == 1:
+        return LargeRadius(log_limit, -math.inf, math.inf)
+    diameter = float(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").max()) * (1 + 1e-12)
+    longest = float(torch.linalg.vector_norm(y, dim=1).max()) * (1 + 1e-12)
+    # log η, with t = log((n−1) e^{−δR²}): η = 1/(1 + e^{−t})
+    t = math.log(n - 1) - gap * radius * radius  # in this order: no 0·∞
+    log_eta = min(t, 0.0) - math.log1p(math.exp(-abs(t)))
+    log_r2 = 2 * math.log(radius)
+    rows = log_sum(0.0, log_r2 + log(diameter) + log(longest))
+    inside = log_sum(0.5 * math.log(2 * n) + rows, log_r2 + 2 * log(diameter) + log(head.A_norm))
+    return LargeRadius(log_limit, log_product(log(head.V_norm), log_eta, inside), gap)
+
+
+def _bound(name: str, source: str, found: LargeRadius, side: str, head: Head, masking: Hypothesis) -> Bound:
+    hypotheses = (
+        masking,
+        no_query_bias(head),
+        Hypothesis("the largest score of every row is attained by one token", found.gap > 0),
+    )
+    if side == "upper":
+        return Bound.upper(
+            name,
+            Quantity.LOCAL,
+            source,
+            log_formula=log_sum(found.log_limit, found.log_distance),
+            hypotheses=hypotheses,
+        )
+    if side != "lower":
+        raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
+    # limit − distance, the limit less the margin by which ‖V‖ was rounded up
+    log_low = found.log_limit - 3 * _NORM_MARGIN
+    ratio = found.log_distance - log_low if math.isfinite(log_low) else math.inf
+    log_lower = log_low + math.log1p(-math.exp(ratio)) if ratio < 0 else -math.inf
+    return Bound.lower(name, Quantity.LOCAL, source, log_formula=log_lower, hypotheses=hypotheses)
+
+
+def _tokens(X: object, d: int) -> Tensor:
+    if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != d:
+        got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+        raise ArgumentError("X", expected=f"tokens of shape (n, {d}) with n >= 1", got=got)
+    if X.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError("X", expected="dtype float32 or float64", got=str(X.dtype))
+    if not bool(torch.isfinite(X).all()):
+        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+    return X.detach().to(device="cpu", dtype=torch.float64)
