@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,9 +47,7 @@ class LargeRadius:
     gap: float
 
 
-def theorem_3_7(
-    attention: object, X: Tensor, radius: float, *, side: Literal["upper", "lower"] = "upper"
-) -> Bound:
+def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
     """Bound ‖D_{RX} f‖ by ‖V‖ √(max_j #{i : m_i = j}) plus, or minus, its distance from this limit.
 
     m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance is at most ‖V‖ η (√(2n)(1 + R² r max|A x_i|) +
@@ -93,9 +90,7 @@ def theorem_3_7(
     )
 
 
-def theorem_4_5(
-    attention: object, X: Tensor, radius: float, *, side: Literal["upper", "lower"] = "upper"
-) -> Bound:
+def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
     """Bound ‖D_{RX} f^m‖ for large R: Theorem 3.7 with a causal mask, m_i the argmax over j <= i.
 
     Parameters
@@ -131,7 +126,7 @@ def theorem_4_5(
     )
 
 
-def large_radius(head: Head, X: Tensor, radius: float, *, masked: bool) -> LargeRadius:
+def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> LargeRadius:
     """Return the limit for tokens R·X, R → ∞, and a bound of the distance from it at ``radius``.
 
     Parameters
@@ -182,7 +177,9 @@ def large_radius(head: Head, X: Tensor, radius: float, *, masked: bool) -> Large
     return LargeRadius(log_limit, log_product(log(head.V_norm), log_eta, inside), gap)
 
 
-def _bound(name: str, source: str, found: LargeRadius, side: str, head: Head, masking: Hypothesis) -> Bound:
+def _bound(
+    name: str, source: str, found: LargeRadius, side: object, head: Head, masking: Hypothesis
+) -> Bound:
     hypotheses = (
         masking,
         no_query_bias(head),

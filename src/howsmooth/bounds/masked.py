@@ -23,6 +23,7 @@ from howsmooth.bounds.unmasked import (
     no_query_bias,
     one_head,
     score_sizes,
+    softplus,
     upper,
 )
 from howsmooth.errors import ArgumentError
@@ -36,7 +37,7 @@ _THEOREM_4_4_FROM = 0.4
 _SUMMED_ROWS = 20_000
 
 
-def theorem_4_3(attention: object, length: int, radius: float) -> Bound:
+def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f^m on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}: Theorem 3.3 with a causal mask.
 
     Parameters
@@ -76,7 +77,7 @@ def theorem_4_3(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def theorem_4_4(attention: object, radius: float) -> Bound:
+def theorem_4_4(attention: object, radius: object) -> Bound:
     """Bound the masked mean-field map in d₂ by ‖V‖ (1 + 3a) e^{2a}, where that is true: for a >= 0.4.
 
     As printed, for every a, the statement is false. For A = 0 the map is the average over the tokens seen so
@@ -120,7 +121,7 @@ def theorem_4_4(attention: object, radius: float) -> Bound:
     )
 
 
-def masked_theorem_a(attention: object, length: int, radius: float) -> Bound:
+def masked_theorem_a(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f^m on B_R^n) by ‖V‖ (a + √(1 + Σ_{i=2}^n min{h*(a₃), (1 + a₃²) P̄(i, a₃)})).
 
     Parameters
@@ -156,7 +157,7 @@ def masked_theorem_a(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def any_mask_theorem_a(attention: object, length: int, radius: float) -> Bound:
+def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bound:
     """Bound attention with any mask by ‖V‖ (a + √(Σ_i ρ_i)), row i seeing n_i tokens.
 
     ρ_i = 1 where n_i = 1, else min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)}. Without a mask it is Theorem A, with a
@@ -211,7 +212,7 @@ def any_mask_theorem_a(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def masked_n_free(attention: object, radius: float) -> Bound:
+def masked_n_free(attention: object, radius: object) -> Bound:
     """Bound f^m at every length, and the masked mean-field map in d₂, by ‖V‖ (a + e^{a₃}(2 + √6 a₃)).
 
     Half the exponent of Theorem 4.4, and true for every a. For A = 0 it is 2‖V‖, Hardy's constant, which is
@@ -282,7 +283,7 @@ def log_causal_rows(n: int, a3: float) -> float:
             crossing = near if log_crossing <= math.log(near) else math.ceil(_exp_int(log_crossing))
             if crossing > near:
                 terms.append(math.log(crossing - near) + log_h)
-            span = _softplus(log_of_half(2 * n - 1) - 2 * a3) - _softplus(
+            span = softplus(log_of_half(2 * n - 1) - 2 * a3) - softplus(
                 log_of_half(2 * crossing - 1) - 2 * a3
             )
             terms.append(log_b + 2 * a3 + log(span))
@@ -298,8 +299,3 @@ def _exp_int(log_x: float) -> int:
     """Return about e^log_x as an integer of any size."""
     bits = max(0, int(log_x / math.log(2)) - 60)
     return int(math.exp(log_x - bits * math.log(2))) << bits
-
-
-def _softplus(t: float) -> float:
-    """Return log(1 + e^t)."""
-    return max(t, 0.0) + math.log1p(math.exp(-abs(t)))

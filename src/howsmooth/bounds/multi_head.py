@@ -30,7 +30,7 @@ __all__ = [
 HeadBound = Callable[[object, int, float], Bound]
 
 
-def best_head_bound(attention: object, length: int, radius: float) -> Bound:
+def best_head_bound(attention: object, length: object, radius: object) -> Bound:
     """Return the smallest upper bound for one head that holds with the mask it has.
 
     Parameters
@@ -62,7 +62,7 @@ def best_head_bound(attention: object, length: int, radius: float) -> Bound:
 
 
 def lemma_3_8(
-    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
     """Bound multi-head attention by Σ_h ‖W_h‖ L_h.
 
@@ -101,7 +101,7 @@ def lemma_3_8(
 
 
 def multi_head_output(
-    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
     """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, W_O = [W_1 … W_H].
 
@@ -138,7 +138,7 @@ def multi_head_output(
 
 
 def multi_head_gram(
-    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
     """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, never above Lemma 3.8.
 
@@ -174,7 +174,7 @@ def multi_head_gram(
 
 
 def multi_head_folded(
-    attention: object, length: int, radius: float, head_bound: HeadBound = best_head_bound
+    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
     """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h.
 
@@ -231,17 +231,16 @@ def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 
 
 def _bounds_of_heads(
-    parameters: Parameters, length: int, radius: float, head_bound: HeadBound
+    parameters: Parameters, length: object, radius: object, head_bound: HeadBound
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
     """Return the logarithms of what the heads' bounds give, and their hypotheses, each once."""
-    check_length(length)
-    check_radius(radius)
+    n, R = check_length(length), check_radius(radius)
     logs: list[float] = []
     holds: dict[str, bool] = {}
     for head in parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)
         alone = Parameters((head,), (identity,), parameters.masking, parameters.mask)
-        bound = head_bound(alone, length, radius)
+        bound = head_bound(alone, n, R)
         if bound.side != "upper":
             raise ArgumentError("head_bound", expected="an upper bound", got=repr(bound))
         logs.append(bound.log_formula)

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import log_p_bar, spectral_norm
-from howsmooth.bounds.unmasked import log, log_product, log_sum, one_head, score_sizes, unmasked, upper
+from howsmooth.bounds.parameters import spectral_norm
+from howsmooth.bounds.unmasked import (
+    log,
+    log_largest_weight,
+    log_product,
+    log_sum,
+    one_head,
+    score_sizes,
+    unmasked,
+    upper,
+)
 from howsmooth.errors import ArgumentError
 
 __all__ = [
@@ -33,7 +42,7 @@ _OURS = "docs/theory/other-attentions.md"
 # ---- L2 attention
 
 
-def l2_attention(query: Tensor, value: Tensor, output: Tensor | None, length: int) -> Bound:
+def l2_attention(query: object, value: object, output: object, length: object) -> Bound:
     """Bound L2 attention by √N/√k (4Φ+1) √(Σ_h ‖Q_h‖⁴‖V_h‖²) ‖W_O‖, Φ e^{Φ+1} = N − 1.
 
     Head h has P_ij ∝ exp(−|Q_h x_i − Q_h x_j|²/√k) and gives V_h Q_hᵀQ_h Σ_j P_ij x_j / √k (query and key are
@@ -83,7 +92,7 @@ def l2_attention(query: Tensor, value: Tensor, output: Tensor | None, length: in
     )
 
 
-def l2_attention_sharp(query: Tensor, value: Tensor, output: Tensor | None, length: int) -> Bound:
+def l2_attention_sharp(query: object, value: object, output: object, length: object) -> Bound:
     """Bound L2 attention by ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), Φ e^{Φ+1} = N − 1.
 
     Parameters
@@ -141,14 +150,14 @@ def _phi(n: int) -> float:
 
 
 def scaled_cosine(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: int,
+    query: object,
+    key: object,
+    value: object,
+    length: object,
     *,
-    temperature: float,
-    gain: float = 1.0,
-    eps: float,
+    temperature: object,
+    gain: object = 1.0,
+    eps: object,
 ) -> Bound:
     """Bound scaled cosine attention by νε^{-1/2} (2N(N−1)τ‖W_K‖ + 2(N−1)τ‖W_Q‖ + 2N‖W_V‖).
 
@@ -189,11 +198,11 @@ def scaled_cosine(
 
     """
     n = check_length(length)
-    log_q, log_k, log_v, log_tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
+    log_q, log_k, log_v, tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
     log_n, log_before = math.log(n), math.log(n - 1) if n > 1 else -math.inf
     terms = (
-        log_product(log_n, log_before, log_tau, log_k),
-        log_product(log_before, log_tau, log_q),
+        log_product(log_n, log_before, log(tau), log_k),
+        log_product(log_before, log(tau), log_q),
         log_product(log_n, log_v),
     )
     return upper(
@@ -205,14 +214,14 @@ def scaled_cosine(
 
 
 def scaled_cosine_sharp(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: int,
+    query: object,
+    key: object,
+    value: object,
+    length: object,
     *,
-    temperature: float,
-    gain: float = 1.0,
-    eps: float,
+    temperature: object,
+    gain: object = 1.0,
+    eps: object,
 ) -> Bound:
     """Bound scaled cosine attention by νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖).
 
@@ -240,12 +249,12 @@ def scaled_cosine_sharp(
 
     """
     n = check_length(length)
-    log_q, log_k, log_v, log_tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
-    log_c = 0.5 * (math.log(n) + log_p_bar(n, math.exp(log_tau)))
+    log_q, log_k, log_v, tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
+    log_c = 0.5 * (math.log(n) + log_largest_weight(n, tau))
     terms = [log_product(log_c, log_v)]
     if n > 1:  # one token has weight 1, whatever the score
         log_rows = min(0.5 * (math.log(n) - math.log(2)), log_c)
-        terms += [log_product(log_tau, log_q), log_product(log_rows, log_tau, log_k)]
+        terms += [log_product(log(tau), log_q), log_product(log_rows, log(tau), log_k)]
     return upper(
         "scaled_cosine_sharp",
         Quantity.EVERYWHERE,
@@ -257,7 +266,7 @@ def scaled_cosine_sharp(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Return the logarithms of ‖W_Q‖, ‖W_K‖, ‖W_V‖, τ and ν/√ε, after checking them."""
+    """Return the logarithms of ‖W_Q‖, ‖W_K‖ and ‖W_V‖, then τ and log ν/√ε, after checking them."""
     q = as_parameter("query", query, ("key_dim", "d"))
     k = as_parameter("key", key, tuple(q.shape))
     v = as_parameter("value", value, ("value_dim", q.shape[1]))
@@ -273,7 +282,7 @@ def _cosine(
         log(spectral_norm(q)),
         log(spectral_norm(k)),
         log(spectral_norm(v)),
-        log(abs(_number("temperature", temperature))),
+        abs(_number("temperature", temperature)),
         log_product(log(abs(_number("gain", gain))), -0.5 * math.log(epsilon)),
     )
 
@@ -281,7 +290,7 @@ def _cosine(
 # ---- Sinkhorn attention
 
 
-def sinkhorn(attention: object, radius: float) -> Bound:
+def sinkhorn(attention: object, radius: object) -> Bound:
     """Bound converged Sinkhorn attention on the ball by ‖V‖ (1 + 2‖A‖R²), whatever n and the query bias.
 
     Its P is the doubly stochastic matrix diag(α) e^S diag(β), the limit of Sinkhorn's iterations on the
@@ -325,7 +334,7 @@ def sinkhorn(attention: object, radius: float) -> Bound:
 # ---- LipschitzNorm
 
 
-def lipschitz_norm(queries: int, keys: int) -> Bound:
+def lipschitz_norm(queries: object, keys: object) -> Bound:
     """Bound attention with LipschitzNorm, jointly in Q, K and V, by e^{√3} √(m/n) + 2√6.
 
     Its scores are ⟨q_i, k_j⟩ / max{uv, uw, vw}, with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
@@ -362,7 +371,7 @@ def lipschitz_norm(queries: int, keys: int) -> Bound:
     )
 
 
-def lipschitz_norm_sharp(queries: int, keys: int) -> Bound:
+def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
     """Bound attention with LipschitzNorm by √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²}, κ = √(m P̄(n, 1)).
 
     κ <= e √(m/n). For one key it is √m, the constant itself.
@@ -388,7 +397,7 @@ def lipschitz_norm_sharp(queries: int, keys: int) -> Bound:
 
     """
     m, n = _count("queries", queries), _count("keys", keys)
-    log_kappa = 0.5 * (math.log(m) + log_p_bar(n, 1.0))
+    log_kappa = 0.5 * (math.log(m) + log_largest_weight(n, 1.0))
     squares = max(
         log_sum(2 * log_sum(log_kappa, 0.0), math.log(4.5)),
         log_sum(2 * log_kappa, math.log(4 + (1 + math.sqrt(0.5)) ** 2)),
@@ -404,7 +413,7 @@ def lipschitz_norm_sharp(queries: int, keys: int) -> Bound:
 # ---- softmax
 
 
-def softmax_temperature(inverse_temperature: float) -> Bound:
+def softmax_temperature(inverse_temperature: object) -> Bound:
     """Bound x ↦ softmax(λx) by λ/2, in every norm ℓ_p, 1 <= p <= ∞.
 
     Parameters

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, log_p_bar, parameters_of
+from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 
 __all__ = ["h_star", "n_free", "theorem_3_3", "theorem_3_5", "theorem_a", "theorem_e_3"]
 
@@ -20,7 +20,7 @@ PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
 OURS = "docs/theory/bounds-on-a-ball.md"
 
 
-def theorem_3_3(attention: object, length: int, radius: float) -> Bound:
+def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, of order R²√n.
 
     Parameters
@@ -59,7 +59,7 @@ def theorem_3_3(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def theorem_3_5(attention: object, radius: float) -> Bound:
+def theorem_3_5(attention: object, radius: object) -> Bound:
     """Bound the W₂-Lipschitz constant of the mean-field map by ‖V‖ (1 + 3a) e^{2a}, whatever n.
 
     Parameters
@@ -97,7 +97,7 @@ def theorem_3_5(attention: object, radius: float) -> Bound:
     )
 
 
-def theorem_e_3(attention: object, length: int, radius: float) -> Bound:
+def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f on B_R^n) with a query bias by √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}.
 
     Parameters
@@ -133,7 +133,7 @@ def theorem_e_3(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def theorem_a(attention: object, length: int, radius: float) -> Bound:
+def theorem_a(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f on B_R^n) by ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})), biases included.
 
     h* is :func:`h_star` and P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest that one attention weight can be.
@@ -172,7 +172,7 @@ def theorem_a(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def n_free(attention: object, radius: float) -> Bound:
+def n_free(attention: object, radius: object) -> Bound:
     """Bound f at every length, and the mean-field map in W₂, by ‖V‖ (a + e^{a₃} √(1 + a₃²)).
 
     Half the exponent of Theorem 3.5.
@@ -245,14 +245,19 @@ def log_h_star(a: float) -> float:
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(h_star(a))
 
 
-def log_row(n: float, a3: float) -> float:
+def log_row(n: int, a3: float) -> float:
     """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, which bounds ‖T_i‖² for a row that sees n tokens."""
     if n <= 1:
         return 0.0  # one token: P = 1, z = 0, and the row is the identity
-    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))
+    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
 
 
-# ---- shared with the masked bounds
+def log_largest_weight(n: int, a3: float) -> float:
+    """Return log P̄(n, a₃) = −log(1 + (n−1) e^{−2a₃}), the largest that one of n attention weights can be."""
+    return 0.0 if n <= 1 else -softplus(math.log(n - 1) - 2 * a3)
+
+
+# ---- shared with the other bounds
 
 
 def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
@@ -294,6 +299,11 @@ def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypot
 def log(x: float) -> float:
     """Return log x, −inf at 0."""
     return math.log(x) if x > 0 else -math.inf
+
+
+def softplus(t: float) -> float:
+    """Return log(1 + e^t)."""
+    return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
 
 
 def log_product(*logs: float) -> float:
