@@ -1,0 +1,7 @@
+"""Certificates: proved upper bounds on ‖D_X f‖ at given tokens, without the Jacobian's spectrum."""
+
+from howsmooth.bounds.certificates.certificate import Certificate
+from howsmooth.bounds.certificates.joint import certificate_cheap, certificate_joint, certificate_n
+from howsmooth.bounds.certificates.rows import certificate_r
+
+__all__ = ["Certificate", "certificate_cheap", "certificate_joint", "certificate_n", "certificate_r"]

@@ -1,0 +1,177 @@
+"""What a certificate is: a proved upper bound on ‖D_X f‖ at given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.map import check_tokens
+from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.certificates.heads import HeadsAt, heads_at
+from howsmooth.bounds.certificates.rounding import Enclosed, U
+from howsmooth.bounds.certificates.verified import norm
+from howsmooth.bounds.parameters import Head, Parameters, SiteLike
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["Certificate", "certify", "one_head", "the_question"]
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Upper bounds on ‖D_X f‖₂, one for each member of a batch, valid in exact arithmetic.
+
+    Attributes
+    ----------
+    value
+        At least ‖D_X f‖₂ of the exact map at the given floating-point numbers; float64, shape (...).
+    rounding
+        The share of ``value`` that allows for rounding, shape (...): the formula in plain floating point
+        gives value · (1 − rounding).
+    name
+        Of the function.
+    source
+        Where it is derived.
+
+    """
+
+    value: Float64[Tensor, "*batch"]
+    rounding: Float64[Tensor, "*batch"]
+    name: str
+    source: str
+
+    def bound(self, *index: int) -> Bound:
+        """Return the bound of one member of the batch.
+
+        Raises
+        ------
+        ArgumentError
+            If the index does not name one member.
+
+        """
+        shape = tuple(self.value.shape)
+        if len(index) != len(shape) or not all(
+            -size <= i < size for i, size in zip(index, shape, strict=True)
+        ):
+            raise ArgumentError(
+                "index", expected=f"the index of one member of a batch of shape {shape}", got=str(index)
+            )
+        return Bound.upper(self.name, Quantity.LOCAL, self.source, formula=float(self.value[index]))
+
+    def __repr__(self) -> str:
+        if self.value.ndim == 0:
+            return (
+                f"Certificate(‖D_X f‖ ≤ {float(self.value):.6g}, of which {float(self.rounding):.1e} allows "
+                f"for rounding; {self.name})"
+            )
+        return f"Certificate(shape {tuple(self.value.shape)}; {self.name})"
+
+
+def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
+    """Return the attention and the tokens in float64 on the CPU, after checking both."""
+    f = attention
+    if isinstance(f, SiteLike) and not isinstance(f, SelfAttention):
+        X = f.x if X is None else X
+        f = f.map
+        if not isinstance(f, SelfAttention):
+            raise ArgumentError(
+                "attention",
+                expected="a site whose map is attention alone",
+                got=f"scope {getattr(attention, 'scope', '?')!r}",
+                remedy="Capture with scope 'attention', 'heads' or 'head'.",
+            )
+    elif isinstance(f, Head | Parameters):
+        f = _self_attention(f)
+    if not isinstance(f, SelfAttention):
+        raise ArgumentError(
+            "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
+        )
+    if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
+        got = (
+            f"{X.dtype} of shape {tuple(X.shape)}"
+            if isinstance(X, Tensor)
+            else ("None" if X is None else type(X).__name__)
+        )
+        raise ArgumentError("X", expected="a floating-point tensor of tokens (..., n, d)", got=got)
+    f = f.to(dtype=torch.float64, device="cpu")
+    x = X.detach().to(dtype=torch.float64, device="cpu")
+    check_tokens(x, f)
+    if not bool(torch.isfinite(x).all()):
+        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+    return f, x
+
+
+def _self_attention(heads: Head | Parameters) -> SelfAttention:
+    """Write heads ⟨A x_i + b, x_j⟩ as queries and keys: A = left · right, and b is one more key row."""
+    if isinstance(heads, Head):
+        heads = Parameters((heads,), (torch.eye(heads.V.shape[0], dtype=torch.float64),), "none", None)
+    ranks = [head.left.shape[1] + 1 for head in heads.heads]
+    k, d, width = max(ranks), heads.heads[0].d, max(head.V.shape[0] for head in heads.heads)
+    count = len(heads.heads)
+    query, key, value = (torch.zeros(count, rows, d, dtype=torch.float64) for rows in (k, k, width))
+    bias = torch.zeros(count, k, dtype=torch.float64)
+    for h, head in enumerate(heads.heads):
+        rank = ranks[h] - 1
+        query[h, :rank], key[h, :rank], value[h, : head.V.shape[0]] = head.right, head.left.mT, head.V
+        key[h, rank], bias[h, rank] = head.b, 1.0
+    outputs = [torch.nn.functional.pad(w, (0, width - w.shape[1])) for w in heads.outputs]
+    causal = heads.masking == "causal"
+    return SelfAttention(
+        query,
+        key,
+        value,
+        torch.cat(outputs, dim=1),
+        query_bias=bias,
+        scale=1.0,
+        causal=causal,
+        mask=None if causal else heads.mask,
+    )
+
+
+def one_head(f: SelfAttention, name: str) -> None:
+    """Raise ArgumentError if there are several heads."""
+    if f.heads != 1:
+        raise ArgumentError(
+            "attention",
+            expected=f"one head: {name} is a statement about single-head attention",
+            got=f"{f.heads} heads",
+            remedy="Use certificate_joint, or give attention.head(h).",
+        )
+
+
+def check_iterations(iterations: object) -> int:
+    """Return the number of iterations, after checking that it is a whole number >= 0."""
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
+        raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
+    return iterations
+
+
+def certify(
+    name: str, source: str, f: SelfAttention, x: Tensor, evaluate: Callable[[HeadsAt], Enclosed]
+) -> Certificate:
+    """Evaluate a certificate for each member; add the distance of the exact Jacobian, and scale back."""
+    uppers, plains = [], []
+    for member in x.reshape(-1, *x.shape[-2:]):
+        at = heads_at(f, member)
+        found = evaluate(at)
+        upper = (found.upper + distance(at)) * (1 + 8 * U)
+        # A power of two: exact, but for underflow, which the smallest of numbers outweighs
+        power = torch.tensor(at.exponent)
+        uppers.append(torch.ldexp(upper, power) + 5e-324)
+        plains.append(torch.ldexp(found.plain, power))
+    value = torch.stack(uppers).reshape(x.shape[:-2])
+    plain = torch.stack(plains).reshape(x.shape[:-2])
+    share = torch.where(torch.isfinite(value), 1 - plain / value, 0.0)
+    return Certificate(value, share.clamp_min(0.0), name, source)
+
+
+def distance(at: HeadsAt) -> Tensor:
+    """Bound ‖J − J̃‖ over all heads."""
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for head, w in zip(at.heads, at.W, strict=True):
+        total = total + norm(w[None]).upper[0] * head.error
+    return total * (1 + 1e-9)

@@ -1,0 +1,87 @@
+"""Sums that certificates are made of, their largest eigenvalues proved, row by row.
+
+Each is λ_max of Σ_h O_h B_i^h O_hᵀ for given blocks B_i^h ≥ 0: ``sandwich``. Rounding: the blocks are sums
+of nonnegative multiples of w wᵀ with an error of γ times their trace, and a product O B Oᵀ has an error
+of γ ‖O‖_F² tr B (docs/theory/certificates.md, "Rounding").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.certificates.heads import HeadAt, HeadsAt, row_blocks
+from howsmooth.bounds.certificates.rounding import Enclosed, gamma, up
+from howsmooth.bounds.certificates.verified import Rule, largest_eigenvalue, shrink
+
+__all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
+
+
+def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
+    """Σ_j P_ij q_j w_ij w_ijᵀ for each i, with relative error γ_{n+8} of the trace."""
+    n, width = head.v.shape
+    sums = torch.empty(n, width, width, dtype=q.dtype)
+    for rows in row_blocks(n, n * width):
+        w = head.v[None] - head.o[rows, None]
+        sums[rows] = ((head.P[rows] * q)[..., None] * w).mT @ w
+    return sums
+
+
+def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
+    """Σ_i P_ij c_i q_i q_iᵀ for each j, with relative error γ_{n+8} of the trace."""
+    n, k = head.q.shape
+    outer = (head.q[:, :, None] * head.q[:, None, :]).reshape(n, k * k)
+    return ((head.P * c[:, None]).mT @ outer).reshape(n, k, k)
+
+
+def sandwich(
+    outer: Sequence[Float[Tensor, "rows _k"]],
+    blocks: Sequence[Float[Tensor, "batch _k _k"]],
+    slack: Sequence[Float[Tensor, " batch"]],
+    rule: Rule = "cholesky",
+) -> Enclosed:
+    """Bound λ_max(Σ_h O_h B^h O_hᵀ) for blocks known up to ``slack`` in norm; ``slack`` ≥ γ_1 ‖B^h‖_F."""
+    rows, count = outer[0].shape[0], len(blocks[0])
+    width = sum(o.shape[1] for o in outer)
+    squares = [o.square().sum() for o in outer]
+    factor = gamma(width + max(o.shape[1] for o in outer) + 6)
+    error = torch.zeros(count, dtype=outer[0].dtype)
+    for square, b, s in zip(squares, blocks, slack, strict=True):
+        error += square * (s + factor * (torch.linalg.matrix_norm(b) + s))
+    uppers, plains = [], []
+    for part in row_blocks(count, rows * max(width, rows)):
+        middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
+        found = largest_eigenvalue(middle @ torch.cat(tuple(outer), dim=1).mT, up(error[part]), rule)
+        uppers.append(found.upper)
+        plains.append(found.plain)
+    return Enclosed(torch.cat(uppers), torch.cat(plains))
+
+
+def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
+    """Bound max_i ‖Σ_h W_h F_i^h Q_h‖: the part of the Jacobian that is block diagonal."""
+    W = shrink(torch.cat(at.W, dim=1))
+    Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
+    Ws = W.split([o.shape[1] for o in at.W], dim=1)
+    Qs = Q.split([head.Q.shape[0] for head in at.heads])
+    width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
+    error = sum(
+        w.norm() * q.norm() * torch.linalg.matrix_norm(head.F)
+        for w, q, head in zip(Ws, Qs, at.heads, strict=True)
+    )
+    assert isinstance(error, Tensor)
+    best = Enclosed(torch.tensor(0.0, dtype=Q.dtype), torch.tensor(0.0, dtype=Q.dtype))
+    rows, columns = W.shape[0], Q.shape[1]
+    for part in row_blocks(at.n, Q.shape[0] * max(rows, columns)):
+        left = torch.cat([w @ head.F[part] for w, head in zip(Ws, at.heads, strict=True)], dim=-1)
+        product = left @ Q
+        product = product if rows <= columns else product.mT
+        size = product.square().sum((-2, -1))
+        slack = up(gamma(product.shape[-1] + 2) * size)
+        found = largest_eigenvalue(product @ product.mT, slack, rule).root()
+        upper = found.upper + up(gamma(width) * error[part])
+        if upper.amax() > best.upper:
+            best = Enclosed(upper.amax(), torch.maximum(best.plain, found.plain.amax()))
+    return best

@@ -1,0 +1,232 @@
+"""What the certificates are evaluated on: weights, values and queries of each head as float64 numbers.
+
+The Jacobian of one head, before its output map, is
+
+    (J E)_i = Σ_j P_ij [ V e_j + w_ij ⟨y_ij, e_j⟩ ] + F_i Q e_i,
+    w_ij = v_j − o_i,  y_ij = Kᵀ R_jᵀ q_i,  F_i = s Σ_j P_ij w_ij (k_j − c_i)ᵀ R_i  (any c_i),
+
+with q_i = s R_i (Q x_i + b_q). The floats below define an operator J̃ of the same form, and ``error`` bounds
+‖J − J̃‖ where J is the Jacobian in exact arithmetic. Derivation: docs/theory/certificates.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.bounds.certificates.rounding import LARGEST, UNDERFLOW, U, gamma, up
+from howsmooth.bounds.certificates.verified import norm
+from howsmooth.errors import NonFiniteError
+
+__all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
+
+_BLOCK = 1 << 22  # numbers in a block of rows
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAt:
+    """One head at given tokens.
+
+    Attributes
+    ----------
+    P
+        Attention weights.
+    v, o
+        Values, and their averages o_i, centred and scaled.
+    q
+        Queries with the scale s, after rotary positions.
+    F
+        The factors F_i of the diagonal blocks, with scale and rotary positions.
+    V, K, Q
+        The projections, exact; V scaled by a power of two.
+    error
+        Bound on ‖J − J̃‖.
+
+    """
+
+    P: Float[Tensor, "n n"]
+    v: Float[Tensor, "n value_dim"]
+    o: Float[Tensor, "n value_dim"]
+    q: Float[Tensor, "n key_dim"]
+    F: Float[Tensor, "n value_dim key_dim"]
+    V: Float[Tensor, "value_dim d"]
+    K: Float[Tensor, "key_dim d"]
+    Q: Float[Tensor, "key_dim d"]
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsAt:
+    """All heads, their output maps W_h (scaled by a power of two), and the power of two of the result."""
+
+    heads: tuple[HeadAt, ...]
+    W: tuple[Float[Tensor, "d_out value_dim"], ...]
+    rotary: Rotary | None
+    exponent: int
+
+    @property
+    def n(self) -> int:
+        """Number of tokens."""
+        return self.heads[0].P.shape[0]
+
+    @property
+    def turn_norm(self) -> float:
+        """Bound on the norms of the rotary maps R_j (√2 for rotations: from the Frobenius norm)."""
+        return _turn_norm(self.rotary)
+
+    def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
+        """Return R_jᵀ g_j R_j."""
+        if self.rotary is None:
+            return g
+        turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(-2, 0)  # rows, then columns
+        return self.rotary.rotate_adjoint(turned.mT.movedim(0, -2)).movedim(-2, 0).mT
+
+
+def row_blocks(n: int, width: int) -> list[slice]:
+    """Cut n rows of ``width`` numbers each into blocks that fit in a cache-friendly piece of memory."""
+    step = max(1, min(n, _BLOCK // max(1, width)))
+    return [slice(start, min(n, start + step)) for start in range(0, n, step)]
+
+
+def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
+    """Evaluate all heads of ``f`` (float64, CPU) at tokens ``x`` (float64).
+
+    Raises
+    ------
+    NonFiniteError
+        If numbers on the way overflow, or exceed 2^200.
+
+    """
+    n = x.shape[0]
+    output = torch.eye(f.heads * f.value_dim, dtype=x.dtype) if f.output is None else f.output
+    value, up_v = _scaled(f.value)
+    output, up_w = _scaled(output)
+    visible = f.visible_keys(n)
+    visible = torch.ones(n, n, dtype=torch.bool) if visible is None else visible
+    group = f.heads // f.kv_heads
+    heads = tuple(_head_at(f, h, h // group, value, visible, x) for h in range(f.heads))
+    return HeadsAt(heads, output.split(f.value_dim, dim=1), f.rotary, up_v + up_w)
+
+
+def _scaled(t: Tensor) -> tuple[Tensor, int]:
+    """Divide by a power of two so that the largest entry is in [1/2, 1); return the power too."""
+    largest = float(t.abs().amax())
+    if largest == 0:
+        return t, 0
+    exponent = math.frexp(largest)[1]
+    return torch.ldexp(t, torch.tensor(-exponent)), exponent
+
+
+def _turn_norm(rotary: Rotary | None) -> float:
+    if rotary is None:
+        return 1.0
+    half = rotary.rot_dim // 2
+    squares = rotary.cos.square() + rotary.sin.square()
+    return max(1.0, math.sqrt(float((squares[:, :half] + squares[:, half:]).amax())) * (1 + 1e-12))
+
+
+def _head_at(
+    f: SelfAttention, h: int, g: int, value: Tensor, visible: Bool[Tensor, "n n"], x: Float[Tensor, "n d"]
+) -> HeadAt:
+    n, d = x.shape
+    k = f.key_dim
+    Q, K, V = f.query[h], f.key[g], value[g]
+    # Values, and keys where positions are not rotary, may be shifted: differences alone matter.
+    centred = x - x.mean(dim=0)
+    q_bias = torch.zeros(k, dtype=x.dtype) if f.query_bias is None else f.query_bias[h]
+    k_bias = torch.zeros(k, dtype=x.dtype)
+    key_tokens = centred
+    if f.rotary is not None:
+        key_tokens = x
+        if f.key_bias is not None:
+            k_bias = f.key_bias[g]
+    q, abs_q = _projected(x, Q, q_bias, f.rotary)
+    keys, abs_k = _projected(key_tokens, K, k_bias, f.rotary)
+    v, abs_v = _projected(centred, V, torch.zeros(V.shape[0], dtype=x.dtype), None)
+    q, abs_q = f.scale * q, abs(f.scale) * abs_q
+    for numbers in (abs_q, abs_k, abs_v, Q, K, abs_q @ abs_k.mT):
+        if not bool((numbers.abs() <= LARGEST).all()):
+            raise NonFiniteError(
+                "X",
+                expected="queries, keys, values and scores below 2^200 in float64",
+                got="larger ones",
+                remedy="Rescale the tokens or the parameters.",
+            )
+    d_q, d_k, d_v = (gamma(d + 10) * t for t in (abs_q, abs_k, abs_v))
+
+    scores = (q @ keys.mT).masked_fill(~visible, -torch.inf)
+    shifted = scores - scores.amax(dim=1, keepdim=True)
+    weights = torch.exp(shifted)
+    P = weights / weights.sum(dim=1, keepdim=True)
+    d_scores = gamma(2 * d + k + 30) * (abs_q @ abs_k.mT) + 2 * U * shifted.abs()
+    d_P = _weight_errors(P, d_scores.masked_fill(~visible, 0.0), visible)
+
+    o = P @ v
+    d_o = d_P @ v.abs() + (P + d_P) @ d_v + gamma(n + 4) * (P @ v.abs())
+    c = P @ keys
+    w_norm, key_norm = torch.empty_like(P), torch.empty_like(P)
+    F = torch.empty(n, V.shape[0], k, dtype=x.dtype)
+    for rows in row_blocks(n, n * max(k, V.shape[0])):
+        w = v[None] - o[rows, None]
+        kappa = keys[None] - c[rows, None]
+        w_norm[rows] = torch.linalg.vector_norm(w, dim=-1)
+        key_norm[rows] = torch.linalg.vector_norm(kappa, dim=-1)
+        F[rows] = (P[rows, :, None] * w).mT @ kappa
+    F = f.scale * F
+    F_norm = torch.linalg.matrix_norm(F)
+    if f.rotary is not None:
+        F = f.rotary.rotate_adjoint(F.movedim(0, -2)).movedim(-2, 0)
+
+    # |P w qᵀ − P̂ ŵ q̂ᵀ| and |P w κᵀ − P̂ ŵ κ̂ᵀ|, for each pair of tokens
+    turn = _turn_norm(f.rotary)
+    d_w = _norms(d_v)[None] + _norms(d_o)[:, None] + 2 * U * w_norm
+    d_kappa = _norms(d_k)[None] + 2 * U * key_norm
+    q_norm, dq_norm = _norms(q)[:, None], _norms(d_q)[:, None]
+
+    def product_error(a: Tensor, d_a: Tensor) -> Tensor:
+        return d_P * (w_norm + d_w) * (a + d_a) + P * d_w * (a + d_a) + P * w_norm * d_a
+
+    rank_one = turn * product_error(q_norm, dq_norm)
+    d_F = (product_error(key_norm, d_kappa) + gamma(n + 8) * P * w_norm * key_norm).sum(dim=1)
+    d_F = abs(f.scale) * turn * d_F + gamma(8) * turn * F_norm
+    V_norm, K_norm, Q_norm = (float(norm(t[None]).upper) for t in (V, K, Q))
+    error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
+    return HeadAt(P, v, o, q, F, V, K, Q, float(up(error)))
+
+
+def _projected(
+    x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
+) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """Return the projected tokens, and the same sums with absolute values, which bound their errors."""
+    t = x @ weight.mT + bias
+    size = x.abs() @ weight.abs().mT + bias.abs()
+    if rotary is None:
+        return t, size
+    half = rotary.rot_dim // 2
+    turned, rest = size[..., : rotary.rot_dim], size[..., rotary.rot_dim :]
+    swapped = torch.cat((turned[..., half:], turned[..., :half]), dim=-1)
+    n = len(x)
+    return rotary.rotate(t), torch.cat(
+        (turned * rotary.cos[:n].abs() + swapped * rotary.sin[:n].abs(), rest), dim=-1
+    )
+
+
+def _weight_errors(
+    P: Float[Tensor, "n n"], d_scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
+) -> Float[Tensor, "n n"]:
+    """Bound |P̂ − P| from errors of the scores; a row with one visible key is exact."""
+    exponent = d_scores + d_scores.amax(dim=1, keepdim=True) + gamma(P.shape[0] + 20)
+    error = P * torch.expm1(exponent) + UNDERFLOW
+    error = torch.where(exponent > 1, 1.01, error)
+    exact = ~visible | (visible.sum(dim=1, keepdim=True) == 1)
+    return error.masked_fill(exact, 0.0)
+
+
+def _norms(rows: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms

@@ -1,0 +1,141 @@
+"""Certificate R: the Jacobian of one head by block rows, without splitting it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.certificates.certificate import (
+    Certificate,
+    certify,
+    check_iterations,
+    one_head,
+    the_question,
+)
+from howsmooth.bounds.certificates.forms import sandwich
+from howsmooth.bounds.certificates.heads import HeadsAt, row_blocks
+from howsmooth.bounds.certificates.rounding import Enclosed, gamma, up
+from howsmooth.bounds.certificates.verified import shrink
+from howsmooth.bounds.certificates.weights import tidy
+
+__all__ = ["certificate_r"]
+
+_SMALLEST_TAU = 1e-14
+
+
+def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 20) -> Certificate:
+    """Certificate R: ‖D_X f‖² ≤ max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j), for one head, any mask and biases.
+
+    Λ_i = λ_max(V [Σ_j P_ij q_j B_ij B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ), B_ij = I + z_ij y_iᵀ; any q, τ > 0.
+
+    Parameters
+    ----------
+    attention
+        A one-head :class:`~howsmooth.SelfAttention` (any mask, rotary positions, output map), a captured
+        site whose map is one, or a :class:`~howsmooth.bounds.Head`.
+    X
+        Tokens (..., n, d), float32 or float64, taken as exact; None: the tokens of the site.
+    iterations
+        Steps of the search for q and τ; 0 takes q = 1.
+
+    Returns
+    -------
+    Certificate
+        Of shape (...), float64.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
+    NonFiniteError
+        If numbers are not finite, or too large for float64.
+
+    """
+    f, x = the_question(attention, X)
+    one_head(f, "certificate_r")
+    steps = check_iterations(iterations)
+    source = "howsmooth, docs/theory/certificates.md, Theorem R"
+    return certify("certificate_r", source, f, x, partial(by_rows, iterations=steps))
+
+
+def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
+    """Evaluate Theorem R on the floats of ``at``, at the best weights found."""
+    W = shrink(at.W[0])
+    diagonal, diagonal_slack = diagonal_squares(at)
+    P = at.heads[0].P
+    q = torch.ones(at.n, dtype=torch.float64)
+    tau = torch.full_like(q, 1e-3)
+    best, best_value = (q, tau), float("inf")
+    for iteration in range(iterations + 1 if iterations else 0):
+        M, _ = row_squares(at, q)
+        for _ in range(3 if iteration == 0 else 1):
+            _, u = torch.linalg.eigh(W @ (M + (q / tau)[:, None, None] * diagonal) @ W.mT)
+            x = u[:, :, -1] @ W
+            along = (x * (M @ x[..., None])[..., 0]).sum(1).clamp_min(1e-300)
+            across = (x * (diagonal @ x[..., None])[..., 0]).sum(1).clamp_min(0)
+            level = along + q * across / tau
+            # value of these weights
+            phi = P.T @ level + tau * level
+            value = float((phi / q).amax())
+            if value < best_value:
+                best, best_value = (q, tau), value
+            tau = (q * across / along).sqrt().clamp_min(_SMALLEST_TAU)
+        q = tidy((q * (P.T @ level + tau * level)).sqrt())
+    q, tau = best
+    M, slack = row_squares(at, q)
+    ratio = q / tau
+    M = M + ratio[:, None, None] * diagonal
+    levels = sandwich([W], [M], [slack + up(ratio * diagonal_slack)])
+    sums = [P.T @ level + tau * level for level in levels]
+    upper = (sums[0] / q).amax() * (1 + 2 * gamma(at.n + 8))
+    return Enclosed(upper, (sums[1] / q).amax()).root()
+
+
+def row_squares(
+    at: HeadsAt, q: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
+    """Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ for each i, and a bound on the rounding errors."""
+    head = at.heads[0]
+    n, width = head.v.shape
+    k, d = head.K.shape
+    VV, VK, KK = head.V @ head.V.mT, head.V @ head.K.mT, head.K @ head.K.mT
+    turn_V, turn_K = VK, KK
+    if at.rotary is not None:
+        turn_V = at.rotary.rotate(VK[:, None].expand(-1, n, -1))  # (value_dim, n, k)
+        once = at.rotary.rotate(KK[:, None].expand(-1, n, -1)).movedim(1, 0)  # (n, k, k): KK R_jᵀ
+        turn_K = at.rotary.rotate(once.mT.movedim(0, -2)).movedim(-2, 0)
+    squares = torch.empty(n, width, width, dtype=q.dtype)
+    slack = torch.empty(n, dtype=q.dtype)
+    V_size = head.V.norm()
+    y_size = at.turn_norm * head.K.norm() * head.q.norm(dim=1)
+    for rows in row_blocks(n, n * max(width, k)):
+        rho = head.P[rows] * q
+        w = head.v[None] - head.o[rows, None]
+        left = rho[..., None] * w
+        here = head.q[rows]
+        if at.rotary is None:
+            cross = left.sum(1)[:, :, None] * (here @ turn_V.mT)[:, None, :]
+            y_square = ((here @ turn_K) * here).sum(1).clamp_min(0)[:, None]
+        else:
+            moved = torch.einsum("ik,vjk->ijv", here, turn_V)
+            cross = left.mT @ moved
+            outer = (here[:, :, None] * here[:, None, :]).flatten(1)
+            y_square = (outer @ turn_K.flatten(1).mT).clamp_min(0)
+        squares[rows] = (
+            rho.sum(1)[:, None, None] * VV + cross + cross.mT + (left * y_square[..., None]).mT @ w
+        )
+        size = V_size + torch.linalg.vector_norm(w, dim=-1) * y_size[rows, None]
+        slack[rows] = (rho * size.square()).sum(1)
+    return squares, up(gamma(d + 3 * k + n + 60) * slack)
+
+
+def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
+    """F_i Q Qᵀ F_iᵀ for each i, and a bound on the rounding errors."""
+    head = at.heads[0]
+    squares = head.F @ (head.Q @ head.Q.mT) @ head.F.mT
+    k, d = head.Q.shape
+    size = torch.linalg.matrix_norm(head.F).square() * head.Q.square().sum()
+    return squares, up(gamma(d + 2 * k + 20) * size)

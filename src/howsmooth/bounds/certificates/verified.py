@@ -1,0 +1,144 @@
+"""Spectral norms that are proved: no eigenvalue routine is trusted, a Cholesky factorisation is.
+
+Proofs: docs/theory/certificates.md, section "Verified norms".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.certificates.rounding import TINY, Enclosed, U, gamma, up
+
+__all__ = ["Rule", "largest_eigenvalue", "norm", "perron_norm", "shrink"]
+
+#: How an eigenvalue is bounded: exactly, proved by Cholesky; or by the Frobenius norm.
+Rule = Literal["cholesky", "frobenius"]
+
+_FULL_SPECTRUM = 128  # eigenvalues of larger matrices come from the Lanczos process, which is faster
+_LANCZOS_STEPS = 40
+_POWER_STEPS = 300
+_SLOW = 1e-7
+
+
+def largest_eigenvalue(
+    g: Float[Tensor, "batch r r"], slack: Float[Tensor, " batch"], rule: Rule = "cholesky"
+) -> Enclosed:
+    """Bound λ_max of positive semidefinite matrices that differ from symmetric ``g`` by ``slack`` in norm.
+
+    Only the lower triangle of ``g`` is read. By Cholesky: t I − g is factorised; where the factorisation
+    runs to completion, g ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) whatever gave t (Rump, *Verification of
+    positive definiteness*, BIT 46, 2006).
+    """
+    lower = g.tril()
+    symmetric = lower + lower.tril(-1).mT
+    if rule == "frobenius":
+        plain = torch.linalg.matrix_norm(symmetric)
+        return Enclosed(up(slack) + plain * (1 + gamma(g.shape[-1] ** 2 + 4)) + TINY, plain)
+    plain = _approximate_top(symmetric).clamp_min(0)
+    t = plain * (1 + 1e-12) + TINY
+    upper = torch.full_like(t, torch.inf)
+    waiting = torch.arange(len(t))
+    rise = 1e-12
+    while len(waiting):
+        shifted = -symmetric[waiting]
+        shifted.diagonal(dim1=-2, dim2=-1).add_(t[waiting, None])
+        info = torch.linalg.cholesky_ex(shifted).info
+        trace = shifted.diagonal(dim1=-2, dim2=-1).sum(-1)
+        m = g.shape[-1] + 1
+        proved = t[waiting] + up((gamma(m) / (1 - gamma(m)) + 2 * U) * trace)
+        done = info == 0
+        upper[waiting[done]] = proved[done]
+        waiting = waiting[~done]
+        rise *= 8
+        t[waiting] = t[waiting] * (1 + rise) + TINY
+    return Enclosed((upper + up(slack) + TINY) * (1 + 4 * U), plain)
+
+
+def norm(b: Float[Tensor, "batch m r"], rule: Rule = "cholesky") -> Enclosed:
+    """Bound the spectral norm of matrices whose entries are exact."""
+    b = b if b.shape[-1] <= b.shape[-2] else b.mT
+    slack = gamma(b.shape[-2] + 1) * b.square().sum((-2, -1))
+    return largest_eigenvalue(b.mT @ b, slack, rule).root()
+
+
+def perron_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
+    """Bound ‖P‖ for P ≥ 0.
+
+    Collatz–Wielandt: ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0. Only sums of nonnegative numbers occur.
+    Where the vector has not settled, the Gram matrix is verified instead.
+    """
+    n = p.shape[0]
+    v = torch.ones(n, dtype=p.dtype)
+    low = high = torch.tensor(0.0, dtype=p.dtype)
+    for _ in range(_POWER_STEPS):
+        image = p.T @ (p @ v)
+        high = (image / v).amax()
+        low = (v @ image) / (v @ v)
+        if high <= low * (1 + 1e-13):
+            break
+        v = (image / image.amax()).clamp_min(1e-60)
+    found = Enclosed(high * (1 + 2 * gamma(2 * n + 4)) + TINY, low).root()
+    if rule == "cholesky" and found.upper > found.plain * (1 + _SLOW):
+        proved = Enclosed(*(part[0] for part in norm(p[None])))
+        if proved.upper < found.upper:
+            return proved
+    return found
+
+
+def shrink(o: Float[Tensor, "rows m"]) -> Float[Tensor, "fewer m"]:
+    """Return a matrix T with at most m rows and TᵀT ≥ OᵀO: in norms of products T stands for O.
+
+    T is the Cholesky factor of OᵀO plus a shift that outweighs all rounding. Columns are scaled by powers
+    of two before, so that the shift is small beside each.
+    """
+    rows, m = o.shape
+    if rows <= m:
+        return o
+    size = o.abs().amax(0)
+    scale = torch.where(size > 0, torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent), 1.0)
+    scaled = o * scale
+    gram = scaled.mT @ scaled
+    shift = 1.1 * (gamma(rows + 2) + gamma(m + 4)) * gram.diagonal().sum() + TINY
+    for _ in range(8):
+        shifted = gram.clone()
+        shifted.diagonal().add_(shift)
+        factor, info = torch.linalg.cholesky_ex(shifted, upper=True)
+        if int(info) == 0:
+            triangle: Tensor = factor / scale
+            return triangle
+        shift = shift * 4
+    return o
+
+
+def _approximate_top(g: Float[Tensor, "batch r r"]) -> Float[Tensor, " batch"]:
+    """Estimate λ_max. Nothing rests on its accuracy but how tight a bound is."""
+    r = g.shape[-1]
+    if r <= _FULL_SPECTRUM:
+        values: Tensor = torch.linalg.eigvalsh(g)
+        return values[..., -1]
+    start = torch.randn(r, generator=torch.Generator().manual_seed(0), dtype=g.dtype)
+    basis = [(start / start.norm()).expand(len(g), r)]
+    alphas: list[Tensor] = []
+    betas: list[Tensor] = []
+    for _ in range(_LANCZOS_STEPS):
+        image = (g @ basis[-1][..., None])[..., 0]
+        alphas.append((image * basis[-1]).sum(-1))
+        stacked = torch.stack(basis, dim=-1)
+        for _ in range(2):
+            image = image - (stacked @ (stacked.mT @ image[..., None]))[..., 0]
+        beta = image.norm(dim=-1)
+        betas.append(beta)
+        basis.append(image / beta.clamp_min(1e-300)[:, None])
+    tridiagonal = torch.diag_embed(torch.stack(alphas, -1))
+    off = torch.stack(betas[:-1], -1)
+    tridiagonal = tridiagonal + torch.diag_embed(off, offset=1) + torch.diag_embed(off, offset=-1)
+    ritz, vectors = torch.linalg.eigh(tridiagonal)
+    top: Tensor = ritz[:, -1].clamp_min(1e-300)
+    # The residual of the Ritz pair: some eigenvalue is that near, and in practice the largest
+    residual = betas[-1] * vectors[:, -1, -1].abs()
+    estimate: Tensor = top + residual.square() / top
+    return estimate

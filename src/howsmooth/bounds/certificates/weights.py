@@ -1,0 +1,82 @@
+"""Search for the weights q of the certificates. Any q > 0 gives a valid one: nothing here is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.certificates.heads import HeadsAt
+
+__all__ = ["joint_weights", "tidy"]
+
+_FIRST_STEPS = 6
+_STEPS = 2
+_SMALLEST = 1e-12
+
+
+def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Divide by the largest and keep weights away from zero."""
+    top = q.amax()
+    return (q / top).clamp_min(_SMALLEST) if bool(torch.isfinite(top)) and top > 0 else torch.ones_like(q)
+
+
+def joint_weights(at: HeadsAt, iterations: int) -> Float[Tensor, " n"]:
+    """Lower max_j q_j⁻¹ λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ) by q ← √(q Φ(q)).
+
+    The eigenvalues are followed by power steps in vectors, at the cost of products with P and not of
+    matrices for every row.
+    """
+    n = at.n
+    q = torch.ones(n, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(n, at.W[0].shape[0], generator=generator, dtype=torch.float64)
+    z = torch.randn(n, at.heads[0].K.shape[1], generator=generator, dtype=torch.float64)
+    best, best_value = q, float("inf")
+    for iteration in range(iterations + 1 if iterations else 0):
+        steps = _STEPS if iteration else _FIRST_STEPS
+        c, u = _follow(partial(_values_image, at, q), u, steps)
+        phi, z = _follow(partial(_keys_image, at, c), z, steps)
+        value = float((phi / q).amax())
+        if value < best_value:
+            best, best_value = q, value
+        q = tidy((q * phi).sqrt())
+    return best
+
+
+def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Power steps on every row; return Rayleigh quotients and unit vectors."""
+    value = torch.zeros(len(u), dtype=u.dtype)
+    for _ in range(steps):
+        u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        moved = image(u)
+        value = (u * moved).sum(1).clamp_min(0)
+        u = torch.where(moved.norm(dim=1, keepdim=True) > 0, moved, u)
+    return value, u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
+
+
+def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
+    """Row i: Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i."""
+    total = torch.zeros_like(u)
+    for head, w in zip(at.heads, at.W, strict=True):
+        x = u @ w
+        along = x @ head.v.mT - (x * head.o).sum(1, keepdim=True)
+        weighted = head.P * q * along
+        total = total + (weighted @ head.v - weighted.sum(1, keepdim=True) * head.o) @ w.mT
+    return total
+
+
+def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
+    """Row j: Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j."""
+    total = torch.zeros_like(z)
+    for head in at.heads:
+        x = z @ head.K.mT
+        x = x if at.rotary is None else at.rotary.rotate(x)
+        weighted = (head.P * c[:, None]).mT * (x @ head.q.mT)
+        back = weighted @ head.q
+        back = back if at.rotary is None else at.rotary.rotate_adjoint(back)
+        total = total + back @ head.K
+    return total

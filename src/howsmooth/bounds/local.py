@@ -1,0 +1,308 @@
+"""Upper bounds on ‖D_X f‖ at given tokens, in closed form; one head, any mask, biases included.
+
+Their proofs: docs/theory/certificates.md. The certificates are tighter at all tokens that matter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.parameters import Head, SiteLike, log_p_bar, parameters_of, spectral_norm
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["theorem_c_3", "theorem_c_3_sharp", "three_terms", "yudin"]
+
+_PAPER = "Castin, Ablin, Peyré, ICML 2024, {}"
+_OURS = "howsmooth, docs/theory/certificates.md, {}"
+
+# Norms and distances of tokens in float64, which for centred tokens err by far less than this
+_MARGIN = 1e-12
+
+
+def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
+    """Theorem C.3 in a valid form: ‖V‖ √(R_A² r² (n + 1) + n), R_A = max_i max(|A x_i + b|, |Aᵀ x_i|).
+
+    r is the diameter of the tokens. The code published with the paper takes the maximum of |A x_i| alone,
+    which is not a bound: C_i A depends on Aᵀ x_j.
+
+    Parameters
+    ----------
+    attention
+        One head: a :class:`~howsmooth.SelfAttention`, captured site or :class:`~howsmooth.bounds.Head`.
+    X
+        Tokens (n, d); None: those of the site.
+
+    Returns
+    -------
+    Bound
+        On ‖D_X f‖₂.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem C.3.
+
+    """
+    at = _at(attention, X, "theorem_c_3")
+    n, r = len(at.X), _diameter(at.X)
+    largest = max(_largest(at.y), _largest(at.transposed))
+    return _upper(
+        "theorem_c_3",
+        _PAPER.format("Theorem C.3 (R_A corrected)"),
+        _log(at.head.V_norm) + 0.5 * _log_sum(2 * (_log(largest) + _log(r)) + math.log(n + 1), math.log(n)),
+    )
+
+
+def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
+    """‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4), t_i = |A x_i + b| r.
+
+    r is the diameter of the tokens, r_A that of the Aᵀ x_i, n_i the number of keys that token i sees; rows
+    with n_i = 1 count 1.
+
+    Parameters
+    ----------
+    attention, X
+        As for :func:`theorem_c_3`.
+
+    Returns
+    -------
+    Bound
+        On ‖D_X f‖₂.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
+
+    """
+    at = _at(attention, X, "theorem_c_3_sharp")
+    r, r_A = _diameter(at.X), _diameter(at.transposed)
+    logs = []
+    for size, count in zip(_norms(at.y), at.visible.sum(dim=1).tolist(), strict=True):
+        if count == 1:
+            logs.append(0.0)
+            continue
+        t = size * r * (1 + _MARGIN)
+        log_t2 = 2 * _log(t)
+        by_spread = _log_sum(0.0, log_t2 - math.log(8))
+        by_weight = _log_sum(0.0, log_t2 - math.log(4)) + log_p_bar(count, t / 2)
+        logs.append(min(by_spread, by_weight))
+    top = max(logs)
+    rows = 0.5 * (top + math.log(math.fsum(math.exp(log - top) for log in logs)))
+    diagonal = _log(r) + _log(r_A) - math.log(4)
+    return _upper(
+        "theorem_c_3_sharp",
+        _OURS.format("Theorem C.3 sharpened"),
+        _log(at.head.V_norm) + _log_sum(rows, diagonal),
+    )
+
+
+def three_terms(attention: object, X: Tensor | None = None) -> Bound:
+    """√3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the local bound behind Theorem 3.3.
+
+    r is the largest distance |x_j − m_i| of a token to an average that sees it.
+
+    Parameters
+    ----------
+    attention, X
+        As for :func:`theorem_c_3`.
+
+    Returns
+    -------
+    Bound
+        On ‖D_X f‖₂.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Appendix C.1.
+
+    """
+    at = _at(attention, X, "three_terms")
+    n = len(at.X)
+    P = at.weights
+    means = P @ at.X
+    distances = torch.cdist(means, at.X, compute_mode="donot_use_mm_for_euclid_dist")
+    r = float(distances[at.visible].amax())
+    diagonal = 0.0
+    for i in range(n):
+        seen = at.visible[i]
+        z, p = at.X[seen] - means[i], P[i, seen]
+        # C_i A = Σ_j (√P_ij z_ij)(√P_ij Aᵀz_ij)ᵀ: ‖ZᵀU‖ from the small triangular factors of Z and U
+        root = p.sqrt()[:, None]
+        left, right = root * z, root * _apply_transposed(at.head, z)
+        diagonal = max(diagonal, _norm_of_product(left, right))
+    log = _log_sum(
+        2 * _log(diagonal),
+        math.log(n) + 2 * (_log(r) + _log(_largest(at.y))),
+        math.log(n),
+    )
+    return _upper(
+        "three_terms",
+        _PAPER.format("Appendix C.1 (proof of Theorem 3.3)"),
+        0.5 * (math.log(3) + log) + _log(at.head.V_norm),
+    )
+
+
+def yudin(attention: object, X: Tensor | None = None) -> Bound:
+    """‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)), g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎), ‖X‖ the spectral norm of the tokens.
+
+    With a query bias b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
+
+    Parameters
+    ----------
+    attention, X
+        As for :func:`theorem_c_3`.
+
+    Returns
+    -------
+    Bound
+        On ‖D_X f‖₂.
+
+    Raises
+    ------
+    ArgumentError
+        If there are several heads, rotary positions, or an argument does not fit.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
+
+    References
+    ----------
+    Yudin et al., 2025, Theorem 3.
+
+    """
+    at = _at(attention, X, "yudin")
+    P = at.weights
+    n = len(P)
+    two = torch.cat([P, torch.zeros(n, 1, dtype=P.dtype)], dim=1).topk(2, dim=1).values
+    g = float((two[:, 0] * (1 - two[:, 0] + two[:, 1])).amax())
+    # 1 − p₍₁₎ where p₍₁₎ rounds to one: the others sum to no more than n u
+    g = min(1.0, g * (1 + _MARGIN) + n * 2.0**-52)
+    size = spectral_norm(at.X)
+    moved = _log_sum(
+        math.log(2) + 2 * _log(size) + _log(at.head.A_norm),
+        _log(size) + _log(at.head.b_norm) + math.log(n) / 2,
+    )
+    return _upper(
+        "yudin",
+        "Yudin et al. 2025, Theorem 3",
+        _log(at.head.V_norm) + _log_sum(_log(spectral_norm(P)), moved + _log(g)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _At:
+    """One head at given tokens: y_i = A x_i + b, Aᵀ x_i, and the keys that each token sees."""
+
+    head: Head
+    X: Float[Tensor, "n d"]
+    y: Float[Tensor, "n d"]
+    transposed: Float[Tensor, "n d"]
+    visible: Bool[Tensor, "n n"]
+
+    @property
+    def weights(self) -> Float[Tensor, "n n"]:
+        """The attention weights P."""
+        scores = self.y @ (self.X - self.X.mean(dim=0)).mT
+        return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
+
+
+def _at(attention: object, X: object, name: str) -> _At:
+    parameters = parameters_of(attention)
+    head = parameters.one_head(name)
+    if X is None and isinstance(attention, SiteLike):
+        X = attention.x
+        if len(X) != 1:
+            raise ArgumentError(
+                "X",
+                expected="one sequence",
+                got=f"a site with {len(X)}",
+                remedy="Give one of them, as X=site.x[0].",
+            )
+        X = X[0]
+    if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != head.d:
+        got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+        raise ArgumentError("X", expected=f"tokens of shape (n, {head.d})", got=got)
+    if not bool(torch.isfinite(X).all()):
+        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+    x = X.detach().to(dtype=torch.float64, device="cpu")
+    n = len(x)
+    visible = torch.ones(n, n, dtype=torch.bool)
+    if parameters.masking == "causal":
+        visible = visible.tril()
+    elif parameters.mask is not None:
+        visible = parameters.mask
+        if len(visible) != n:
+            raise ArgumentError(
+                "X", expected=f"n = {len(visible)} tokens, the length of the mask", got=f"{n}"
+            )
+    y = (x @ head.right.mT) @ head.left.mT + head.b
+    transposed = _apply_transposed(head, x)
+    if not bool(torch.isfinite(y).all() & torch.isfinite(transposed).all()):
+        raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
+    return _At(head, x, y, transposed, visible)
+
+
+def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Rows Aᵀ x_i."""
+    return (x @ head.left) @ head.right
+
+
+def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
+    """‖leftᵀ right‖, through triangular factors where rows are few."""
+    m = len(left)
+    if m < min(left.shape[1], right.shape[1]):
+        left = torch.linalg.qr(left.mT, mode="r").R.mT
+        right = torch.linalg.qr(right.mT, mode="r").R.mT
+    return spectral_norm(left.mT @ right)
+
+
+def _diameter(rows: Float[Tensor, "n d"]) -> float:
+    """Largest distance between two rows, from differences: no cancellation; rounded up."""
+    exact = "donot_use_mm_for_euclid_dist"
+    return float(torch.cdist(rows, rows, compute_mode=exact).amax()) * (1 + _MARGIN)
+
+
+def _norms(rows: Float[Tensor, "n d"]) -> list[float]:
+    norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
+    return norms
+
+
+def _largest(rows: Float[Tensor, "n d"]) -> float:
+    return max(_norms(rows)) * (1 + _MARGIN)
+
+
+def _log(value: float) -> float:
+    return -math.inf if value == 0 else math.log(value)
+
+
+def _log_sum(*logs: float) -> float:
+    """Log Σ e^{log}, for numbers that may be zero or overflow."""
+    top = max(logs)
+    if math.isinf(top):
+        return top
+    return top + math.log(math.fsum(math.exp(log - top) for log in logs))
+
+
+def _upper(name: str, source: str, log_formula: float) -> Bound:
+    return Bound.upper(name, Quantity.LOCAL, source, log_formula=log_formula)
