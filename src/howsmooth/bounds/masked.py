@@ -158,10 +158,11 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
 
 
 def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound attention with any mask by ‖V‖ (a + √(Σ_i ρ_i)), row i seeing n_i tokens.
+    """Bound attention with any mask by ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)).
 
-    ρ_i = 1 where n_i = 1, else min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)}. Without a mask it is Theorem A, with a
-    causal one the masked Theorem A. If every row sees one token, a is left out: the map is linear.
+    ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i that sees n_i tokens, and 1 where n_i = 1. Without a
+    mask it is Theorem A, with a causal one the masked Theorem A; with a window its width takes the place of
+    n. If every row sees one token, a is left out: the map is linear.
 
     Parameters
     ----------
@@ -196,10 +197,14 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
             raise ArgumentError(
                 "length", expected=f"{parameters.mask.shape[0]}, the length of the mask", got=str(n)
             )
-        sizes, rows = np.unique(parameters.mask.sum(dim=1).numpy(), return_counts=True)
+        visible = parameters.mask.numpy()
+        sizes, size_of_row = np.unique(visible.sum(axis=1), return_inverse=True)
         alone = int(sizes[-1]) == 1
-        pairs = zip(sizes, rows, strict=True)
-        log_rows = log_sum(*(math.log(int(k)) + log_row(int(size), a3) for size, k in pairs))
+        log_rho = np.array([log_row(int(size), a3) for size in sizes])
+        top = float(log_rho.max())
+        log_rows = top
+        if math.isfinite(top):
+            log_rows += math.log(float((np.exp(log_rho - top)[size_of_row] @ visible).max()))
     elif parameters.masking == "causal":
         log_rows = log_causal_rows(n, a3)
     else:
