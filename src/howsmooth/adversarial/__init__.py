@@ -1,5 +1,6 @@
 """Worst inputs: tokens at which attention is steepest, constructed or found by ascent."""
 
+from howsmooth.adversarial.ascend import Ascent, ascend
 from howsmooth.adversarial.constructions import (
     Construction,
     constructions,
@@ -11,10 +12,12 @@ from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 
 __all__ = [
     "Around",
+    "Ascent",
     "Ball",
     "Construction",
     "Domain",
     "Ellipsoid",
+    "ascend",
     "constructions",
     "no_real_eigenvalue",
     "tie",

@@ -1,0 +1,441 @@
+"""Gradient ascent of the local Lipschitz constant over a set of inputs, from many starts.
+
+The gradient of a simple singular value σ = uᵀJv is uᵀ(∂J)v with u and v held fixed. Derivations, and what
+was measured of each choice made here: docs/theory/worst-inputs.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, search_atoms
+from howsmooth.adversarial.constructions import Construction, constructions
+from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.attention import Residual, SelfAttention, TokenMap
+from howsmooth.bounds.bound import check_length
+from howsmooth.errors import ArgumentError
+from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+
+__all__ = ["Ascent", "ascend"]
+
+_COLUMNS = ["start", "step", "value", "step_size", "accepted", "converged"]
+
+# Of all starts this many are climbed from; halved after a quarter and after half of the steps.
+_CLIMBERS = 8
+# The best inputs of the search among few atoms that are climbed from.
+_FROM_ATOMS = 3
+# Numbers that one gradient may hold for the attention weights of the members taken together.
+_GRADIENT_NUMBERS = 1 << 22
+
+_MOMENTUM = 0.7
+
+
+@dataclass(frozen=True, eq=False)
+class Ascent:
+    """The worst input that was found.
+
+    Attributes
+    ----------
+    x
+        Tokens (n, d), in the dtype and on the device of the map.
+    estimate
+        Its local Lipschitz constant, with an interval of relative width 1e-4.
+    start
+        Name of the start that led to it.
+    history
+        Every evaluation, in order, with columns start, step, value, step_size, accepted, converged. Rows of
+        the search among few atoms come first: their values are lower limits, never accepted as they are.
+    seed
+        As given.
+    domain
+        Where it was sought.
+
+    """
+
+    x: Float[Tensor, "n d"]
+    estimate: LipschitzEstimate
+    start: str
+    history: pd.DataFrame
+    seed: int
+    domain: Domain
+
+    @property
+    def value(self) -> float:
+        """The constant found, a float."""
+        return float(self.estimate.value)
+
+    def __repr__(self) -> str:
+        n, d = self.x.shape
+        return (
+            f"Ascent({self.value:.6g} at {n} tokens of dimension {d}, {self.domain.describe()}; from "
+            f"{self.start}, {len(self.history)} evaluations)"
+        )
+
+
+def ascend(
+    f: object,
+    length: int | None = None,
+    radius: float | None = None,
+    *,
+    domain: Domain | None = None,
+    starts: Sequence[Tensor | Construction] | None = None,
+    random_starts: int = 2,
+    steps: int = 100,
+    seed: int = 0,
+    rtol: float = 1e-3,
+    atom_restarts: int = 48,
+    atom_steps: int = 300,
+    on_evaluation: Callable[[dict[str, object]], None] | None = None,
+) -> Ascent:
+    """Find an input of large local Lipschitz constant ‖D_X f‖₂, by ascent from many starts.
+
+    First inputs of few distinct tokens are searched (attention without rotary positions, unmasked or
+    causal), then whole inputs are raised by projected gradient ascent with momentum and backtracking. What
+    is found is a lower limit of the Lipschitz constant over the domain.
+
+    Parameters
+    ----------
+    f
+        A map of this library: attention with any heads, mask, biases and rotary positions, or around it
+        residuals and norms.
+    length, radius
+        Number of tokens n, and radius of the ball for each token.
+    domain
+        Instead of ``radius``: Ball, Ellipsoid or Around (which needs no length).
+    starts
+        Inputs to start from, (n, d) each; by default the constructions of every head (see
+        :func:`~howsmooth.adversarial.constructions`) and the best of the search among few atoms. With starts
+        of your own, that search is left out.
+    random_starts
+        Random inputs to start from, besides.
+    steps
+        Steps of the ascent, each one evaluation for each start still climbed from: at most eight starts,
+        halved after a quarter and after half of the steps.
+    seed
+        Of everything random; the same seed gives the same history on the same machine and threads.
+    rtol
+        Relative width of the interval at which an evaluation has converged. A value that has not is never
+        taken as an improvement.
+    atom_restarts, atom_steps
+        Random restarts and steps of the search among few atoms; 0 restarts leave it out.
+    on_evaluation
+        Called with the row of each evaluation of the whole map, as in ``history``.
+
+    Returns
+    -------
+    Ascent
+        The input, its constant measured anew to 1e-4, and every evaluation.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+
+    SOURCE: ours, docs/theory/worst-inputs.md.
+
+    """
+    if not isinstance(f, TokenMap):
+        raise ArgumentError(
+            "f", expected="a map of this library, such as SelfAttention", got=type(f).__name__
+        )
+    _check_counts(
+        random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
+    )
+    where, n = _domain_and_length(f, length, radius, domain)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError("seed", expected="an integer", got=repr(seed))
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    basis = _basis(f, where)
+    g = _compressed(f, basis)
+    given = _given_starts(f, n, where, starts)
+    if basis is not None:
+        given = [(name, x @ basis) for name, x in given]
+    rows: list[pd.DataFrame] = []
+    if starts is None and atom_restarts and can_search_atoms(g, where) and n >= 2:
+        assert isinstance(g, SelfAttention)
+        search = _search_atoms(g, n, where, given, atom_restarts, atom_steps, generator)
+        rows.append(search.history.assign(accepted=False, converged=False))
+        given += [(atoms.name, atoms.tokens().cpu()) for atoms in search.found[:_FROM_ATOMS]]
+    for i in range(random_starts):
+        given.append((f"random {i}", where.random(generator, n, g.d)))
+    if not given:
+        raise ArgumentError(
+            "starts", expected="at least one start", got="none", remedy="Raise random_starts."
+        )
+
+    climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation)
+    best, name = climb.run(steps)
+    x = best if basis is None else best @ basis.mT
+    x = where.project(x).to(dtype=f.dtype, device=f.device)
+    estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
+    rows.append(pd.DataFrame(climb.rows, columns=_COLUMNS))
+    final = pd.DataFrame(
+        [[name, steps + 1, float(estimate.value), 0.0, False, bool(estimate.converged)]], columns=_COLUMNS
+    )
+    history = pd.concat([part[_COLUMNS] for part in [*rows, final]], ignore_index=True)
+    return Ascent(x, estimate, name, history, seed, where)
+
+
+class _Climb:
+    """Projected gradient ascent of all members of a batch, each with its own step size and momentum."""
+
+    def __init__(
+        self,
+        f: TokenMap,
+        domain: Domain,
+        starts: list[tuple[str, Tensor]],
+        rtol: float,
+        seed: int,
+        generator: torch.Generator,
+        on_evaluation: Callable[[dict[str, object]], None] | None,
+    ) -> None:
+        self.f, self.domain, self.rtol, self.seed = f, domain, rtol, seed
+        self.generator, self.on_evaluation = generator, on_evaluation
+        self.names = [name for name, _ in starts]
+        x = torch.stack([x.to(dtype=torch.float64, device=f.device) for _, x in starts])
+        self.u = domain.project_coordinates(domain.coordinates(x))
+        self.rows: list[list[object]] = []
+
+    def run(self, steps: int) -> tuple[Tensor, str]:
+        """Climb, and return the best tokens and the name of their start."""
+        domain = self.domain
+        first = self._evaluate(self.u, list(range(len(self.names))), 0)
+        value = torch.where(first.converged, first.value, -math.inf)
+        self._record(range(len(self.names)), 0, first, [0.0] * len(value), first.converged.tolist())
+        if not bool(torch.isfinite(value).any()):  # nothing converged: climb all the same from where it is
+            value = first.value * 0.0
+        alive = torch.argsort(value, descending=True, stable=True)[:_CLIMBERS].tolist()
+        gradient = self._gradient(self.u[alive], first, alive)
+        kept = {i: (self.u[i], float(value[i])) for i in alive}
+        size = dict.fromkeys(alive, 0.1)
+        velocity = {i: torch.zeros_like(self.u[i]) for i in alive}
+        slope = dict(zip(alive, gradient, strict=True))
+        restless = dict.fromkeys(alive, 1)  # the first step is disturbed: constructions have symmetries
+        for step in range(1, steps + 1):
+            if step in (steps // 4, steps // 2) and len(alive) > 2:
+                alive = sorted(alive, key=lambda i: -kept[i][1])[: max(2, len(alive) // 2)]
+            alive = [i for i in alive if size[i] > 1e-7]
+            if not alive:
+                break
+            u = torch.stack([kept[i][0] for i in alive])
+            direction = self._direction(u, torch.stack([slope[i] for i in alive]))
+            noise = (
+                self._probe(direction)
+                * torch.tensor([0.1 * (restless[i] > 0) for i in alive]).to(u)[:, None, None]
+            )
+            push = _MOMENTUM * torch.stack([velocity[i] for i in alive]) + direction + noise
+            sizes = torch.tensor([size[i] for i in alive], dtype=torch.float64, device=u.device)[
+                :, None, None
+            ]
+            trial = domain.project_coordinates(u + sizes * domain.radius * push)
+            found = self._evaluate(trial, alive, step)
+            risen = [
+                bool(found.converged[m]) and float(found.value[m]) > kept[i][1] for m, i in enumerate(alive)
+            ]
+            self._record(alive, step, found, [size[i] for i in alive], risen)
+            up = [m for m in range(len(alive)) if risen[m]]
+            slopes = self._gradient(trial[up], found, up) if up else torch.zeros(0)
+            for m, i in enumerate(alive):
+                if risen[m]:
+                    moved = (trial[m] - u[m]) / (size[i] * domain.radius)
+                    kept[i], velocity[i] = (trial[m], float(found.value[m])), moved
+                    slope[i] = slopes[up.index(m)]
+                    size[i], restless[i] = min(1.0, 1.3 * size[i]), 0
+                else:
+                    size[i] *= 0.4
+                    velocity[i] = torch.zeros_like(velocity[i])
+                    restless[i] = (restless[i] + 1) % 3  # every third try after a failure is undisturbed
+        best = max(kept, key=lambda i: kept[i][1])
+        return domain.tokens(kept[best][0]).cpu(), self.names[best]
+
+    def _evaluate(self, u: Tensor, members: list[int], step: int) -> LipschitzEstimate:
+        seeds = [((self.seed * 1_000_003 + i) * 1_000_003 + step) % 2**62 for i in members]
+        return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
+
+    def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
+        """Gradient in coordinates of log σ at ``u``, whose estimates are the rows ``rows`` of ``found``."""
+        f = self.f
+        x = self.domain.tokens(u)
+        heads = f.heads if isinstance(f, SelfAttention) else 16
+        chunk = max(1, _GRADIENT_NUMBERS // (heads * x.shape[-2] ** 2))
+        parts = []
+        for i in range(0, len(x), chunk):
+            member = rows[i : i + chunk]
+            left = found.output_direction[member].to(x)
+            right = found.input_direction[member].to(x)
+            parts.append(_gradient_of_pairing(f, x[i : i + chunk], left, right))
+        sigma = found.value[rows].to(x).clamp_min(1e-300)[:, None, None]
+        return self.domain.pull_back(torch.cat(parts) / sigma)
+
+    def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
+        """Gradient without what projection would undo, longer tokens shortened by the square root.
+
+        Heavy tokens have gradients hundreds of times those of light ones; the square root moves both.
+        """
+        reach = self.domain.project_coordinates(u + 1e-6 * self.domain.radius * _unit(gradient)) - u
+        length = torch.linalg.vector_norm(reach, dim=-1, keepdim=True)
+        top = length.amax(dim=-2, keepdim=True)
+        scaled: Tensor = reach / (length * top).sqrt().clamp_min(1e-300)
+        return scaled
+
+    def _probe(self, like: Tensor) -> Tensor:
+        drawn = torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like)
+        return drawn / math.sqrt(like.shape[-1])
+
+    def _record(
+        self,
+        members: Sequence[int],
+        step: int,
+        found: LipschitzEstimate,
+        sizes: list[float],
+        accepted: list[bool],
+    ) -> None:
+        for m, i in enumerate(members):
+            row = [
+                self.names[i],
+                step,
+                float(found.value[m]),
+                sizes[m],
+                accepted[m],
+                bool(found.converged[m]),
+            ]
+            self.rows.append(row)
+            if self.on_evaluation is not None:
+                self.on_evaluation(dict(zip(_COLUMNS, row, strict=True)))
+
+
+def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Gradient in x of Σ ⟨left, D_x f right⟩, (batch, n, d): members are independent."""
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        tangent = torch.func.jvp(f, (point,), (right,))[1]
+        (gradient,) = torch.autograd.grad((left * tangent).sum(), point)
+    result: Tensor = gradient
+    return result
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide each member by its longest token; zero stays zero."""
+    top = torch.linalg.vector_norm(x, dim=-1).amax(dim=-1)[:, None, None]
+    return x / torch.where(top > 0, top, 1.0)
+
+
+# ---- what to climb on, where and from
+
+
+def _domain_and_length(
+    f: TokenMap, length: int | None, radius: float | None, domain: Domain | None
+) -> tuple[Domain, int]:
+    if (radius is None) == (domain is None):
+        raise ArgumentError(
+            "radius", expected="a radius or a domain, one of the two", got="both" if domain else "neither"
+        )
+    if domain is None:
+        domain = Ball(radius)  # type: ignore[arg-type]
+    if not isinstance(domain, Domain):
+        raise ArgumentError("domain", expected="a Ball, an Ellipsoid or an Around", got=type(domain).__name__)
+    d = f.d
+    if isinstance(domain, Ellipsoid):
+        d = domain.norm.d
+    elif isinstance(domain, Around):
+        d = domain.X0.shape[1]
+        if length is not None and length != len(domain.X0):
+            raise ArgumentError("length", expected=f"{len(domain.X0)}, as X0 has", got=repr(length))
+        length = len(domain.X0)
+    if d != f.d:
+        raise ArgumentError("domain", expected=f"tokens of dimension {f.d}", got=f"dimension {d}")
+    n = check_length(length)
+    f.check_length(n)
+    return domain, n
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ArgumentError(name, expected="a whole number >= 0", got=repr(count))
+
+
+def _given_starts(
+    f: TokenMap, n: int, domain: Domain, starts: Sequence[Tensor | Construction] | None
+) -> list[tuple[str, Tensor]]:
+    if starts is None:
+        return [(name, domain.project(x)) for name, x in _default_starts(f, n, domain)]
+    given = []
+    for i, start in enumerate(starts):
+        name, x = (start.name, start.x) if isinstance(start, Construction) else (f"given {i}", start)
+        if not isinstance(x, Tensor) or x.shape != (n, f.d) or not bool(torch.isfinite(x).all()):
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ArgumentError(
+                "starts", expected=f"finite tokens of shape ({n}, {f.d}) each", got=f"start {i}: {got}"
+            )
+        given.append((name, domain.project(x.detach().double().cpu())))
+    return given
+
+
+def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tensor]]:
+    if isinstance(domain, Around):
+        return [("centre", domain.X0)]
+    inner = f.inner if isinstance(f, Residual) else f
+    if not isinstance(inner, SelfAttention) or inner.rotary is not None:
+        return []
+    radius = domain.radius
+    if isinstance(domain, Ellipsoid):  # the ball around zero that holds it
+        shift, gain = domain.tokens(torch.zeros(inner.d, dtype=torch.float64)), domain.norm.weight.double()
+        radius = float(shift.norm() + math.sqrt(inner.d) * gain.abs().max())
+    built = constructions(inner.to(dtype=torch.float64, device="cpu"), n, radius) if radius > 0 else []
+    return [(f"{c.name}, head {c.head}", c.x) for c in built]
+
+
+def _search_atoms(
+    f: SelfAttention,
+    n: int,
+    domain: Domain,
+    given: list[tuple[str, Tensor]],
+    restarts: int,
+    steps: int,
+    generator: torch.Generator,
+) -> AtomSearch:
+    near = [atoms for name, x in given if (atoms := Atoms.of(f"atoms near {name}", x)) is not None]
+    return search_atoms(f, n, domain, near, restarts=restarts, steps=steps, generator=generator)
+
+
+def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
+    """Return an orthonormal basis (d, r) of what the projections of ``f`` see, if that is less than all.
+
+    f depends on X B only, and X B Bᵀ is no longer than X: nothing is lost in a ball about zero.
+    """
+    if not (isinstance(f, SelfAttention) and isinstance(domain, Ball)):
+        return None
+    seen = torch.cat([w.double().flatten(0, 1) for w in (f.query, f.key, f.value)]).cpu()
+    if len(seen) >= f.d:
+        return None
+    basis: Tensor = torch.linalg.qr(seen.mT).Q
+    return basis
+
+
+def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
+    """Return the map of coordinates X B: X ↦ f(X Bᵀ), with the same Jacobian norm."""
+    if basis is None:
+        return f
+    assert isinstance(f, SelfAttention)
+    g = f.to(dtype=torch.float64)
+    b = basis.to(f.device)
+    names = (
+        "output",
+        "query_bias",
+        "key_bias",
+        "value_bias",
+        "output_bias",
+        "scale",
+        "causal",
+        "mask",
+        "rotary",
+    )
+    return SelfAttention(g.query @ b, g.key @ b, g.value @ b, **{name: getattr(g, name) for name in names})
