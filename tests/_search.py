@@ -33,7 +33,7 @@ def largest_ratio(
             optimiser.zero_grad()
             value = ratio(point)
             assert torch.isfinite(value), "the ratio is not finite"
-            best = max(best, float(value))
+            best = max(best, float(value.detach()))
             if not value.requires_grad:
                 break
             torch.log(value).backward()

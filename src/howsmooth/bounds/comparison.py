@@ -20,8 +20,8 @@ def table(
     source: object,
     X: Tensor | None = None,
     *,
-    length: int | None = None,
-    radius: float | None = None,
+    length: object = None,
+    radius: object = None,
     rtol: float = 1e-6,
     confidence: float = 0.999,
     seed: int = 0,
@@ -46,7 +46,7 @@ def table(
 
     """
     question = Question.of(source, X, length, radius)
-    rows = []
+    rows: list[tuple[str, float, str, str, float, bool, str]] = []
     for bound in all_bounds(question):
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         where = f"{bound.source} (needs: {failed})" if failed else bound.source

@@ -267,7 +267,7 @@ def _of_site(site: SiteLike) -> Parameters:
     )
 
 
-def log_p_bar(n: float, a: float) -> float:
+def log_p_bar(n: int | float, a: float) -> float:
     """Return log P̄(n, a) = −log(1 + (n − 1) e^{−2a}), the largest that one of n attention weights can be."""
     if n <= 1:
         return 0.0

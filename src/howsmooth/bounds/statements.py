@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.bound import Bound, Side
+from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.certificates import (
     certificate_cheap,
     certificate_joint,
     certificate_n,
     certificate_r,
 )
+from howsmooth.bounds.large_radius import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
 from howsmooth.bounds.lower import (
     masked_tie,
     masked_two_cluster,
     no_real_eigenvalue,
     proposition_3_4,
+    quadratic_growth,
     repeated_token,
     tie,
     two_cluster_sharp,
@@ -30,7 +31,7 @@ from howsmooth.bounds.masked import (
     theorem_4_3,
     theorem_4_4,
 )
-from howsmooth.bounds.multi_head import lemma_3_8, multi_head_gram, multi_head_output
+from howsmooth.bounds.multi_head import lemma_3_8, multi_head_folded, multi_head_gram, multi_head_output
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.question import Question
 from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_3_5, theorem_a, theorem_e_3
@@ -39,7 +40,7 @@ from howsmooth.errors import ArgumentError
 __all__ = ["all_bounds", "best"]
 
 
-def all_bounds(question: Question, *, side: Side | None = None) -> list[Bound]:
+def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
     """Return every bound that is a statement about this attention, whether or not its hypotheses hold.
 
     Local ones if there is an X, on the ball if there is a length, and those that hold for every length.
@@ -61,9 +62,8 @@ def _on_the_ball(question: Question) -> list[Bound]:
     if len(parameters.heads) > 1:
         if n is None:
             return []
-        return [
-            statement(parameters, n, radius) for statement in (lemma_3_8, multi_head_output, multi_head_gram)
-        ]
+        several = (lemma_3_8, multi_head_output, multi_head_gram, multi_head_folded)
+        return [statement(parameters, n, radius) for statement in several]
     head = question.attention if isinstance(question.attention, Head) else parameters
     if parameters.masking == "none":
         free = [theorem_3_5(head, radius), n_free(head, radius)]
@@ -78,28 +78,36 @@ def _on_the_ball(question: Question) -> list[Bound]:
 
 def _at_tokens(question: Question, *, rotary: bool) -> list[Bound]:
     X, attention = question.X, question.attention
-    if X is None or not isinstance(attention, SelfAttention):
+    if X is None:
         return []
-    f = attention.to(dtype=torch.float64, device="cpu")
-    if f.heads > 1:
-        return [certificate_joint(f, X).bound()]
-    local = [certificate(f, X).bound() for certificate in (certificate_n, certificate_r, certificate_cheap)]
+    several = len(attention.heads) > 1 if isinstance(attention, Parameters) else _heads(attention) > 1
+    if several:
+        return [certificate_joint(attention, X).bound()]
+    local = [one(attention, X).bound() for one in (certificate_n, certificate_r, certificate_cheap)]
     if rotary:
         return local
-    return [*local, *(statement(f, X) for statement in (theorem_c_3, theorem_c_3_sharp, three_terms, yudin))]
+    limit = theorem_4_5 if _parameters(question).masking == "causal" else theorem_3_7
+    local.append(limit(attention, X, 1.0))
+    return [*local, *(one(attention, X) for one in (theorem_c_3, theorem_c_3_sharp, three_terms, yudin))]
+
+
+def _heads(attention: Head | SelfAttention) -> int:
+    return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
 def _from_below(question: Question) -> list[Bound]:
     parameters, n, radius = _parameters(question), question.length, question.radius
     if n is None or parameters.masking == "other":
         return []
-    if len(parameters.heads) > 1:
-        return [repeated_token(parameters, n, radius)]
-    head = parameters
-    if parameters.masking == "causal":
-        return [statement(head, n, radius) for statement in (masked_two_cluster, masked_tie, repeated_token)]
-    statements = (proposition_3_4, two_cluster_sharp, no_real_eigenvalue, tie, repeated_token)
-    return [statement(head, n, radius) for statement in statements]
+    causal = parameters.masking == "causal"
+    found = [statement(parameters, n, radius) for statement in (no_real_eigenvalue, repeated_token)]
+    found.append((masked_tie if causal else tie)(parameters, n, radius))
+    if len(parameters.heads) == 1:
+        one_head = [masked_two_cluster] if causal else [proposition_3_4, two_cluster_sharp]
+        found += [statement(parameters, n, radius) for statement in (*one_head, quadratic_growth)]
+        if question.X is not None:
+            found.append((theorem_4_5 if causal else theorem_3_7)(parameters, question.X, 1.0, side="lower"))
+    return found
 
 
 def _parameters(question: Question) -> Parameters:
@@ -110,9 +118,9 @@ def best(
     source: object,
     X: Tensor | None = None,
     *,
-    length: int | None = None,
-    radius: float | None = None,
-    side: Side = "upper",
+    length: object = None,
+    radius: object = None,
+    side: str = "upper",
 ) -> Bound:
     """Return the tightest bound that holds.
 
