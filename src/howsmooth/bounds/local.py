@@ -165,8 +165,9 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def yudin(attention: object, X: Tensor | None = None) -> Bound:
-    """‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)), g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎), ‖X‖ the spectral norm of the tokens.
+    """‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)) with g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎).
 
+    ‖X‖ is the spectral norm of the matrix of tokens, p₍₁₎ ≥ p₍₂₎ the two largest entries of a row.
     With a query bias b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
 
     Parameters

@@ -14,8 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.heads import HeadAt, HeadsAt, row_blocks
-from howsmooth.bounds.certificates.rounding import Enclosed, gamma, up
+from howsmooth.bounds.certificates.rounding import Enclosed, U, gamma, up
 from howsmooth.bounds.certificates.verified import Rule, largest_eigenvalue, shrink
+
+FULL_SPECTRUM = 128
+"""Eigenvalues of larger matrices are guessed by power steps and then proved, which is faster."""
 
 __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
@@ -42,8 +45,12 @@ def sandwich(
     blocks: Sequence[Float[Tensor, "batch _k _k"]],
     slack: Sequence[Float[Tensor, " batch"]],
     rule: Rule = "cholesky",
+    guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Bound λ_max(Σ_h O_h B^h O_hᵀ) for blocks known up to ``slack`` in norm; ``slack`` ≥ γ_1 ‖B^h‖_F."""
+    """Bound λ_max(Σ_h O_h B^h O_hᵀ); ``slack`` bounds the norm of an entrywise bound of the errors of B^h.
+
+    ``guess`` says what the eigenvalues may be; without it they are computed.
+    """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
     squares = [o.square().sum() for o in outer]
@@ -52,15 +59,17 @@ def sandwich(
     for square, b, s in zip(squares, blocks, slack, strict=True):
         error += square * (s + factor * (torch.linalg.matrix_norm(b) + s))
     uppers, plains = [], []
+    whole = torch.cat(tuple(outer), dim=1).mT
     for part in row_blocks(count, rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        found = largest_eigenvalue(middle @ torch.cat(tuple(outer), dim=1).mT, up(error[part]), rule)
+        tried = guess[part] if guess is not None and rows > FULL_SPECTRUM else None
+        found = largest_eigenvalue(middle @ whole, up(error[part]), rule, tried)
         uppers.append(found.upper)
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers), torch.cat(plains))
 
 
-def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
+def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
     """Bound max_i ‖Σ_h W_h F_i^h Q_h‖: the part of the Jacobian that is block diagonal."""
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
@@ -72,16 +81,24 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
         for w, q, head in zip(Ws, Qs, at.heads, strict=True)
     )
     assert isinstance(error, Tensor)
-    best = Enclosed(torch.tensor(0.0, dtype=Q.dtype), torch.tensor(0.0, dtype=Q.dtype))
     rows, columns = W.shape[0], Q.shape[1]
+    target = guess if min(rows, columns) > FULL_SPECTRUM else None
+    uppers, plains = [], []
     for part in row_blocks(at.n, Q.shape[0] * max(rows, columns)):
         left = torch.cat([w @ head.F[part] for w, head in zip(Ws, at.heads, strict=True)], dim=-1)
         product = left @ Q
         product = product if rows <= columns else product.mT
-        size = product.square().sum((-2, -1))
-        slack = up(gamma(product.shape[-1] + 2) * size)
-        found = largest_eigenvalue(product @ product.mT, slack, rule).root()
-        upper = found.upper + up(gamma(width) * error[part])
-        if upper.amax() > best.upper:
-            best = Enclosed(upper.amax(), torch.maximum(best.plain, found.plain.amax()))
-    return best
+        plain = torch.linalg.matrix_norm(product)
+        size = plain.square() * (1 + 2 * gamma(rows * columns + 4))
+        upper = size.sqrt() * (1 + 4 * U)
+        # Where the Frobenius norm is below the largest spectral norm, it is bound enough
+        long = torch.ones_like(plain, dtype=torch.bool) if target is None else plain > target
+        if bool(long.any()):
+            matrices = product[long]
+            tried = None if target is None else target.square().expand(len(matrices))
+            slack = up(gamma(product.shape[-1] + 2) * size[long])
+            found = largest_eigenvalue(matrices @ matrices.mT, slack, rule, tried).root()
+            upper[long], plain[long] = found
+        uppers.append(upper + up(gamma(width) * error[part]))
+        plains.append(plain)
+    return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())

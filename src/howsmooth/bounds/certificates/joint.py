@@ -18,7 +18,7 @@ from howsmooth.bounds.certificates.forms import diagonal_norms, key_sums, sandwi
 from howsmooth.bounds.certificates.heads import HeadsAt
 from howsmooth.bounds.certificates.rounding import Enclosed, U, gamma, up
 from howsmooth.bounds.certificates.verified import Rule, norm, perron_norm, shrink
-from howsmooth.bounds.certificates.weights import joint_weights
+from howsmooth.bounds.certificates.weights import Weights, diagonal_guess, joint_weights
 
 __all__ = ["certificate_cheap", "certificate_joint", "certificate_n"]
 
@@ -122,8 +122,9 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
 
 def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
     """Evaluate Theorem N on the floats of ``at``."""
-    q = joint_weights(at, iterations)
-    parts = (averages(at, rule), tokens_moved(at, q, rule), diagonal_norms(at, rule))
+    weights = joint_weights(at, iterations)
+    diagonal = diagonal_norms(at, rule, diagonal_guess(at))
+    parts = (averages(at, rule), tokens_moved(at, weights, rule), diagonal)
     upper = sum(part.upper for part in parts)
     plain = sum(part.plain for part in parts)
     assert isinstance(upper, Tensor)
@@ -156,19 +157,20 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
     return first if first.upper <= second.upper else second
 
 
-def tokens_moved(at: HeadsAt, q: Tensor, rule: Rule) -> Enclosed:
+def tokens_moved(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
     """ν: the part where a token moves as a key, with the Cauchy–Schwarz weights q."""
+    q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]
     relative = up(torch.tensor(gamma(at.n + 8), dtype=torch.float64))
     traces = [relative * b.diagonal(dim1=-2, dim2=-1).sum(-1) for b in blocks]
-    c = sandwich(W, blocks, traces, rule)
+    c = sandwich(W, blocks, traces, rule, weights.c)
     K = shrink(torch.cat([head.K for head in at.heads]).mT).split(
         [head.K.shape[0] for head in at.heads], dim=1
     )
     sums = [key_sums(head, c.upper) for head in at.heads]
     turn = at.turn_norm**2
     slack = [(relative + gamma(16)) * turn * b.diagonal(dim1=-2, dim2=-1).sum(-1) for b in sums]
-    phi = sandwich(K, [at.key_blocks(b) for b in sums], slack, rule)
+    phi = sandwich(K, [at.key_blocks(b) for b in sums], slack, rule, weights.nu_square * q)
     ratio = Enclosed(phi.upper / q * (1 + 4 * U), phi.plain / q)
     return Enclosed(ratio.upper.amax(), ratio.plain.amax()).root()

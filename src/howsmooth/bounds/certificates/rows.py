@@ -26,7 +26,7 @@ __all__ = ["certificate_r"]
 _SMALLEST_TAU = 1e-14
 
 
-def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 20) -> Certificate:
+def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Certificate R: ‖D_X f‖² ≤ max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j), for one head, any mask and biases.
 
     Λ_i = λ_max(V [Σ_j P_ij q_j B_ij B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ), B_ij = I + z_ij y_iᵀ; any q, τ > 0.
@@ -69,7 +69,7 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
     q = torch.ones(at.n, dtype=torch.float64)
     tau = torch.full_like(q, 1e-3)
     best, best_value = (q, tau), float("inf")
-    for iteration in range(iterations + 1 if iterations else 0):
+    for iteration in range(iterations + 1):
         M, _ = row_squares(at, q)
         for _ in range(3 if iteration == 0 else 1):
             _, u = torch.linalg.eigh(W @ (M + (q / tau)[:, None, None] * diagonal) @ W.mT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.heads import HeadsAt
 
-__all__ = ["joint_weights", "tidy"]
+__all__ = ["Weights", "diagonal_guess", "joint_weights", "tidy"]
 
 _FIRST_STEPS = 6
 _STEPS = 2
+_LAST_STEPS = 20
 _SMALLEST = 1e-12
+
+# Guesses are put a little above what power steps found: a proof that fails costs a factorisation
+_ABOVE = 1 + 1e-3
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -24,7 +29,16 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return (q / top).clamp_min(_SMALLEST) if bool(torch.isfinite(top)) and top > 0 else torch.ones_like(q)
 
 
-def joint_weights(at: HeadsAt, iterations: int) -> Float[Tensor, " n"]:
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Weights q with, for them, guesses of the eigenvalues c_i and of ν² = max_j Φ_j / q_j."""
+
+    q: Float[Tensor, " n"]
+    c: Float[Tensor, " n"]
+    nu_square: Float[Tensor, ""]
+
+
+def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     """Lower max_j q_j⁻¹ λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ) by q ← √(q Φ(q)).
 
     The eigenvalues are followed by power steps in vectors, at the cost of products with P and not of
@@ -35,16 +49,21 @@ def joint_weights(at: HeadsAt, iterations: int) -> Float[Tensor, " n"]:
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(n, at.W[0].shape[0], generator=generator, dtype=torch.float64)
     z = torch.randn(n, at.heads[0].K.shape[1], generator=generator, dtype=torch.float64)
-    best, best_value = q, float("inf")
-    for iteration in range(iterations + 1 if iterations else 0):
+    for iteration in range(iterations):
         steps = _STEPS if iteration else _FIRST_STEPS
         c, u = _follow(partial(_values_image, at, q), u, steps)
         phi, z = _follow(partial(_keys_image, at, c), z, steps)
-        value = float((phi / q).amax())
-        if value < best_value:
-            best, best_value = q, value
         q = tidy((q * phi).sqrt())
-    return best
+    c, _ = _follow(partial(_values_image, at, q), u, _LAST_STEPS)
+    phi, _ = _follow(partial(_keys_image, at, c), z, _LAST_STEPS)
+    return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
+
+
+def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
+    """Estimate max_i ‖Σ_h W_h F_i^h Q_h‖ by power steps."""
+    z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
+    return value.amax().sqrt() * _ABOVE
 
 
 def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -79,4 +98,15 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
         back = weighted @ head.q
         back = back if at.rotary is None else at.rotary.rotate_adjoint(back)
         total = total + back @ head.K
+    return total
+
+
+def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
+    """Row i: D_iᵀ D_i z_i with D_i = Σ_h W_h F_i^h Q_h."""
+    out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
+    for head, w in zip(at.heads, at.W, strict=True):
+        out = out + (head.F @ (z @ head.Q.mT)[..., None])[..., 0] @ w.mT
+    total = torch.zeros_like(z)
+    for head, w in zip(at.heads, at.W, strict=True):
+        total = total + (head.F.mT @ (out @ w)[..., None])[..., 0] @ head.Q
     return total
