@@ -1,0 +1,235 @@
+"""Bounds for several heads from bounds for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.masked import masked_theorem_a
+from howsmooth.bounds.multi_head import (
+    best_head_bound,
+    lemma_3_8,
+    multi_head_folded,
+    multi_head_gram,
+    multi_head_output,
+)
+from howsmooth.bounds.parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_a
+from howsmooth.errors import ArgumentError
+from tests._cases import dense_jacobian, random_attention, rotary, tokens
+from tests._search import Point, largest_ratio
+
+ALL = (lemma_3_8, multi_head_output, multi_head_gram, multi_head_folded)
+
+
+def _norm(f: hs.SelfAttention, x: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2))
+
+
+def _ball(x: Tensor, radius: float) -> Tensor:
+    return x * (radius / x.norm(dim=-1, keepdim=True).clamp(min=radius))
+
+
+def _search(
+    causal: bool, radius: float, *, trials: int, steps: int, heads: int = 2, n: int = 3
+) -> dict[str, float]:
+    """Largest ratio found for each statement, over parameters and tokens."""
+    d, k = 2, 2
+    visible = torch.ones(n, n, dtype=torch.bool).tril() if causal else torch.ones(n, n, dtype=torch.bool)
+    ratios: dict[str, float] = {}
+
+    def draw(generator: torch.Generator) -> Point:
+        shapes = {
+            "Q": (heads, k, d),
+            "K": (heads, k, d),
+            "V": (heads, k, d),
+            "W": (d, heads * k),
+            "X": (n, d),
+        }
+        return {
+            s: torch.randn(*shape, generator=generator, dtype=torch.float64) for s, shape in shapes.items()
+        }
+
+    def ratio(point: Point) -> Tensor:
+        q, k_, v, w = point["Q"], point["K"], point["V"], point["W"]
+
+        def f(x: Tensor) -> Tensor:
+            scores = (x @ q.mT) @ (x @ k_.mT).mT / math.sqrt(k)
+            heads_out = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1) @ (x @ v.mT)
+            return heads_out.movedim(0, 1).flatten(1) @ w.T
+
+        jacobian = torch.func.jacrev(f)(_ball(point["X"], radius)).reshape(n * d, n * d)
+        norm = torch.linalg.matrix_norm(jacobian, 2)
+        attention = hs.SelfAttention(q.detach(), k_.detach(), v.detach(), w.detach(), causal=causal)
+        values = []
+        for statement in ALL:
+            bound = statement(attention, n, radius)
+            assert bound.holds
+            ratios[bound.name] = max(ratios.get(bound.name, 0.0), float(norm.detach()) / bound.value)
+            values.append(bound.value)
+        return norm / min(values)
+
+    largest_ratio(ratio, draw, trials=trials, steps=steps)
+    return ratios
+
+
+@pytest.mark.parametrize(("causal", "radius"), [(False, 0.3), (True, 1.5)])
+def test_search(causal: bool, radius: float) -> None:
+    ratios = _search(causal, radius, trials=2, steps=8)
+    assert set(ratios) == {statement.__name__ for statement in ALL}
+    assert 0.25 < max(ratios.values()) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("radius", [0.1, 0.5, 1.5])
+def test_search_long(causal: bool, radius: float) -> None:
+    ratios = _search(causal, radius, trials=6, steps=200)
+    print(causal, radius, ratios)
+    assert 0.5 < max(ratios.values()) <= 1
+
+
+# ---- equality
+
+
+def test_without_scores_folded_is_exact_for_orthogonal_and_for_equal_heads() -> None:
+    """A = 0: the map is the mean of Σ_h W_h V_h x_j, of norm ‖Σ_h W_h V_h‖."""
+    zero = torch.zeros(2, 2, 2, dtype=torch.float64)
+    V = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[3.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    W = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
+    f = hs.SelfAttention(zero, zero, V, W)
+    truth = _norm(f, tokens(0, 4, 2))
+    assert truth == pytest.approx(6.0)
+    assert multi_head_folded(f, 4, 1.0).value == pytest.approx(truth, rel=1e-11)
+    # Lemma 3.8 takes the norms apart: ‖W‖ = 2 and ‖V‖ = 3 are not of the same direction.
+    assert lemma_3_8(f, 4, 1.0).value == pytest.approx(12.0, rel=1e-11)
+    assert multi_head_gram(f, 4, 1.0).value == pytest.approx(12.0, rel=1e-11)
+
+
+def test_concatenated_heads_add_in_squares() -> None:
+    f = random_attention(5, d_out=None)
+    parts = [best_head_bound(f.head(h), 7, 1.3).value for h in range(f.heads)]
+    squares = math.sqrt(sum(part**2 for part in parts))
+    assert lemma_3_8(f, 7, 1.3).value == pytest.approx(sum(parts), rel=1e-10)
+    for statement in (multi_head_output, multi_head_gram, multi_head_folded):
+        assert statement(f, 7, 1.3).value == pytest.approx(squares, rel=1e-10)
+
+
+def test_one_head_of_norm_one_changes_nothing() -> None:
+    f = random_attention(6, heads=1, d_out=None)
+    for statement in ALL:
+        assert statement(f, 7, 1.3).value == pytest.approx(theorem_a(f, 7, 1.3).value, rel=1e-10)
+
+
+# ---- order, and what a head's bound is
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_order(seed: int, causal: bool) -> None:
+    f = random_attention(seed, heads=4, kv_heads=2, causal=causal, temperature=0.5 + seed)
+    lemma, output, gram, folded = (statement(f, 20, 1.0).value for statement in ALL)
+    assert folded <= gram * (1 + 1e-11)
+    assert gram <= lemma * (1 + 1e-11)
+    norms = [torch.linalg.matrix_norm(W, 2) for W in parameters_of(f).outputs]
+    parts = [best_head_bound(f.head(h), 20, 1.0).value for h in range(4)]
+    assert lemma == pytest.approx(
+        float(sum(w * part for w, part in zip(norms, parts, strict=True))), rel=1e-10
+    )
+    assert output == pytest.approx(
+        float(torch.linalg.matrix_norm(f.output, 2)) * math.hypot(*parts), rel=1e-10
+    )
+    assert lemma_3_8(f, 20, 1.0).quantity == (Quantity.MASKED if causal else Quantity.GLOBAL)
+
+
+def test_gram_written_out() -> None:
+    f = random_attention(8)
+    W = parameters_of(f).outputs
+    L = [best_head_bound(f.head(h), 5, 0.7).value for h in range(3)]
+    V = [f.value[h] for h in range(3)]
+    c = [L[h] / float(torch.linalg.matrix_norm(V[h], 2)) for h in range(3)]
+    folded = [W[h] @ V[h] for h in range(3)]
+
+    def form(maps: list[Tensor], sizes: list[float]) -> float:
+        return math.sqrt(
+            sum(
+                float(torch.linalg.matrix_norm(maps[h].T @ maps[g], 2)) * sizes[h] * sizes[g]
+                for h in range(3)
+                for g in range(3)
+            )
+        )
+
+    assert multi_head_gram(f, 5, 0.7).value == pytest.approx(form(list(W), L), rel=1e-10)
+    assert multi_head_folded(f, 5, 0.7).value == pytest.approx(form(folded, c), rel=1e-10)
+
+
+def test_the_best_bound_of_a_head_knows_its_mask() -> None:
+    n = 5
+    window = torch.ones(n, n, dtype=torch.bool).tril().triu(-1)
+    names = {
+        best_head_bound(f, length, radius).name
+        for f, length, radius in (
+            (random_attention(0, heads=1), n, 1.0),
+            (random_attention(0, heads=1), 10**30, 1.0),
+            (random_attention(0, heads=1, causal=True), n, 1.0),
+            (random_attention(0, heads=1, causal=True), 10**30, 0.1),
+            (random_attention(0, heads=1, mask=window), n, 1.0),
+            (Head(torch.eye(2), torch.eye(2)), 10**30, 1.0),
+        )
+    }
+    assert names == {"any_mask_theorem_a", "n_free", "masked_n_free"}
+    causal = random_attention(0, heads=1, causal=True)
+    assert best_head_bound(causal, n, 1.0).value == masked_theorem_a(causal, n, 1.0).value
+
+
+@pytest.mark.parametrize("statement", ALL)
+def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
+    f = random_attention(1, biases=False)
+    ours = statement(f, 4, 1.0)
+    paper = statement(f, 4, 1.0, theorem_3_3)
+    assert paper.holds
+    assert paper.value > ours.value
+    free = statement(f, 4, 1.0, lambda head, length, radius: n_free(head, radius))
+    assert free.holds
+    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, theorem_3_3)
+    assert not causal.holds
+    assert causal.value == math.inf
+    assert {h.statement: h.holds for h in causal.hypotheses} == {"no mask": False, "no query bias": True}
+
+    def wrong(head: object, length: int, radius: float) -> Bound:
+        return Bound.lower("wrong", Quantity.GLOBAL, "nowhere", formula=1.0)
+
+    with pytest.raises(ArgumentError, match="head_bound: expected an upper bound"):
+        statement(f, 4, 1.0, wrong)
+
+
+@pytest.mark.parametrize("statement", ALL)
+def test_refusals_and_extremes(statement: Callable[..., Bound]) -> None:
+    f = random_attention(1)
+    with pytest.raises(ArgumentError, match="radius"):
+        statement(f, 3, -1.0)
+    with pytest.raises(ArgumentError, match="length"):
+        statement(f, 0, 1.0)
+    with pytest.raises(ArgumentError, match="rotary"):
+        statement(random_attention(1, rotary=rotary(4, 4)), 3, 1.0)
+    with pytest.raises(ArgumentError, match="attention"):
+        statement(torch.eye(2), 3, 1.0)
+    assert statement(f, 10**800, 1e3).value == math.inf
+    assert math.isfinite(statement(f, 10**800, 1e3).log_value)
+    assert statement(f, 3, 1e300).value == math.inf
+    zero = hs.SelfAttention(f.query, f.key, 0 * f.value, f.output)
+    assert statement(zero, 3, 1.0).value == 0.0
+    assert (
+        statement(
+            Parameters((Head(torch.eye(2), torch.eye(2)),), (torch.zeros(2, 2).double(),), "none", None),
+            3,
+            1.0,
+        ).value
+        == 0.0
+    )
