@@ -219,10 +219,14 @@ def _projected(
 def _weight_errors(
     P: Float[Tensor, "n n"], d_scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
 ) -> Float[Tensor, "n n"]:
-    """Bound |P̂ − P| from errors of the scores; a row with one visible key is exact."""
-    exponent = d_scores + d_scores.amax(dim=1, keepdim=True) + gamma(P.shape[0] + 20)
-    error = P * torch.expm1(exponent) + UNDERFLOW
-    error = torch.where(exponent > 1, 1.01, error)
+    """Bound |P̂ − P| from errors of the scores, at most δ in a row: 2 δ e^{2δ} P (1 − P), and rounding.
+
+    A row with one visible key is exact.
+    """
+    rounding = gamma(P.shape[0] + 20)
+    moved = 2 * d_scores.amax(dim=1, keepdim=True)
+    error = P * (moved * torch.exp(moved) * (1 - P + 4 * rounding) + rounding) + UNDERFLOW
+    error = torch.where(moved > 1, 1.01, error)
     exact = ~visible | (visible.sum(dim=1, keepdim=True) == 1)
     return error.masked_fill(exact, 0.0)
 

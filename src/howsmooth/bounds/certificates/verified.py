@@ -19,7 +19,7 @@ __all__ = ["Rule", "largest_eigenvalue", "norm", "perron_norm", "shrink"]
 Rule = Literal["cholesky", "frobenius"]
 
 _POWER_STEPS = 300
-_SLOW = 1e-7
+_SLOW = 1e-9
 
 
 def largest_eigenvalue(

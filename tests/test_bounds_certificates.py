@@ -1,0 +1,435 @@
+"""Certificates: at least the exact norm, in exact comparison, whatever the rounding; and how tight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.bounds.certificates import (
+    Certificate,
+    certificate_cheap,
+    certificate_joint,
+    certificate_n,
+    certificate_r,
+    joint,
+)
+from howsmooth.bounds.certificates.heads import heads_at
+from howsmooth.bounds.certificates.verified import largest_eigenvalue, norm, perron_norm, shrink
+from howsmooth.bounds.certificates.weights import Weights
+from howsmooth.bounds.parameters import parameters_of
+from howsmooth.errors import ArgumentError, NonFiniteError
+from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
+from tests._exact import exact_jacobian, exact_norm
+from tests._search import largest_ratio
+
+F64 = torch.float64
+ONE_HEAD = {"N": certificate_n, "R": certificate_r, "cheap": certificate_cheap, "joint": certificate_joint}
+
+Case = tuple[hs.SelfAttention, Tensor]
+
+
+def one(seed: int, d: int = 3, **keywords: object) -> hs.SelfAttention:
+    sizes = {"heads": 1, "key_dim": 2, "value_dim": 2, "d": d, "d_out": d}
+    return random_attention(seed, **(sizes | keywords))  # type: ignore[arg-type]
+
+
+def window(n: int) -> Tensor:
+    i = torch.arange(n)
+    return (i[:, None] - i[None, :]).abs() <= 1
+
+
+def float32(f: hs.SelfAttention) -> hs.SelfAttention:
+    return f.to(dtype=torch.float32)
+
+
+def repeated(n: int) -> Tensor:
+    return tokens(3, 1, 3).expand(n, 3).clone()
+
+
+# Small enough for 40 digits; the known equality cases (one token, A = 0, repeated tokens) among them
+SMALL: dict[str, Callable[[], Case]] = {
+    "plain": lambda: (one(0), tokens(0, 3, 3)),
+    "one token": lambda: (one(1), tokens(1, 1, 3)),
+    "A = 0": lambda: (
+        hs.SelfAttention(torch.zeros(1, 2, 3, dtype=F64), *one(2).key[None], one(2).value),
+        tokens(2, 3, 3),
+    ),
+    "repeated token": lambda: (one(3), repeated(3)),
+    "nearly repeated": lambda: (one(3), repeated(3) + 1e-9 * tokens(4, 3, 3)),
+    "no biases": lambda: (one(4, biases=False), tokens(4, 4, 3)),
+    "hot": lambda: (one(5, temperature=40.0, biases=False), 8 * tokens(5, 3, 3)),
+    "hot, common part": lambda: (one(6, temperature=3.0), tokens(6, 3, 3) + 50.0),
+    "float32": lambda: (float32(one(7, temperature=4.0)), tokens(7, 3, 3, dtype=torch.float32)),
+    "causal": lambda: (one(8, causal=True, temperature=3.0), tokens(8, 4, 3)),
+    "window": lambda: (one(9, mask=window(4)), tokens(9, 4, 3)),
+    "rotary": lambda: (one(10, rotary=rotary(4, 2), temperature=4.0), tokens(10, 4, 3)),
+    "rotary, partial, causal": lambda: (
+        one(11, key_dim=3, rotary=rotary(4, 2), causal=True),
+        tokens(11, 3, 3),
+    ),
+    "negative scale": lambda: (one(12, scale=-0.7), tokens(12, 3, 3)),
+    "heads concatenated": lambda: (one(13, d_out=None), tokens(13, 3, 3)),
+    "wide output": lambda: (one(14, d_out=5), tokens(14, 3, 3)),
+    "wide head": lambda: (one(15, key_dim=5, value_dim=5, d_out=2), tokens(15, 3, 3)),
+    "tiny and huge": lambda: (one(16), 1e-30 * tokens(16, 3, 3)),
+    "value zero": lambda: (
+        hs.SelfAttention(one(17).query, one(17).key, torch.zeros(1, 2, 3, dtype=F64)),
+        tokens(17, 3, 3),
+    ),
+}
+SEVERAL: dict[str, Callable[[], Case]] = {
+    "two heads": lambda: (one(20, heads=2, temperature=3.0), tokens(20, 3, 3)),
+    "grouped": lambda: (one(21, heads=4, kv_heads=2), tokens(21, 3, 3)),
+    "grouped, rotary, causal": lambda: (
+        one(22, heads=2, kv_heads=1, rotary=rotary(3, 2), causal=True),
+        tokens(22, 3, 3),
+    ),
+    "concatenated": lambda: (one(23, heads=3, d_out=None), tokens(23, 2, 3)),
+    "float32, hot": lambda: (
+        float32(one(24, heads=2, temperature=30.0)),
+        tokens(24, 3, 3, dtype=torch.float32),
+    ),
+}
+
+
+def check_exactly(certificate: Certificate, f: hs.SelfAttention, x: Tensor) -> None:
+    exact = exact_norm(exact_jacobian(f, x))
+    assert mpmath.mpf(float(certificate.value)) >= exact
+    measured = hs.local_lipschitz(f.to(dtype=F64), x.double(), rtol=1e-9)
+    assert mpmath.mpf(float(measured.lower)) <= exact
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_head_in_exact_comparison(name: str) -> None:
+    f, x = SMALL[name]()
+    exact = exact_norm(exact_jacobian(f, x))
+    for certify in ONE_HEAD.values():
+        assert mpmath.mpf(float(certify(f, x).value)) >= exact
+    measured = hs.local_lipschitz(f.to(dtype=F64), x.double(), rtol=1e-9)
+    assert mpmath.mpf(float(measured.lower)) <= exact
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_heads_in_exact_comparison(name: str) -> None:
+    f, x = SEVERAL[name]()
+    check_exactly(certificate_joint(f, x), f, x)
+
+
+def test_oracle_agrees_with_autodiff() -> None:
+    f, x = SEVERAL["grouped, rotary, causal"]()
+    exact = torch.tensor(exact_jacobian(f, x).tolist(), dtype=F64)
+    torch.testing.assert_close(exact, dense_jacobian(f, x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "hot", "hot, common part", "rotary", "causal", "float32", "two heads"]
+)
+def test_floats_are_as_near_the_exact_jacobian_as_claimed(name: str) -> None:
+    f, x = (SMALL | SEVERAL)[name]()
+    f64, x64 = f.to(dtype=F64), x.double()
+    at = heads_at(f64, x64)
+    n, d = x.shape
+    for h, head in enumerate(at.heads):
+        alone = f64.head(h)
+        with mpmath.workdps(40):
+            J = exact_jacobian(alone, x64) * mpmath.mpf(2) ** -_value_exponent(f64)
+            K, Q, V = (mpmath.matrix(t.tolist()) for t in (head.K, head.Q, head.V))
+            width = head.V.shape[0]
+            for i in range(n):
+                y = (mpmath.matrix(head.q[i : i + 1].tolist())).T
+                diagonal = mpmath.matrix(head.F[i].tolist()) * Q
+                for j in range(n):
+                    turn = mpmath.matrix(_turn(f64, j).tolist())
+                    w = mpmath.matrix((head.v[j] - head.o[i])[:, None].tolist())
+                    block = head.P[i, j].item() * (V + w * (y.T * turn * K))
+                    J[i * width : (i + 1) * width, j * d : (j + 1) * d] -= block
+                J[i * width : (i + 1) * width, i * d : (i + 1) * d] -= diagonal
+            distance = exact_norm(J)
+        assert 0 < distance <= head.error
+        assert head.error <= 1e-9 * float(head.F.norm() * head.Q.norm() + head.V.norm())
+
+
+def _value_exponent(f: hs.SelfAttention) -> int:
+    return math.frexp(float(f.value.abs().amax()))[1]
+
+
+def _turn(f: hs.SelfAttention, j: int) -> Tensor:
+    """R_j as a matrix."""
+    eye = torch.eye(f.key_dim, dtype=F64)
+    if f.rotary is None:
+        return eye
+    return torch.stack([f.rotary.rotate(e.expand(j + 1, -1))[j] for e in eye], dim=1)
+
+
+@pytest.mark.parametrize("name", ["one token", "A = 0", "repeated token"])
+def test_known_equalities(name: str) -> None:
+    f, x = SMALL[name]()
+    true = float(true_norm(f, x[None])[0])
+    for name_, certify in ONE_HEAD.items():
+        if name_ in ("N", "joint"):
+            assert true <= float(certify(f, x).value) <= true * (1 + 1e-9)
+
+
+def test_r_is_tight_where_one_row_rules() -> None:
+    # Two clusters, one heavy token: the worst inputs of Section 5.2, for which only R is nearly exact
+    n, d = 20, 4
+    eye = torch.eye(d, dtype=F64)[None]
+    x = torch.zeros(n, d, dtype=F64)
+    x[:, 0], x[0, 0] = -2.0, 2.0
+    f = hs.SelfAttention(-eye, eye, eye, scale=1.0)
+    true = float(true_norm(f, x[None])[0])
+    assert float(certificate_r(f, x).value) <= 1.5 * true
+    assert true <= float(certificate_r(f, x).value) <= float(certificate_n(f, x).value)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 16.0])
+def test_tightness(causal: bool, temperature: float) -> None:
+    f = random_attention(
+        30, heads=1, key_dim=8, value_dim=8, d=16, d_out=16, temperature=temperature, causal=causal
+    )
+    x = tokens(30, 40, 16)
+    true = float(hs.local_lipschitz(f, x, rtol=1e-8).lower)
+    assert true <= float(certificate_r(f, x).value) <= 1.9 * true
+    assert true <= float(certificate_n(f, x).value) <= 2.4 * true
+    assert true <= float(certificate_cheap(f, x).value) <= 3.2 * true
+    several = random_attention(
+        31, heads=4, key_dim=4, value_dim=4, d=16, d_out=16, temperature=temperature, causal=causal
+    )
+    true = float(hs.local_lipschitz(several, x, rtol=1e-8).lower)
+    assert true <= float(certificate_joint(several, x).value) <= 3.2 * true
+
+
+def test_search_for_weights_pays() -> None:
+    f = random_attention(32, heads=1, key_dim=8, value_dim=8, d=16, d_out=16, temperature=4.0, causal=True)
+    x = tokens(32, 40, 16)
+    for certify in (certificate_n, certificate_r):
+        assert float(certify(f, x).value) < 0.95 * float(certify(f, x, iterations=0).value)
+
+
+def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = random_attention(33, heads=2, temperature=3.0)
+    x = tokens(33, 12, D)
+    for seed in range(5):
+        q = torch.rand(12, generator=torch.Generator().manual_seed(seed), dtype=F64).pow(4) + 1e-6
+        monkeypatch.setattr(
+            joint, "joint_weights", lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0])
+        )
+        assert float(certificate_joint(f, x).value) >= float(true_norm(f, x[None])[0])
+
+
+@pytest.mark.parametrize("certify", [certificate_n, certificate_r, certificate_cheap])
+def test_rounding_is_a_small_share(certify: Callable[..., Certificate]) -> None:
+    f = random_attention(34, heads=1, temperature=4.0, causal=True)
+    found = certify(f, tokens(34, 30, D))
+    assert 0 < float(found.rounding) < 1e-10
+
+
+def test_batch_is_its_members() -> None:
+    f = random_attention(35, heads=1)
+    x = tokens(35, 2, 3, 7, D)
+    for certify in ONE_HEAD.values():
+        whole = certify(f, x)
+        assert whole.value.shape == whole.rounding.shape == (2, 3)
+        assert whole.value.dtype == F64
+        alone = certify(f, x[1, 2])
+        assert float(whole.value[1, 2]) == float(alone.value)
+        assert whole.bound(1, 2).value == pytest.approx(float(alone.value), rel=1e-11)
+        assert whole.bound(1, 2).side == "upper"
+
+
+def test_scaling_of_values_is_exact() -> None:
+    f = random_attention(36, heads=1, biases=False)
+    x = tokens(36, 5, D)
+    for factor in (2.0**-300, 2.0**300):
+        scaled = hs.SelfAttention(f.query, f.key, f.value * factor, f.output, scale=f.scale)
+        assert float(certificate_r(scaled, x).value) == factor * float(certificate_r(f, x).value)
+
+
+def test_heads_written_as_in_the_paper() -> None:
+    f = random_attention(37, heads=1, d_out=4, causal=True)
+    x = tokens(37, 8, D)
+    parameters = parameters_of(f)
+    value = float(certificate_n(f, x).value)
+    assert float(certificate_n(parameters, x).value) == pytest.approx(value, rel=1e-6)
+    head = parameters.folded(0)
+    unmasked = hs.SelfAttention(f.query, f.key, f.value, f.output, query_bias=f.query_bias, scale=f.scale)
+    assert float(certificate_r(head, x).value) == pytest.approx(
+        float(certificate_r(unmasked, x).value), rel=1e-6
+    )
+    assert float(certificate_n(head, x).value) >= float(true_norm(unmasked, x[None])[0])
+
+
+def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of large matrices: eigenvalues guessed, then proved
+    from howsmooth.bounds.certificates import forms
+
+    f = random_attention(38, heads=3, temperature=4.0)
+    x = tokens(38, 9, D)
+    usual = float(certificate_joint(f, x).value)
+    monkeypatch.setattr(forms, "FULL_SPECTRUM", 1)
+    guessed = float(certificate_joint(f, x).value)
+    assert float(true_norm(f, x[None])[0]) <= guessed
+    assert guessed == pytest.approx(usual, rel=0.02)
+
+
+# ---- verified norms
+
+
+def test_eigenvalues_are_proved_not_believed() -> None:
+    basis = torch.linalg.qr(tokens(40, 12, 12)).Q
+    spectrum = torch.linspace(1e-3, 1.0, 12, dtype=F64)
+    g = ((basis * spectrum) @ basis.mT)[None]
+    none = torch.zeros(1, dtype=F64)
+    for guess in (None, torch.tensor([0.5], dtype=F64), torch.tensor([1e-9], dtype=F64)):
+        found = largest_eigenvalue(g.clone(), none, guess=guess)
+        exact = max(
+            mpmath.eigsy(
+                mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist()),
+                eigvals_only=True,
+            )
+        )
+        assert float(found.upper) >= float(exact)
+    assert float(largest_eigenvalue(g.clone(), none).upper) <= 1 + 1e-10
+    assert float(largest_eigenvalue(g.clone(), none + 0.25).upper) >= 1.25
+    assert float(largest_eigenvalue(g.clone(), none, "frobenius").upper) >= float(spectrum.norm())
+
+
+def test_norm_of_zero_and_of_rank_one() -> None:
+    assert 0 <= float(norm(torch.zeros(1, 3, 4, dtype=F64)).upper) < 1e-80
+    u, v = tokens(41, 5), tokens(42, 7)
+    exact = float(u.norm() * v.norm())
+    assert exact * (1 - 1e-15) <= float(norm(torch.outer(u, v)[None]).upper) <= exact * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["random", "causal", "blocks", "permutation", "zero column"])
+def test_perron_norm(kind: str) -> None:
+    p = torch.softmax(3 * tokens(43, 9, 9), dim=1)
+    if kind == "causal":
+        p = torch.softmax(tokens(43, 9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf), dim=1)
+    elif kind == "blocks":  # two blocks, one of them slightly larger
+        p = torch.block_diag(torch.full((4, 4), 0.25, dtype=F64), torch.full((5, 5), 0.2 + 1e-6, dtype=F64))
+    elif kind == "permutation":
+        p = torch.eye(9, dtype=F64).roll(1, 0)
+    elif kind == "zero column":
+        p = torch.cat([torch.zeros(9, 3, dtype=F64), p[:, 3:]], dim=1)
+    with mpmath.workdps(30):
+        exact = exact_norm(mpmath.matrix(p.tolist()))
+    found = perron_norm(p)
+    assert exact <= mpmath.mpf(float(found.upper)) <= exact * (1 + 1e-6)
+
+
+def test_shrunk_matrices_dominate() -> None:
+    for o in (
+        tokens(44, 9, 4),
+        tokens(45, 9, 4) * torch.tensor([1e-8, 1.0, 1e8, 0.0], dtype=F64),
+        torch.zeros(5, 2, dtype=F64),
+    ):
+        t = shrink(o)
+        assert t.shape[0] <= o.shape[1]
+        with mpmath.workdps(40):
+            T, full = mpmath.matrix(t.tolist()), mpmath.matrix(o.tolist())
+            least = min(mpmath.eigsy(T.T * T - full.T * full, eigvals_only=True))
+        assert least >= 0
+        for a, b in zip(t.T, o.T, strict=True):  # each column by itself, hardly longer
+            assert float(a.norm()) <= float(b.norm()) * (1 + 1e-12) + 1e-6 * float(b.norm() == 0)
+
+
+# ---- search for counterexamples
+
+
+def _search(certify: Callable[..., Certificate], heads: int, trials: int, steps: int) -> float:
+    n, d, k = 4, 3, 2
+
+    def draw(generator: torch.Generator) -> dict[str, Tensor]:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=F64)
+
+        heat = float(3 ** torch.randint(0, 4, (), generator=generator))
+        return {
+            "x": normal(n, d),
+            "query": heat * normal(heads, k, d),
+            "key": normal(heads, k, d),
+            "value": normal(heads, k, d),
+            "bias": normal(heads, k),
+        }
+
+    def ratio(point: dict[str, Tensor]) -> Tensor:
+        fixed = {name: t.detach() for name, t in point.items()}
+        f = hs.SelfAttention(fixed["query"], fixed["key"], fixed["value"], query_bias=fixed["bias"])
+
+        def output(x: Tensor) -> Tensor:
+            q = torch.einsum("hkd,nd->hnk", point["query"], x) + point["bias"][:, None]
+            s = q @ torch.einsum("hkd,nd->hnk", point["key"], x).mT / math.sqrt(k)
+            o = torch.softmax(s, -1) @ torch.einsum("hkd,nd->hnk", point["value"], x)
+            return o.movedim(0, 1).flatten(1)
+
+        J = torch.autograd.functional.jacobian(output, point["x"], create_graph=True)
+        J = J.reshape(-1, n * d)
+        return torch.linalg.matrix_norm(J, 2) / float(certify(f, fixed["x"], iterations=2).value)
+
+    return largest_ratio(ratio, draw, trials=trials, steps=steps)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("cheap", 1), ("joint", 2)])
+def test_no_counterexample(name: str, heads: int) -> None:
+    assert 0.3 < _search(ONE_HEAD[name], heads, trials=3, steps=8) <= 1 + 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "heads"), [("N", 1), ("R", 1), ("cheap", 1), ("joint", 2)])
+def test_no_counterexample_long(name: str, heads: int) -> None:
+    found = _search(ONE_HEAD[name], heads, trials=100, steps=100)
+    print(f"largest true/certificate, {name}: {found:.4f}")
+    assert found <= 1 + 1e-12
+
+
+# ---- what is refused
+
+
+def test_refusals() -> None:
+    f, x = random_attention(50), tokens(50, 4, D)
+    for certify in (certificate_n, certificate_r, certificate_cheap):
+        with pytest.raises(ArgumentError, match=r"one head.*certificate_joint"):
+            certify(f, x)
+    with pytest.raises(ArgumentError, match="iterations"):
+        certificate_joint(f, x, iterations=-1)
+    with pytest.raises(ArgumentError, match="X"):
+        certificate_joint(f)
+    with pytest.raises(ArgumentError, match="shape"):
+        certificate_joint(f, x[:, :2])
+    with pytest.raises(ArgumentError, match="attention"):
+        certificate_joint("attention", x)
+    with pytest.raises(ArgumentError, match="index"):
+        certificate_joint(f, x).bound(0)
+    with pytest.raises(NonFiniteError):
+        certificate_joint(f, x.clone().fill_(torch.nan))
+    with pytest.raises(NonFiniteError, match="2\\^200"):
+        certificate_joint(f, x * 1e200)
+    with pytest.raises(ArgumentError, match="length of the mask"):
+        certificate_n(random_attention(51, heads=1, mask=window(5)), x)
+
+
+def test_sites() -> None:
+    class Site:
+        map = random_attention(52, heads=1)
+        x = tokens(52, 2, 5, D)
+        norm = None
+        scope = "attention"
+
+    whole = certificate_n(Site())
+    assert whole.value.shape == (2,)
+    assert float(whole.value[1]) == float(certificate_n(Site.map, Site.x[1]).value)
+
+    class Block(Site):
+        map = hs.Residual(random_attention(53, heads=1))
+        scope = "residual"
+
+    with pytest.raises(ArgumentError, match="scope 'residual'"):
+        certificate_n(Block())
