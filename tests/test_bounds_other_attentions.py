@@ -70,13 +70,14 @@ def _search_l2(n: int, d: int, *, trials: int, steps: int) -> tuple[float, float
         return truth / bounds[1]
 
     draw = _drawer(Q=(heads, k, d), V=(heads, k, d), W=(d, heads * k), X=(n, d))
-    return usual, largest_ratio(ratio, draw, trials=trials, steps=steps)
+    sharp = largest_ratio(ratio, draw, trials=trials, steps=steps)
+    return usual, sharp
 
 
 @pytest.mark.parametrize(("n", "d"), [(1, 2), (2, 1), (4, 2)])
 def test_l2_search(n: int, d: int) -> None:
     usual, sharp = _search_l2(n, d, trials=4, steps=20)
-    assert usual <= sharp <= 1 + 1e-12
+    assert 0.02 < usual <= sharp <= 1 + 1e-12
     assert sharp > 0.2
 
 
@@ -151,13 +152,14 @@ def _search_cosine(n: int, tau: float, *, trials: int, steps: int) -> tuple[floa
         return truth / values[1]
 
     draw = _drawer(Q=(2, 2), K=(2, 2), V=(2, 2), X=(n, 2))
-    return usual, largest_ratio(ratio, draw, trials=trials, steps=steps)
+    sharp = largest_ratio(ratio, draw, trials=trials, steps=steps)
+    return usual, sharp
 
 
 @pytest.mark.parametrize(("n", "tau"), [(1, 1.0), (2, 0.3), (3, 2.0), (4, 10.0)])
 def test_cosine_search(n: int, tau: float) -> None:
     usual, sharp = _search_cosine(n, tau, trials=3, steps=20)
-    assert usual <= sharp <= 1
+    assert 1e-4 < usual <= sharp <= 1
     assert sharp > 0.1
 
 
@@ -166,7 +168,7 @@ def test_cosine_search(n: int, tau: float) -> None:
 def test_cosine_search_long(n: int, tau: float) -> None:
     usual, sharp = _search_cosine(n, tau, trials=20, steps=300)
     print(n, tau, usual, sharp)
-    assert usual <= sharp <= 1
+    assert 1e-4 < usual <= sharp <= 1
 
 
 def test_cosine_is_exact_for_one_token_at_zero() -> None:

@@ -82,7 +82,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
     As printed, for every a, the statement is false. For A = 0 the map is the average over the tokens seen so
     far, whose norm is 1.14 for two tokens and tends to 2 (Hardy), while the formula gives 1. Copies of one
-    token give the same averages for any A: the formula is no bound as long as it is below 2, for a < 0.153.
+    token give the same averages for any A: the formula is no bound as long as it is below 2, for a <= 0.155.
     From a = 0.4 on it follows from :func:`masked_n_free`.
 
     Parameters
