@@ -96,10 +96,9 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
         if count == 1:
             logs.append(0.0)
             continue
-        t = size * r * (1 + _MARGIN)
-        log_t2 = 2 * _log(t)
+        log_t2 = 2 * (_log(size) + _log(r) + _MARGIN)
         by_spread = _log_sum(0.0, log_t2 - math.log(8))
-        by_weight = _log_sum(0.0, log_t2 - math.log(4)) + log_p_bar(count, t / 2)
+        by_weight = _log_sum(0.0, log_t2 - math.log(4)) + log_p_bar(count, size * r * (1 + _MARGIN) / 2)
         logs.append(min(by_spread, by_weight))
     top = max(logs)
     rows = 0.5 * (top + math.log(math.fsum(math.exp(log - top) for log in logs)))
@@ -197,8 +196,10 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
     n = len(P)
     two = torch.cat([P, torch.zeros(n, 1, dtype=P.dtype)], dim=1).topk(2, dim=1).values
     g = float((two[:, 0] * (1 - two[:, 0] + two[:, 1])).amax())
-    # 1 − p₍₁₎ where p₍₁₎ rounds to one: the others sum to no more than n u
-    g = min(1.0, g * (1 + _MARGIN) + n * 2.0**-52)
+    # Rounded scores move a weight p by some 2 δ p, and 1 − p by n u where p rounds to one
+    largest_score = _largest(at.y) * _largest(at.X)
+    moved_by = min(4 * (2 * at.X.shape[1] + 10) * 2.0**-53 * largest_score + _MARGIN, 700.0)
+    g = min(1.0, g * math.exp(moved_by) + n * 2.0**-52)
     size = spectral_norm(at.X)
     moved = _log_sum(
         math.log(2) + 2 * _log(size) + _log(at.head.A_norm),
@@ -207,7 +208,7 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
     return _upper(
         "yudin",
         "Yudin et al. 2025, Theorem 3",
-        _log(at.head.V_norm) + _log_sum(_log(spectral_norm(P)), moved + _log(g)),
+        _log(at.head.V_norm) + _log_sum(_log(spectral_norm(P)) + moved_by, moved + _log(g)),
     )
 
 
@@ -281,12 +282,13 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
     """Largest distance between two rows, from differences: no cancellation; rounded up."""
     exact = "donot_use_mm_for_euclid_dist"
-    return float(torch.cdist(rows, rows, compute_mode=exact).amax()) * (1 + _MARGIN)
+    size = float(rows.abs().amax()) or 1.0
+    return size * float(torch.cdist(rows / size, rows / size, compute_mode=exact).amax()) * (1 + _MARGIN)
 
 
 def _norms(rows: Float[Tensor, "n d"]) -> list[float]:
-    norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
-    return norms
+    size = float(rows.abs().amax()) or 1.0  # squares would overflow first
+    return [size * length for length in torch.linalg.vector_norm(rows / size, dim=1).tolist()]
 
 
 def _largest(rows: Float[Tensor, "n d"]) -> float:
