@@ -64,7 +64,10 @@ def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
         first[:, :d] = values.sum(0) * math.exp(-top)
         matrix = torch.cat([first, matrix])
     log = log_norm(matrix)
-    return top + log_rows + log - rounding_of_scores(heads, points) if math.isfinite(log) else -math.inf
+    # Shares move by the error of the scores times what is left to move: nothing once a token has all weight.
+    undecided = 1 - float(log_p.amax(dim=-1).min().exp())
+    allowance = undecided * rounding_of_scores(heads, points) if undecided else 0.0
+    return top + log_rows + log - allowance if math.isfinite(log) else -math.inf
 
 
 def log_weights(

@@ -226,6 +226,8 @@ class _At:
     def weights(self) -> Float[Tensor, "n n"]:
         """The attention weights P."""
         scores = self.y @ (self.X - self.X.mean(dim=0)).mT
+        if not bool(torch.isfinite(scores).all()):
+            raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
         return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
 
 

@@ -25,7 +25,7 @@ from howsmooth.bounds.heavy_columns import (
     total_value,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.witness import TwoPoints, best_ties, steepest_pairs, two_cluster_points
+from howsmooth.bounds.witness import Tie, TwoPoints, best_ties, steepest_pairs, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
@@ -79,7 +79,9 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     log = -math.inf
     if points is not None and n > 1:
         log_p, _ = log_weights([head], points.heavies, points.light, log_int(n - 1))
-        log = 0.5 * log_int(n - 1) + float(log_p[0, 0, 0]) - rounding_of_scores([head], points)
+        share = float(log_p[0, 0, 0])
+        error = rounding_of_scores([head], points) if share < 0 else 0.0
+        log = 0.5 * log_int(n - 1) + share + math.expm1(share) * error
     return Bound.lower(
         "proposition_3_4",
         Quantity.GLOBAL,
@@ -430,9 +432,34 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
 def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
     if n < 3:
         return -math.inf
-    ties = [t for h in range(len(p.heads)) for t in best_ties(p.folded(h), n, radius, masked=masked)[:2]]
     masking = Parameters(p.heads, p.outputs, "causal" if masked else "none", None)
-    return max((log_heavy_columns(masking, n, t) for t in ties), default=-math.inf)
+    found = [-math.inf]
+    for h in range(len(p.heads)):
+        head = p.folded(h)
+        for points in best_ties(head, n, radius, masked=masked)[:2]:
+            found.append(log_heavy_columns(masking, n, points))
+            if len(p.heads) == 1:
+                found.append(_log_tie_formula(head, n, points, masked=masked))
+    return max(found)
+
+
+def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
+    """Logarithm of √(2Σp²) sinθ |y| R |Vv|, which needs no equality of two rounded scores: for huge radii."""
+    y = head.left @ (head.right @ points.light) + head.b
+    mean, half = (points.heavy_1 + points.heavy_2) / 2, (points.heavy_1 - points.heavy_2) / 2
+    gap = float(y @ (mean - points.light))
+    size, strength = float(y.norm()), float((head.V @ half).norm())
+    if not (math.isfinite(gap) and 0 < size < math.inf and 0 < strength < math.inf):
+        return -math.inf
+    if masked:
+        log_m = torch.arange(1, min(n, MOST_ROWS) - 1, dtype=torch.float64).log()
+    else:
+        log_m = torch.tensor([log_int(n - 2)], dtype=torch.float64)
+    log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
+    rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
+    undecided = 1 - 2 * float(log_p.min().exp())
+    error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
+    return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
 
 
 def _two_clusters(head: Head, radius: float) -> list[TwoPoints]:

@@ -167,41 +167,35 @@ def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: in
     angle = torch.full((len(w0),), -0.5, dtype=torch.float64, requires_grad=True)
     copies = _copies(length, masked)
 
-    def points() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        light = radius * _into_ball(w, 1.0)
-        y = _forms(head, light)
-        direction = _unit(y)
-        off = _unit(v - (v * direction).sum(1, keepdim=True) * direction)
-        return light, y, direction, off
-
-    def log_values() -> Tensor:
-        light, y, _, off = points()
-        theta = 0.5 * math.pi * torch.sigmoid(angle)
-        size = torch.linalg.vector_norm(y, dim=1)
-        gap = radius * size * torch.cos(theta) - (y * light).sum(1)
-        log_p = -torch.logaddexp(
-            torch.full((), math.log(2), dtype=torch.float64), copies.log_copies[:, None] - gap
-        )
-        rows = torch.logsumexp(2 * log_p + copies.log_weights[:, None], dim=0)
-        strength = torch.linalg.vector_norm(off @ value_factor.mT, dim=1)
-        return 0.5 * rows + torch.log(torch.sin(theta) * size * strength + 1e-300)
-
+    half = math.log(2) * torch.ones((), dtype=torch.float64)
     optimiser = torch.optim.Adam([w, v, angle], lr=0.05, maximize=True)
     best = torch.full((len(w0),), -math.inf, dtype=torch.float64)
     kept = [torch.zeros_like(w0) for _ in range(3)]
-    for step in range(steps + 1):
+    top, waited = -math.inf, 0
+    for _ in range(steps + 1):
         with torch.enable_grad():
-            optimiser.zero_grad()
-            value = log_values()
-            light, _, direction, off = points()
-        theta = (0.5 * math.pi * torch.sigmoid(angle)).detach()[:, None]
-        along, across = (radius * torch.cos(theta) * direction), (radius * torch.sin(theta) * off)
+            light = radius * _into_ball(w, 1.0)
+            y = _forms(head, light)
+            size = torch.linalg.vector_norm(y, dim=1)
+            direction = _unit(y)
+            off = _unit(v - (v * direction).sum(1, keepdim=True) * direction)
+            theta = 0.5 * math.pi * torch.sigmoid(angle)
+            gap = radius * size * torch.cos(theta) - (y * light).sum(1)
+            log_p = -torch.logaddexp(half, copies.log_copies[:, None] - gap)
+            rows = torch.logsumexp(2 * log_p + copies.log_weights[:, None], dim=0)
+            strength = torch.linalg.vector_norm(off @ value_factor.mT, dim=1)
+            value = 0.5 * rows + torch.log(torch.sin(theta) * size * strength + 1e-300)
+        along = radius * torch.cos(theta)[:, None] * direction
+        across = radius * torch.sin(theta)[:, None] * off
         better = (value > best) & torch.isfinite(value)
         now = [t.detach() for t in (along + across, along - across, light)]
         kept = [torch.where(better[:, None], a, b) for a, b in zip(now, kept, strict=True)]
         best = torch.where(better, value.detach(), best)
-        if step == steps:
+        waited = 0 if float(best.max()) > top + 1e-6 else waited + 1
+        top = max(top, float(best.max()))
+        if waited > 25:
             break
+        optimiser.zero_grad()
         value.sum().backward()
         for tensor in (w, v, angle):
             assert tensor.grad is not None

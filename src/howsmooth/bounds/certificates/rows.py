@@ -24,6 +24,7 @@ from howsmooth.bounds.certificates.weights import tidy
 __all__ = ["certificate_r"]
 
 _SMALLEST_TAU = 1e-14
+_POWER_STEPS = 5
 
 
 def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
@@ -68,18 +69,18 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
     P = at.heads[0].P
     q = torch.ones(at.n, dtype=torch.float64)
     tau = torch.full_like(q, 1e-3)
+    u = torch.empty(at.n, len(W), dtype=q.dtype)
     best, best_value = (q, tau), float("inf")
     for iteration in range(iterations + 1):
         M, _ = row_squares(at, q)
-        for _ in range(3 if iteration == 0 else 1):
-            _, u = torch.linalg.eigh(W @ (M + (q / tau)[:, None, None] * diagonal) @ W.mT)
-            x = u[:, :, -1] @ W
+        for _ in range(1 if iteration else 3):
+            whole = W @ (M + (q / tau)[:, None, None] * diagonal) @ W.mT
+            u = _follow_top(whole, u) if iteration else torch.linalg.eigh(whole).eigenvectors[:, :, -1]
+            x = u @ W
             along = (x * (M @ x[..., None])[..., 0]).sum(1).clamp_min(1e-300)
             across = (x * (diagonal @ x[..., None])[..., 0]).sum(1).clamp_min(0)
             level = along + q * across / tau
-            # value of these weights
-            phi = P.T @ level + tau * level
-            value = float((phi / q).amax())
+            value = float(((P.T @ level + tau * level) / q).amax())
             if value < best_value:
                 best, best_value = (q, tau), value
             tau = (q * across / along).sqrt().clamp_min(_SMALLEST_TAU)
@@ -92,6 +93,14 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
     sums = [P.T @ level + tau * level for level in levels]
     upper = (sums[0] / q).amax() * (1 + 2 * gamma(at.n + 8))
     return Enclosed(upper, (sums[1] / q).amax()).root()
+
+
+def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
+    """Power steps from the eigenvectors of matrices nearby."""
+    for _ in range(_POWER_STEPS):
+        u = (matrices @ u[..., None])[..., 0]
+        u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    return u
 
 
 def row_squares(
