@@ -457,7 +457,7 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
         log_m = torch.tensor([log_int(n - 2)], dtype=torch.float64)
     log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
-    undecided = 1 - 2 * float(log_p.min().exp())
+    undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
     error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
     return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
 
