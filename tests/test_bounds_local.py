@@ -112,7 +112,7 @@ def test_no_counterexample_long(name: str, masking: str) -> None:
     found = 0.0
     for n, d in ((2, 1), (2, 2), (3, 2), (6, 3)):
         ratio = ratio_of(name, masks(n)[masking])
-        found = max(found, largest_ratio(ratio, draw_points(n, d), trials=40, steps=300, seed=n))
+        found = max(found, largest_ratio(ratio, draw_points(n, d), trials=12, steps=120, seed=n))
     print(f"largest true/bound, {name}, {masking}: {found:.4f}")
     assert found <= 1 + 1e-9
 
