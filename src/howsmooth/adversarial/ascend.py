@@ -19,7 +19,7 @@ from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, 
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.bounds.bound import check_length
+from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 
@@ -81,14 +81,14 @@ class Ascent:
 
 def ascend(
     f: object,
-    length: int | None = None,
-    radius: float | None = None,
+    length: object = None,
+    radius: object = None,
     *,
-    domain: Domain | None = None,
+    domain: object = None,
     starts: Sequence[Tensor | Construction] | None = None,
     random_starts: int = 2,
     steps: int = 100,
-    seed: int = 0,
+    seed: object = 0,
     rtol: float = 1e-3,
     atom_restarts: int = 48,
     atom_steps: int = 300,
@@ -330,15 +330,15 @@ def _unit(x: Tensor) -> Tensor:
 # ---- what to climb on, where and from
 
 
-def _domain_and_length(
-    f: TokenMap, length: int | None, radius: float | None, domain: Domain | None
-) -> tuple[Domain, int]:
+def _domain_and_length(f: TokenMap, length: object, radius: object, domain: object) -> tuple[Domain, int]:
     if (radius is None) == (domain is None):
         raise ArgumentError(
-            "radius", expected="a radius or a domain, one of the two", got="both" if domain else "neither"
+            "radius",
+            expected="a radius or a domain, one of the two",
+            got="neither" if radius is None else "both",
         )
     if domain is None:
-        domain = Ball(radius)  # type: ignore[arg-type]
+        domain = Ball(check_radius(radius))
     if not isinstance(domain, Domain):
         raise ArgumentError("domain", expected="a Ball, an Ellipsoid or an Around", got=type(domain).__name__)
     d = f.d
@@ -390,7 +390,11 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
         shift, gain = domain.tokens(torch.zeros(inner.d, dtype=torch.float64)), domain.norm.weight.double()
         radius = float(shift.norm() + math.sqrt(inner.d) * gain.abs().max())
     built = constructions(inner.to(dtype=torch.float64, device="cpu"), n, radius) if radius > 0 else []
-    return [(f"{c.name}, head {c.head}", c.x) for c in built]
+    named: dict[str, Tensor] = {}
+    for c in built:  # two clusters may come twice, for γ_max and for γ_min
+        name = f"{c.name}, head {c.head}"
+        named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
+    return list(named.items())
 
 
 def _search_atoms(
@@ -403,6 +407,8 @@ def _search_atoms(
     generator: torch.Generator,
 ) -> AtomSearch:
     near = [atoms for name, x in given if (atoms := Atoms.of(f"atoms near {name}", x)) is not None]
+    if f.causal:  # there the search has light copies at the end only
+        near = [atoms for atoms in near if set(atoms.counts[:-1]) <= {1}]
     return search_atoms(f, n, domain, near, restarts=restarts, steps=steps, generator=generator)
 
 

@@ -115,19 +115,21 @@ def _search(
     rate: float,
     generator: torch.Generator,
 ) -> AtomSearch:
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for i, atoms in enumerate(everything):
-        groups.setdefault(atoms.counts, []).append(i)
+        groups.setdefault(len(atoms.counts), []).append(i)
     history = torch.zeros(len(everything), steps, dtype=torch.float64)
     best = list(everything)
     values = torch.zeros(len(everything), dtype=torch.float64)
-    for counts, members in groups.items():
+    for members in groups.values():
         points = torch.stack([everything[i].points for i in members]).to(dtype=torch.float64)
-        raised = _raise(f, domain, _Problem.of(f, counts), points, steps, rate, generator)
+        raised = _raise(
+            f, domain, _Problem.of(f, [everything[i].counts for i in members]), points, steps, rate, generator
+        )
         history[members] = raised.history.cpu()
         values[members] = raised.values.cpu()
         for i, found in zip(members, raised.points, strict=True):
-            best[i] = Atoms(everything[i].name, found, counts)
+            best[i] = Atoms(everything[i].name, found, everything[i].counts)
     order = torch.argsort(values, descending=True, stable=True)
     table = pd.DataFrame(
         {
@@ -142,59 +144,61 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Which atom each row is, what it sees how often, and the weights of rows and columns."""
+    """Which atom each row is, what it sees how often, and the weights of rows and columns.
+
+    All but the first have a leading axis for the members.
+    """
 
     row_atom: Int[Tensor, " rows"]
-    log_counts: Float64[Tensor, "rows c"]
-    row_weight: Float64[Tensor, " rows"]
-    column_weight: Float64[Tensor, " c"]
+    log_counts: Float64[Tensor, "batch rows c"]
+    row_weight: Float64[Tensor, "batch rows"]
+    column_weight: Float64[Tensor, "batch c"]
 
     @classmethod
-    def of(cls, f: SelfAttention, counts: tuple[int, ...]) -> _Problem:
-        c = len(counts)
-        m = torch.tensor(counts, dtype=torch.float64)
+    def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
+        """Make the problem of members that have equally many atoms, and if causal equal multiplicities."""
+        m = torch.tensor(counts, dtype=torch.float64, device=f.device)
+        batch, c = m.shape
         if not f.causal:
-            return cls(torch.arange(c), m.log().expand(c, c).clone(), m.sqrt(), m.rsqrt()).to(f)
+            rows = torch.arange(c, device=f.device)
+            return cls(rows, m.log()[:, None, :].expand(batch, c, c), m.sqrt(), m.rsqrt())
         heavy = c - 1  # atoms before the light one, once each
         seen = torch.full((heavy, c), -math.inf, dtype=torch.float64)
         for i in range(heavy):
             seen[i, : i + 1] = 0.0
-        light = int(counts[-1])
-        edges = torch.unique(
-            torch.logspace(0, math.log10(light + 1), _GROUPS + 1, dtype=torch.float64).floor()
-        )
+        light = int(counts[0][-1])
+        edges = torch.logspace(0, math.log10(light + 1), _GROUPS + 1, dtype=torch.float64).floor()
         edges = torch.cat([edges[edges <= light], torch.tensor([light + 1.0], dtype=torch.float64)]).unique()
         sizes = edges[1:] - edges[:-1]
         middle = edges[:-1] + (sizes - 1) / 2
-        rows = torch.zeros(len(sizes), c, dtype=torch.float64)
-        rows[:, -1] = middle.log()
-        return cls(
-            torch.cat([torch.arange(heavy), torch.full((len(sizes),), heavy)]),
-            torch.cat([seen, rows]),
-            torch.cat([torch.ones(heavy, dtype=torch.float64), sizes.sqrt()]),
-            torch.cat([torch.ones(heavy, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]),
-        ).to(f)
-
-    def to(self, f: SelfAttention) -> _Problem:
-        return _Problem(*(getattr(self, name).to(f.device) for name in self.__dataclass_fields__))
+        sees = torch.zeros(len(sizes), c, dtype=torch.float64)
+        sees[:, -1] = middle.log()
+        once = torch.ones(heavy, dtype=torch.float64)
+        tables = (
+            torch.cat([seen, sees]),
+            torch.cat([once, sizes.sqrt()]),
+            torch.cat([once, torch.zeros(1, dtype=torch.float64)]),
+        )
+        rows = torch.cat([torch.arange(heavy), torch.full((len(sizes),), heavy)])
+        return cls(rows.to(f.device), *(t.to(f.device).expand(batch, *t.shape) for t in tables))
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """⟨u, J v⟩ for each member, J the weighted Jacobian: x, v (batch, c, d), u (batch, rows, d_out)."""
-    e = v * problem.column_weight[:, None]
+    e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
     q, k, w = f.projections(x)
     linear = SelfAttention(f.query, f.key, f.value, scale=f.scale)
     dq, dk, dw = linear.projections(e)
     k, w, dk, dw = (t.repeat_interleave(group, dim=-3) for t in (k, w, dk, dw))
     q, dq = (f.scale * t[..., problem.row_atom, :] for t in (q, dq))
-    p = torch.softmax(q @ k.mT + problem.log_counts, dim=-1)
+    p = torch.softmax(q @ k.mT + problem.log_counts[:, None], dim=-1)
     ds = dq @ k.mT + q @ dk.mT
     dp = p * (ds - (p * ds).sum(-1, keepdim=True))
     out = (dp @ w + p @ dw).movedim(-3, -2).flatten(-2)
     if f.output is not None:
         out = out @ f.output.mT
-    return (u * problem.row_weight[:, None] * out).sum((-2, -1))
+    return (u * problem.row_weight[..., None] * out).sum((-2, -1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,285 @@
+"""Ascent: gradients against finite differences, honest history, domains kept, and what it reaches."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth import adversarial
+from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, clusters
+from howsmooth.adversarial.clusters import Atoms, search_atoms
+from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.masked import masked_theorem_a
+from howsmooth.bounds.parameters import parameters_of
+from howsmooth.bounds.unmasked import theorem_a
+from howsmooth.errors import ArgumentError
+from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
+
+# "howsmooth.adversarial.ascend" as an attribute is the function; this is the file it lives in.
+module = sys.modules["howsmooth.adversarial.ascend"]
+QUICK = {"steps": 10, "atom_restarts": 6, "atom_steps": 30}
+
+
+def head_of(seed: int, **keywords: object) -> hs.SelfAttention:
+    f = random_attention(seed, heads=1, biases=False, temperature=3.0)
+    return hs.SelfAttention(f.query, f.key, f.value, **keywords)
+
+
+def norm_at(f: hs.SelfAttention, x: Tensor) -> float:
+    return float(true_norm(f, x[None])[0])
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("case", ["multi-head", "causal", "rotary", "post-norm", "masked"])
+def test_gradient_of_the_leading_singular_value(case):
+    n = 4
+    f = CASES[case](n)
+    x, direction = tokens(30, n, D), tokens(31, n, D)
+    found = hs.local_lipschitz(f, x[None], rtol=1e-9, seed=1)
+    gradient = module._gradient_of_pairing(f, x[None], found.output_direction, found.input_direction)[0]
+    step = 1e-5
+    difference = (norm_at(f, x + step * direction) - norm_at(f, x - step * direction)) / (2 * step)
+    assert float((gradient * direction).sum()) == pytest.approx(difference, rel=1e-4)
+
+
+# ---- few atoms
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_sequence_of_atoms_has_the_norm_of_the_weighted_jacobian_or_of_a_split_atom(heads):
+    f = random_attention(32, heads=heads, temperature=2.0)
+    counts = (1, 3, 2)
+    points = tokens(33, 3, D)
+    x = Atoms("", points, counts).tokens()
+    problem = clusters._Problem.of(f, [counts])
+
+    def pair(v: Tensor, u: Tensor) -> Tensor:
+        return clusters._pairing(f, problem, points[None], u[None], v[None])
+
+    u0 = torch.zeros(3, f.d_out, dtype=torch.float64)
+    rows = [
+        torch.autograd.functional.jacobian(lambda v, u=u: pair(v, u)[0], torch.zeros(3, D).double()).flatten()
+        for u in (
+            u0.flatten().index_fill(0, torch.tensor(i), 1.0).reshape(u0.shape) for i in range(u0.numel())
+        )
+    ]
+    weighted = float(torch.linalg.matrix_norm(torch.stack(rows), 2))
+    j = dense_jacobian(f, x).reshape(len(x), f.d_out, len(x), D)
+    # an atom of multiplicity two moved apart: J_ii − J_ij for two of its copies
+    split = max(float(torch.linalg.matrix_norm(j[i, :, i] - j[i, :, i + 1], 2)) for i in (1, 4))
+    assert max(weighted, split) == pytest.approx(norm_at(f, x), rel=1e-9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_values_of_atoms_are_lower_limits_and_near(causal, heads):
+    f = random_attention(34, heads=heads, temperature=3.0, causal=causal)
+    search = search_atoms(
+        f, 12, Ball(2.0), [], restarts=8, steps=60, generator=torch.Generator().manual_seed(0)
+    )
+    assert len(search.found) == len(search.values)
+    for atoms, value in zip(search.found, search.values.tolist(), strict=True):
+        x = atoms.tokens()
+        assert x.shape == (12, D)
+        assert Ball(2.0).contains(x)
+        true = norm_at(f, x)
+        assert value <= true * (1 + 1e-9)
+    best = search.found[0].tokens()
+    assert float(search.values[0]) >= 0.95 * norm_at(f, best)
+    assert search.values.tolist() == sorted(search.values.tolist(), reverse=True)
+
+
+def test_light_rows_of_long_causal_sequences_are_grouped_without_losing_any():
+    f = head_of(35, causal=True)
+    for light in (1, 2, 47, 48, 49, 1000, 12345):
+        weights = clusters._Problem.of(f, [(1, 1, light)]).row_weight.square()
+        assert float(weights.sum()) == pytest.approx(light + 2)
+
+
+def test_atoms_of_a_sequence():
+    x = adversarial.tie(head_of(36), 9, 1.0).x
+    atoms = Atoms.of("tie", x)
+    assert atoms is not None
+    assert atoms.counts == (1, 1, 7)
+    assert torch.equal(atoms.tokens(), x)
+    assert Atoms.of("many", tokens(37, 9, D)) is None
+
+
+# ---- what it finds
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_finds_more_than_the_constructions_and_less_than_the_bound(causal):
+    f = head_of(38, causal=causal)
+    n, radius = 8, 1.5
+    built = adversarial.constructions(f, n, radius)
+    best = max(float(hs.local_lipschitz(f, c.x).value) for c in built)
+    ascent = ascend(f, n, radius, **QUICK)
+    bound: Bound = (masked_theorem_a if causal else theorem_a)(f, n, radius)
+    assert best * (1 - 1e-6) <= ascent.value <= bound.value
+    assert float(ascent.estimate.value) == pytest.approx(norm_at(f, ascent.x), rel=1e-4)
+    assert Ball(radius).contains(ascent.x)
+    papers = next(c for c in built if c.name == "two_cluster")
+    assert ascent.value > 1.5 * float(hs.local_lipschitz(f, papers.x).value)
+
+
+def test_from_random_starts_alone_it_climbs():
+    f = random_attention(39, heads=2, temperature=3.0, mask=torch.ones(5, 5, dtype=torch.bool))
+    ascent = ascend(f, 5, 1.5, starts=[], random_starts=3, steps=40)
+    first = ascent.history[ascent.history.step == 0].value.max()
+    assert ascent.value > 1.5 * first
+
+
+def test_rotary_positions_and_wider_scopes():
+    for f in (random_attention(40, rotary=rotary(6, 4)), CASES["residual"](6), CASES["pre-norm"](6)):
+        ascent = ascend(f, 6, 1.2, steps=10, random_starts=2)
+        assert ascent.value >= ascent.history.value.max() * (1 - 1e-3)
+        assert ascent.x.shape == (6, D)
+
+
+def test_the_norm_layer_as_domain():
+    norm = hs.LayerNorm(tokens(41, D).abs(), tokens(42, D), 1e-5)
+    f = random_attention(43, heads=2, temperature=2.0)
+    ascent = ascend(f, 6, domain=Ellipsoid(norm), **QUICK)
+    assert Ellipsoid(norm).contains(ascent.x, tol=1e-7)
+    assert Ellipsoid(norm).contains(norm(tokens(44, 6, D)))
+    assert ascent.value > float(hs.local_lipschitz(f, norm(tokens(44, 6, D))).value)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_around_given_tokens(per_token):
+    f = random_attention(45, heads=2, temperature=2.0)
+    centre = tokens(46, 6, D)
+    domain = Around(centre, 0.5, per_token=per_token)
+    ascent = ascend(f, domain=domain, steps=20)
+    assert domain.contains(ascent.x)
+    assert ascent.value > 1.05 * norm_at(f, centre)
+    assert "centre" in set(ascent.history.start)
+
+
+def test_the_smaller_dimension_that_a_head_sees_loses_nothing():
+    d, k, n = 30, 3, 6
+    f = hs.SelfAttention(*(tokens(47 + i, 1, k, d) / math.sqrt(d) for i in range(3)), scale=2.0)
+    basis = module._basis(f, Ball(1.0))
+    assert basis is not None
+    assert basis.shape == (d, 3 * k)
+    assert module._basis(f, Around(tokens(50, n, d), 1.0)) is None
+    x = tokens(51, n, d)
+    small = module._compressed(f, basis)
+    assert norm_at(small, x @ basis) == pytest.approx(norm_at(f, x), rel=1e-9)
+    ascent = ascend(f, n, 3.0, **QUICK)
+    assert ascent.x.shape == (n, d)
+    assert ascent.value == pytest.approx(norm_at(f, ascent.x), rel=1e-4)
+
+
+def test_float32_maps():
+    f = random_attention(52, heads=2, dtype=torch.float32)
+    ascent = ascend(f, 5, 1.5, **QUICK)
+    assert ascent.x.dtype == torch.float32
+    assert bool(ascent.estimate.converged)
+    assert float(ascent.x.norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
+
+
+# ---- the history
+
+
+def test_the_history_is_reproducible_and_complete():
+    f = head_of(53)
+    rows: list[dict[str, object]] = []
+    first = ascend(f, 6, 1.5, **QUICK, seed=3, on_evaluation=rows.append)
+    second = ascend(f, 6, 1.5, **QUICK, seed=3)
+    pd.testing.assert_frame_equal(first.history, second.history)
+    assert torch.equal(first.x, second.x)
+    assert first.history.value.tolist() != ascend(f, 6, 1.5, **QUICK, seed=4).history.value.tolist()
+    assert list(first.history.columns) == ["start", "step", "value", "step_size", "accepted", "converged"]
+    whole = first.history[first.history.converged]
+    assert len(rows) == len(whole) - 1  # but for the measurement at the end
+    atoms = first.history[~first.history.converged]
+    assert len(atoms) > QUICK["atom_restarts"] * QUICK["atom_steps"]
+    assert not atoms.accepted.any()
+
+
+def test_accepted_values_only_rise():
+    history = ascend(head_of(54), 6, 1.5, **QUICK).history
+    risen = history[history.accepted]
+    assert len(risen) > 10
+    assert all(part.value.is_monotonic_increasing for _, part in risen.groupby("start"))
+
+
+def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
+    calls = 0
+    measure = module.local_lipschitz
+
+    def doubtful(*arguments: object, **keywords: object) -> hs.LipschitzEstimate:
+        nonlocal calls
+        calls += 1
+        found = measure(*arguments, **keywords)
+        if calls == 1:
+            return found
+        # large, but not certain
+        return replace(found, value=found.value * 100, converged=torch.zeros_like(found.converged))
+
+    monkeypatch.setattr(module, "local_lipschitz", doubtful)
+    f, start = head_of(55), Ball(1.5).random(torch.Generator().manual_seed(0), 6, D)
+    ascent = ascend(f, 6, 1.5, starts=[start], random_starts=0, steps=5)
+    history = ascent.history
+    assert not history[history.step.between(1, 5)].accepted.any()
+    assert torch.allclose(ascent.x, start)
+
+
+def test_starts_of_ones_own():
+    f = head_of(56)
+    built = adversarial.tie(f, 6, 1.5)
+    ascent = ascend(f, 6, 1.5, starts=[built, tokens(57, 6, D)], random_starts=0, steps=4)
+    assert set(ascent.history.start) == {"tie", "given 1"}
+    assert ascent.value >= norm_at(f, built.x) * (1 - 1e-6)
+
+
+def test_refusals():
+    f = head_of(58)
+    with pytest.raises(ArgumentError, match="map of this library"):
+        ascend(torch.sin, 5, 1.0)
+    with pytest.raises(ArgumentError, match="radius"):
+        ascend(f, 5)
+    with pytest.raises(ArgumentError, match="radius"):
+        ascend(f, 5, 1.0, domain=Ball(1.0))
+    with pytest.raises(ArgumentError, match="radius"):
+        ascend(f, 5, 0.0)
+    with pytest.raises(ArgumentError, match="length"):
+        ascend(f, 0, 1.0)
+    with pytest.raises(ArgumentError, match="length"):
+        ascend(f, 5, domain=Around(tokens(59, 4, D), 1.0))
+    with pytest.raises(ArgumentError, match="dimension"):
+        ascend(f, domain=Around(tokens(59, 4, D + 1), 1.0))
+    with pytest.raises(ArgumentError, match="starts"):
+        ascend(f, 5, 1.0, starts=[tokens(60, 4, D)])
+    with pytest.raises(ArgumentError, match="starts"):
+        ascend(f, 5, 1.0, starts=[], random_starts=0)
+    with pytest.raises(ArgumentError, match="steps"):
+        ascend(f, 5, 1.0, steps=-1)
+    with pytest.raises(ArgumentError, match="seed"):
+        ascend(f, 5, 1.0, seed=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_random_heads_at_64_dimensions(causal):
+    ratios = []
+    for seed in range(4):
+        query, key, value = (tokens(70 + 3 * seed + i, 1, 32, 64) / 8 for i in range(3))
+        f = hs.SelfAttention(query, key, value, causal=causal)
+        ascent = ascend(f, 100, 8.0, steps=40)
+        paper = float(hs.local_lipschitz(f, adversarial.two_cluster(f, 100, 8.0).x).value)
+        ratios.append(ascent.value / paper)
+        bound = (masked_theorem_a if causal else theorem_a)(parameters_of(f), 100, 8.0)
+        assert 0.7 * bound.value <= ascent.value <= bound.value
+    assert min(ratios) > 5
