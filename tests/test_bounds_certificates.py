@@ -18,7 +18,9 @@ from howsmooth.bounds.certificates import (
     certificate_n,
     certificate_r,
     joint,
+    rows,
 )
+from howsmooth.bounds.certificates.forms import diagonal_norms
 from howsmooth.bounds.certificates.heads import heads_at
 from howsmooth.bounds.certificates.verified import largest_eigenvalue, norm, perron_norm, shrink
 from howsmooth.bounds.certificates.weights import Weights
@@ -204,6 +206,63 @@ def test_tightness(causal: bool, temperature: float) -> None:
     )
     true = float(hs.local_lipschitz(several, x, rtol=1e-8).lower)
     assert true <= float(certificate_joint(several, x).value) <= 3.2 * true
+
+
+FORMULAS = {
+    "plain": lambda: (one(60, temperature=3.0, d_out=5), tokens(60, 5, 3)),
+    "causal, rotary": lambda: (one(61, causal=True, rotary=rotary(5, 2)), tokens(61, 5, 3)),
+    "rotary, partial": lambda: (one(62, key_dim=3, rotary=rotary(5, 2)), tokens(62, 5, 3)),
+    "grouped, rotary": lambda: (one(63, heads=4, kv_heads=2, rotary=rotary(5, 2)), tokens(63, 5, 3)),
+    "two heads": lambda: (one(64, heads=2, temperature=3.0), tokens(64, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_certificates_are_the_theorems(name: str) -> None:
+    # The formulas of the docs, with every block in full, at random weights
+    f, x = FORMULAS[name]()
+    assert f.output is not None
+    n = len(x)
+    at = heads_at(f, x)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.rand(n, generator=generator, dtype=F64) + 0.1
+    tau = torch.rand(n, generator=generator, dtype=F64) + 0.1
+    q, k, v = (t.repeat_interleave(f.heads // t.shape[0], 0) for t in f.projections(x))
+    s = f.scale * q @ k.mT
+    seen = f.visible_keys(n)
+    P = torch.softmax(s if seen is None else s.masked_fill(~seen, -torch.inf), dim=-1)
+    group = f.heads // f.kv_heads
+    W = torch.stack(f.output.split(f.value_dim, dim=1))
+    V, K = (t.repeat_interleave(group, 0) for t in (f.value, f.key))
+    turn = torch.stack([_turn(f, j) for j in range(n)])
+    y = f.scale * torch.einsum("hik,jkl,hld->hijd", q, turn, K)
+    w = torch.einsum("hov,hijv->hijo", W, v[:, None] - (P @ v)[:, :, None])
+    D = f.scale * torch.einsum("hij,hijo,hjk,ikl,hld->iod", P, w, k, turn, f.query)
+    c = _top(torch.einsum("hij,j,hijo,hijp->iop", P, weights, w, w))
+    nu = (_top(torch.einsum("hij,i,hijd,hije->jde", P, c, y, y)) / weights).amax().sqrt()
+    norms = torch.linalg.matrix_norm(P, 2)
+    first = torch.linalg.matrix_norm(f.output, 2) * torch.linalg.matrix_norm(
+        torch.cat([p * value for p, value in zip(norms, V, strict=True)]), 2
+    )
+    second = torch.linalg.matrix_norm(torch.cat(list(W @ V), dim=1), 2) * torch.linalg.matrix_norm(
+        torch.cat(list(P)), 2
+    )
+    diagonal = torch.linalg.matrix_norm(D, 2).amax()
+    total = torch.minimum(first, second) + nu + diagonal
+    scale = 2.0**at.exponent
+    found = [joint.averages(at, "cholesky"), joint.tokens_moved(at, Weights(weights, c, nu), "cholesky")]
+    found.append(diagonal_norms(at))
+    assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
+    if f.heads == 1:
+        N = W @ V + w[0, ..., None] * y[0, :, :, None]
+        squares = torch.einsum("ij,j,ijod,ijpd->iop", P[0], weights, N, N)
+        level = _top(squares + (weights / tau)[:, None, None] * D @ D.mT)
+        value = ((P[0].T @ level + tau * level) / weights).amax().sqrt()
+        assert float(rows.rows_value(at, weights, tau).upper) * scale == pytest.approx(float(value), rel=1e-9)
+
+
+def _top(g: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(g)[..., -1]
 
 
 def test_search_for_weights_pays() -> None:

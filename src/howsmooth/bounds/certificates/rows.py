@@ -64,8 +64,27 @@ def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
     """Evaluate Theorem R on the floats of ``at``, at the best weights found."""
-    W = shrink(at.W[0])
+    q, tau = row_weights(at, iterations)
+    return rows_value(at, q, tau)
+
+
+def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
+    """Evaluate Theorem R at given weights."""
+    P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
+    M, slack = row_squares(at, q)
+    ratio = q / tau
+    M = M + ratio[:, None, None] * diagonal
+    levels = sandwich([shrink(at.W[0])], [M], [slack + up(ratio * diagonal_slack)])
+    sums = [P.T @ level + tau * level for level in levels]
+    upper = (sums[0] / q).amax() * (1 + 2 * gamma(at.n + 8))
+    return Enclosed(upper, (sums[1] / q).amax()).root()
+
+
+def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Search for q and τ; any are valid, nothing here is proved."""
+    W = shrink(at.W[0])
+    diagonal, _ = diagonal_squares(at)
     P = at.heads[0].P
     q = torch.ones(at.n, dtype=torch.float64)
     tau = torch.full_like(q, 1e-3)
@@ -85,14 +104,7 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
                 best, best_value = (q, tau), value
             tau = (q * across / along).sqrt().clamp_min(_SMALLEST_TAU)
         q = tidy((q * (P.T @ level + tau * level)).sqrt())
-    q, tau = best
-    M, slack = row_squares(at, q)
-    ratio = q / tau
-    M = M + ratio[:, None, None] * diagonal
-    levels = sandwich([W], [M], [slack + up(ratio * diagonal_slack)])
-    sums = [P.T @ level + tau * level for level in levels]
-    upper = (sums[0] / q).amax() * (1 + 2 * gamma(at.n + 8))
-    return Enclosed(upper, (sums[1] / q).amax()).root()
+    return best
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
