@@ -29,13 +29,16 @@ def _row(parameter: Any) -> str:
     return f"| {names.replace('|', chr(92) + '|')} | {_plain(parameter.help or '')} | {shown} |"
 
 
+def _placeholder(argument: Any) -> str:
+    word = argument.metavar or argument.name.upper()
+    return f"[{word}]..." if argument.nargs == -1 else word
+
+
 def _command(name: str, command: Any) -> str:
     """One section for one command."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join(
-        ["howsmooth", name, "[OPTIONS]", *(f"[{a.metavar or a.name.upper()}]..." for a in arguments)]
-    )
+    usage = " ".join(["howsmooth", name, "[OPTIONS]", *map(_placeholder, arguments)])
     lines = [command.help or "", "", "```text", usage, "```", ""]
     for argument in arguments:
         lines += [f"{argument.metavar or argument.name.upper()}", f": {_plain(argument.help or '')}", ""]
@@ -66,6 +69,6 @@ class CliOptions(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive."""
-    app.add_config_value("cli_documented", ["measure"], "env", list)
+    app.add_config_value("cli_documented", ["measure", "bound", "attack"], "env", list)
     app.add_directive("cli-options", CliOptions)
     return {"parallel_read_safe": True}

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from howsmooth.cli.attack import attack
+from howsmooth.cli.bound import bound
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.names import encodable, readable
@@ -45,6 +47,8 @@ def _root(
 
 
 app.command("measure", epilog=measure.__dict__["examples"])(measure)
+app.command("bound", epilog=bound.__dict__["examples"])(bound)
+app.command("attack", epilog=attack.__dict__["examples"])(attack)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

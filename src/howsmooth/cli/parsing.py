@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from howsmooth.errors import ArgumentError
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 
-__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan"]
+__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan", "parse_radius"]
 
 DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 DEFAULT_TEXTS = ("python-docs",)
@@ -57,3 +59,25 @@ def build_plan(
         device=device,
         dtype=dtype,
     )
+
+
+def parse_radius(text: str, words: Sequence[str]) -> float | str:
+    """Read a radius: a number, or one of some words.
+
+    Raises
+    ------
+    howsmooth.errors.ArgumentError
+        If it is neither, or no finite number above zero.
+
+    """
+    if text in words:
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(
+            "radius", expected=f"a finite number > 0, or {' or '.join(words)}", got=repr(text)
+        )
+    return value

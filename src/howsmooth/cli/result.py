@@ -21,7 +21,7 @@ from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.publish import Published
 
-__all__ = ["as_json", "show"]
+__all__ = ["as_json", "package_version", "records", "show"]
 
 
 def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> str:
@@ -32,7 +32,7 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
     """
     contents = published.contents
     written = {
-        "howsmooth": _version(),
+        "howsmooth": package_version(),
         "out": str(folder),
         "seconds": round(outcome.seconds, 3),
         "measurements": {
@@ -52,10 +52,10 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
             "lengths": list(plan.lengths),
             "scopes": list(plan.scopes),
         },
-        "models": _records(contents.models),
-        "texts": _records(contents.texts),
-        "inputs": _records(contents.inputs),
-        "exponents": _records(published.exponents),
+        "models": records(contents.models),
+        "texts": records(contents.texts),
+        "inputs": records(contents.inputs),
+        "exponents": records(published.exponents),
         "exponent_confidence": LEVEL,
         "files": {
             "store": str(folder / "measurements.sqlite"),
@@ -72,7 +72,7 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     """Print the exponents and where everything is."""
     console = Console()
     labels = {model.label for model in plan.models}
-    rows = [row for row in _records(published.exponents) if row["model"] in labels]
+    rows = [row for row in records(published.exponents) if row["model"] in labels]
     console.print("\nThe constant grows like n to the power:")
     for key, family in groupby(rows, key=itemgetter("model", "scope", "text")):
         model, scope, text = key
@@ -111,8 +111,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows with plain values; what is missing or not a number is null, which JSON can say."""
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """List rows with plain values; what is missing or not a number is null, which JSON can say."""
     return [
         {str(name): _value(str(name), value) for name, value in row.items()}
         for row in table.astype(object).to_dict("records")
@@ -127,7 +127,8 @@ def _value(name: str, value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Return the version of howsmooth."""
     from importlib.metadata import version
 
     return version("howsmooth")

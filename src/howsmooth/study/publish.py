@@ -14,7 +14,7 @@ from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.report import render
 from howsmooth.study.store import COLUMNS, Contents, Store
 
-__all__ = ["Published", "publish"]
+__all__ = ["Published", "publish", "write_table"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,26 @@ def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, t
             f"{folder}; make it writable or make room, and run the same command again."
         ) from error
     return Published(contents, table, pictures, page, rows, fits)
+
+
+def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Write a table as CSV into a folder, which is made if it is not there, and return the file.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written.
+
+    """
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(path, table.to_csv(index=False, lineterminator="\n"))
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
+    return path
 
 
 def _replace(path: Path, content: str) -> None:

@@ -1,0 +1,228 @@
+"""``howsmooth attack``: the tokens at which attention is steepest, and how near they come to the bounds."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.measure import HOW, INTERRUPTED, OUTPUT, TYPED
+from howsmooth.cli.progress import Display, choose
+from howsmooth.study.names import encodable
+
+__all__ = ["attack"]
+
+WHAT = "What to attack"
+Scope = StrEnum("Scope", ["head", "heads", "attention"])
+
+_EXAMPLES = (
+    "Into --out go a store, summary.csv with one row an attention and length, attacks.csv with everything "
+    "tried, exponents.csv, figures, and the tokens found in inputs/, each with its attention, for "
+    "howsmooth bound or howsmooth.models.parameter_files.read_parameter_file.",
+    "Examples:",
+    "[cyan]howsmooth attack builtin-encoder --layers 0 --lengths 12,24,48 --steps 20 --restarts 4[/]  quick",
+    "[cyan]howsmooth attack builtin-decoder --heads all --out worst[/]  all heads of all layers; takes hours",
+    "[cyan]howsmooth attack gpt2 --random-init --layers 0,6 --radius data[/]  as long as real tokens are",
+    "[cyan]howsmooth attack ./head.npz --radius 4 --lengths 10,100[/]  parameters of your own",
+    "The same command again continues where it was interrupted; lengths, layers and heads can be added.",
+)
+
+
+def attack(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
+            show_default=False,
+        ),
+    ],
+    text: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="The text whose tokens a model is given, as for howsmooth measure.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "python-docs",
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
+        ),
+    ] = "all",
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANGES",
+            help="Like --layers; only with --scope head. Default: 0.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    scope: Annotated[
+        Scope,
+        typer.Option(
+            metavar="SCOPE",
+            help="head: one head, values only; heads: all, before the output projection; attention: with it.",
+            rich_help_panel=WHAT,
+        ),
+    ] = Scope["head"],
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGES",
+            help="Numbers of tokens, at least 2: start:stop:step or a list.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "12:392:76",
+    radius: Annotated[
+        str,
+        typer.Option(
+            metavar="R|auto|data",
+            help="Of the ball in which tokens are sought. auto: the largest norm that the norm layer before "
+            "the attention can give, or else as data; data: the norm of the longest token at hand.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "auto",
+    random_init: Annotated[
+        bool,
+        typer.Option(
+            "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    as_decoder: Annotated[
+        bool,
+        typer.Option(
+            "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps of gradient ascent over whole inputs; three times as many among inputs of few "
+            "distinct tokens.",
+            rich_help_panel=HOW,
+        ),
+    ] = 100,
+    restarts: Annotated[
+        int,
+        typer.Option(help="Random restarts among inputs of few distinct tokens.", rich_help_panel=HOW),
+    ] = 48,
+    seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPU threads. Default: what PyTorch chooses.",
+            show_default=False,
+            rich_help_panel=HOW,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the store, tables, figures and inputs.", rich_help_panel=OUTPUT)
+    ] = Path("howsmooth-attack"),
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> int:
+    """Look for the tokens at which attention is steepest, within the ball that its tokens lie in."""
+    from howsmooth.cli.parsing import parse_radius
+    from howsmooth.cli.tables import attacks_as_json, show_attacks
+    from howsmooth.study.attack_tables import publish_attacks
+    from howsmooth.study.attacks import AttackPlan, attack_tools
+    from howsmooth.study.attacks import attack as carry_out
+    from howsmooth.study.ranges import Ranges
+    from howsmooth.study.run import environment
+    from howsmooth.study.sources import Request, open_source
+    from howsmooth.study.tools import default_tools
+
+    chosen = heads if heads is not None else "0" if scope == Scope["head"] else "all"
+    request = Request(
+        name=source,
+        text=text,
+        layers=Ranges.parse(layers, "layers"),
+        heads=Ranges.parse(chosen, "heads"),
+        scope=str(scope),
+        random_init=random_init,
+        as_decoder=as_decoder,
+        seed=seed,
+    )
+    plan = AttackPlan(
+        request=request,
+        lengths=Ranges.parse(lengths, "lengths").values(),
+        radius=parse_radius(radius, words=("auto", "data")),
+        steps=steps,
+        restarts=restarts,
+    )
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
+    display = choose(quiet=quiet)
+    watch = _Watch(display)
+    try:
+        with display:
+            display.phase("Reading")
+            opened = open_source(request, default_tools())
+            outcome = carry_out(
+                plan,
+                opened,
+                out,
+                attack_tools(),
+                command=command,
+                environment=environment("cpu"),
+                on_progress=watch,
+            )
+            display.phase("Drawing figures")
+            published = publish_attacks(
+                out, lambda done, total: display.advance(float(done), float(total), f"{done} of {total}")
+            )
+    except KeyboardInterrupt:
+        typer.echo(watch.interrupted(out, command), err=True)
+        return INTERRUPTED
+    if json:
+        typer.echo(attacks_as_json(published, outcome, out))
+    elif not quiet:
+        show_attacks(published, outcome, out)
+    return 0
+
+
+class _Watch:
+    """Hears how far the attack is, shows it, and remembers it for the message after Ctrl-C."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._finished: int | None = None
+
+    def __call__(self, progress: object) -> None:
+        from howsmooth.study.attacks import AttackProgress
+
+        assert isinstance(progress, AttackProgress)
+        if self._finished is None:
+            kept = f" ({progress.kept} more are in the store already)" if progress.kept else ""
+            things = "attention at one length" if progress.planned == 1 else "attentions and lengths"
+            self._display.phase(f"Attacking {progress.planned} {things}{kept}")
+        self._finished = progress.done + progress.kept
+        words = f"{progress.done} of {progress.planned}, {progress.words}".rstrip(", ")
+        self._display.advance(progress.cost_done, progress.cost_planned, words)
+
+    def interrupted(self, folder: Path, command: str) -> str:
+        """Say what was kept, and how to go on."""
+        if self._finished is None:
+            return "interrupted: nothing had been attacked yet."
+        return (
+            f"interrupted: {self._finished} finished attacks are kept in {folder}. "
+            f"Continue with the same command:\n  {command}"
+        )
+
+
+attack.__dict__["examples"] = "\n\n".join(_EXAMPLES)

@@ -1,0 +1,164 @@
+"""Stand-ins for the models and texts of ``bound`` and ``attack``: small attentions, real in all else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.study.attacks import AttackTools
+from howsmooth.study.tools import Tools
+from tests._cases import D, dense_jacobian, random_attention, rotary
+from tests._study import FakeModel, make_tools, words
+
+LAYERS, HEADS = 2, 3
+
+
+@dataclass(frozen=True)
+class SmallModel(FakeModel):
+    """Two layers of three heads; the second is causal, and the first follows a norm."""
+
+    layers: int = LAYERS
+    heads: int = HEADS
+    rotary: bool = False
+    masked: bool = False
+
+    def attention(self, layer: int, n: int) -> hs.SelfAttention:
+        position = torch.arange(n)
+        return random_attention(
+            20 + layer,
+            heads=HEADS,
+            causal=layer == 1,
+            dtype=torch.float32,
+            rotary=rotary(n, 2, torch.float32) if self.rotary else None,
+            mask=(position[:, None] - position[None, :]).abs() <= 2 if self.masked else None,
+        )
+
+
+def norm() -> hs.LayerNorm:
+    return hs.LayerNorm(torch.linspace(0.5, 1.5, D))
+
+
+def tokens(ids: Tensor) -> Tensor:
+    """Tokens (batch, n, d) that a norm layer may have given: they depend on the token ids alone."""
+    angles = ids[..., None].double() * torch.arange(1, D + 1)
+    return norm()(torch.sin(angles).float())
+
+
+def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
+    """The tools of a study, with a small model under the name ``small``, and ``count`` tokens of prose."""
+    made, _ = make_tools(models={"small": model or SmallModel()}, texts={"prose": words(count), "empty": " "})
+
+    def capture(
+        model: SmallModel,
+        inputs: Tensor,
+        layers: Sequence[int] | None = None,
+        scope: str = "attention",
+        heads: Sequence[int] | None = None,
+    ) -> list[Any]:
+        sites = []
+        for layer in range(model.layers) if layers is None else layers:
+            whole = model.attention(layer, inputs.shape[1])
+            parts: list[tuple[int | None, hs.SelfAttention]] = [(None, whole)]
+            if scope == "head":
+                parts = [(h, whole.head(h)) for h in (range(model.heads) if heads is None else heads)]
+            elif scope == "heads":
+                parts = [(None, whole.without_output())]
+            sites += [
+                SimpleNamespace(
+                    layer=layer,
+                    head=h,
+                    scope=scope,
+                    causal=whole.causal,
+                    masking="causal" if whole.causal else "window" if model.masked else "none",
+                    x=tokens(inputs),
+                    map=f,
+                    norm=norm() if layer == 0 else None,
+                )
+                for h, f in parts
+            ]
+        return sites
+
+    return Tools(made.load_model, made.load_text, capture, made.measure)
+
+
+class AttackWork:
+    """Stand-ins for what an attack calls, all quick, and what they were asked to do."""
+
+    def __init__(self, before: Callable[[int], None] = lambda calls: None) -> None:
+        self.before = before
+        self.ascents: list[tuple[int, float, int]] = []
+        """One entry an ascent: length, radius, seed."""
+
+    def tools(self) -> AttackTools:
+        """Constructions on one axis, an ascent that takes the best of some random tokens, a bound of 1e6."""
+
+        def constructions(f: hs.SelfAttention, length: int, radius: float) -> list[Any]:
+            axis = torch.eye(f.d, dtype=f.dtype)
+            found = []
+            for h in range(f.heads):
+                for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("tie", 0.1)):
+                    x = radius * light * axis[h % f.d].repeat(length, 1)
+                    x[0] = radius * axis[h % f.d]
+                    found.append(SimpleNamespace(name=name, head=h, x=x))
+            return found
+
+        def ascend(f: hs.SelfAttention, *, length: int, radius: float, seed: int, **options: Any) -> Any:
+            self.before(len(self.ascents))
+            self.ascents.append((length, radius, seed))
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(3, length, f.d, generator=generator, dtype=f.dtype)
+            x = 0.999 * radius * x / x.norm(dim=-1, keepdim=True)
+            values = hs.local_lipschitz(f, x).value
+            for step in range(options["steps"]):
+                options["on_evaluation"]({"step": step, "value": 1.0})
+            best = x[int(values.argmax())]
+            return SimpleNamespace(x=best, estimate=hs.local_lipschitz(f, best), history=range(3))
+
+        def best(f: hs.SelfAttention, *, length: int, radius: float) -> Any:
+            return SimpleNamespace(name="theorem", value=1e6, log_value=math.log(1e6))
+
+        return AttackTools(constructions, ascend, best, hs.local_lipschitz)
+
+
+def plain_table(
+    attention: hs.SelfAttention,
+    X: Tensor | None = None,
+    *,
+    length: int | None = None,
+    radius: float | None = None,
+) -> pd.DataFrame:
+    """What ``howsmooth.bounds.table`` gives, with one bound of each kind and no work."""
+    rows: list[tuple[Any, ...]] = [
+        ("Lip(f on B_R^n)", 800.0, "theorem", "upper", math.inf, True, "A theorem")
+    ]
+    rows.append(("Lip(f on B_R^n)", math.inf, "other", "upper", math.inf, False, "Another (needs: luck)"))
+    if X is not None:
+        x = X.double()
+        f = attention.to(dtype=torch.float64)
+        log = float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2).log())
+        rows[:0] = [
+            ("‖D_X f‖", log, "measured", "lower", math.exp(log), True, "local_lipschitz"),
+            ("‖D_X f‖", log, "measured", "upper", math.exp(log), True, "local_lipschitz"),
+            ("‖D_X f‖", log + 1, "certificate", "upper", math.exp(log + 1), True, "A certificate"),
+        ]
+        radius = radius or float(x.norm(dim=-1).max())
+    frame = pd.DataFrame(
+        [row[2:] for row in rows],
+        columns=["name", "side", "value", "holds", "source"],
+        index=pd.Index([row[0] for row in rows], name="quantity"),
+    )
+    frame.attrs = {
+        "length": length if X is None else len(X),
+        "radius": radius,
+        "radius_from": "",
+        "log_values": [row[1] for row in rows],
+    }
+    return frame

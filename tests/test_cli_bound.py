@@ -1,0 +1,237 @@
+"""``howsmooth bound``: what is printed, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.bounds import norm_radius, table, theorem_a
+from howsmooth.cli import main
+from howsmooth.cli.tables import amount
+from howsmooth.models.parameter_files import save_parameters
+from tests._cases import dense_jacobian, random_attention
+from tests._cases import tokens as gaussian
+from tests._sources import SmallModel, norm, plain_table, small_tools, tokens
+
+Result = tuple[int, str, str]
+Howsmooth = Callable[..., Result]
+
+
+@pytest.fixture
+def howsmooth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Howsmooth:
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, model: SmallModel | None = None, real: bool = False) -> Result:
+        monkeypatch.setattr("howsmooth.bounds.table", table if real else plain_table)
+        monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: small_tools(model))
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> hs.SelfAttention:
+    """One head in ``head.safetensors``, with five tokens."""
+    attention = random_attention(31, heads=1, d_out=None)
+    save_parameters(tmp_path / "head.safetensors", attention, gaussian(3, 5, attention.d))
+    return attention
+
+
+def said(out: str) -> dict[str, Any]:
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(found, dict)
+    return found
+
+
+def values(attention: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {(b["name"], b["side"]): b["value"] for b in attention["bounds"] if b["holds"]}
+
+
+def test_bounds_of_a_file_hold_at_its_tokens(howsmooth: Howsmooth, head: hs.SelfAttention) -> None:
+    code, out, _ = howsmooth("bound", "head.safetensors", "--scope", "head", "--json", "-q", real=True)
+    (found,) = said(out)["attentions"]
+    x = gaussian(3, 5, head.d)
+    true = float(torch.linalg.matrix_norm(dense_jacobian(head, x), 2))
+    radius = float(torch.linalg.vector_norm(x, dim=1).max())
+    assert code == 0
+    assert (found["n"], found["radius"]) == (5, pytest.approx(radius, rel=1e-12))
+    assert found["radius_from"] == "the longest of the tokens"
+    bounds = values(found)
+    assert bounds["measured", "lower"] <= true * (1 + 1e-12)
+    assert true <= bounds["measured", "upper"] * (1 + 1e-12)
+    assert bounds["theorem_a", "upper"] == theorem_a(head, 5, radius).value
+    uppers = [value for (_, side), value in bounds.items() if side == "upper" and value is not None]
+    assert len(uppers) > 5
+    assert min(uppers) >= true * (1 - 1e-6)
+
+
+def test_other_lengths_and_radii_of_a_file_leave_its_tokens_out(
+    howsmooth: Howsmooth, head: hs.SelfAttention
+) -> None:
+    code, out, _ = howsmooth(
+        "bound", "head.safetensors", "--lengths", "9,30", "--radius", "2", "--scope", "head", "--json", "-q"
+    )
+    assert code == 0
+    for found, n in zip(said(out)["attentions"], (9, 30), strict=True):
+        assert (found["n"], found["radius"], found["radius_from"]) == (n, 2.0, "given")
+        assert {b["quantity"] for b in found["bounds"]} == {"Lip(f on B_R^n)"}
+
+
+def test_a_ball_that_does_not_hold_the_tokens(howsmooth: Howsmooth, head: hs.SelfAttention) -> None:
+    _, out, _ = howsmooth("bound", "head.safetensors", "--radius", "0.5", "--scope", "head", "--json", "-q")
+    (found,) = said(out)["attentions"]
+    true = float(torch.linalg.matrix_norm(dense_jacobian(head, gaussian(3, 5, head.d)), 2))
+    assert [b["name"] for b in found["bounds"]] == ["measured", "measured", "certificate", "theorem", "other"]
+    assert values(found)["measured", "upper"] == pytest.approx(true, rel=1e-5)
+    assert (found["radius"], found["radius_from"]) == (0.5, "given")
+
+
+def test_a_model_gives_one_table_a_layer_with_the_radius_of_its_norm(howsmooth: Howsmooth) -> None:
+    code, out, err = howsmooth("bound", "small", "--text", "prose", "--lengths", "6")
+    assert code == 0
+    assert "small, layer 0, scope attention, unmasked, n = 6" in out
+    assert "small, layer 1, scope attention, causal, n = 6" in out
+    assert f"R = {norm_radius(norm()):.4g} (the LayerNorm before the attention)" in out
+    assert "(the longest of the tokens)" in out
+    assert "measured" in out
+    assert "needs: luck" in out
+    assert "Bounding" in err
+
+
+def test_the_sequence_is_the_first_that_measure_picks(
+    howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from howsmooth.study.plan import derive_seed
+    from howsmooth.study.sequences import pick_windows
+    from tests._study import digest, words
+
+    model = SmallModel()
+    draw = derive_seed(purpose="windows", seed=7, text=digest(words(100)), model=model.fingerprint, n=8)
+    start = pick_windows(100, 8, 10, draw)[0]
+    _, out, _ = howsmooth(
+        "bound", "small", "--text", "prose", "--lengths", "8", "--seed", "7", "--layers", "1", "--json", "-q"
+    )
+    (found,) = said(out)["attentions"]
+    x = tokens(torch.arange(start, start + 8)[None])[0].double()
+    f = model.attention(1, 8).to(dtype=torch.float64)
+    true = float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2))
+    assert values(found)["measured", "upper"] == pytest.approx(true, rel=1e-5)
+
+
+def test_heads_are_told_apart_and_written(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    options = ["--scope", "head", "--heads", "0,2", "--layers", "1", "--lengths", "5,7", "--out", "tables"]
+    code, out, _ = howsmooth("bound", "small", "--text", "prose", *options)
+    table = pd.read_csv(tmp_path / "tables" / "bounds.csv")
+    assert code == 0
+    assert "Written: tables/bounds.csv" in out
+    assert set(zip(table["head"], table["n"], strict=True)) == {(0, 5), (0, 7), (2, 5), (2, 7)}
+    assert "layer 1, head 2, scope head, causal, n = 7" in out
+
+
+def test_rotary_positions_have_certificates_only(howsmooth: Howsmooth) -> None:
+    code, out, _ = howsmooth(
+        "bound",
+        "small",
+        "--text",
+        "prose",
+        "--lengths",
+        "5",
+        "--json",
+        "-q",
+        model=SmallModel(rotary=True),
+        real=True,
+    )
+    found = said(out)["attentions"]
+    assert code == 0
+    assert {b["quantity"] for one in found for b in one["bounds"]} == {"‖D_X f‖"}
+    assert all(("certificate_joint", "upper") in values(one) for one in found)
+
+
+def test_numbers_beyond_all_range_are_written_with_their_power() -> None:
+    assert amount(1000.0) == "1.9701e+434"
+    assert amount(-1000.0) == "5.0760e-435".replace("0e", "e")
+    assert amount(math.log(12.5)) == "12.5"
+    assert amount(math.inf) == "inf"
+    assert amount(-math.inf) == "0"
+
+
+def test_a_bound_that_overflows_is_null_with_its_logarithm(
+    howsmooth: Howsmooth, head: hs.SelfAttention
+) -> None:
+    options = ["--lengths", "9", "--radius", "500", "--scope", "head"]
+    _, out, _ = howsmooth("bound", "head.safetensors", *options, "--json", "-q")
+    theorem, other = said(out)["attentions"][0]["bounds"]
+    assert (theorem["value"], theorem["log_value"], theorem["holds"]) == (None, 800.0, True)
+    assert (other["value"], other["log_value"], other["holds"]) == (None, None, False)
+    _, out, _ = howsmooth("bound", "head.safetensors", *options, "-q")
+    assert "2.7264e+347" in out
+
+
+SMALL = ["bound", "small", "--text", "prose", "--lengths", "6"]
+FILE = ["bound", "head.safetensors"]
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "radius zero": ([*SMALL, "--radius", "0"], "radius: expected a finite number > 0, or auto, got '0'"),
+    "radius below zero": ([*SMALL, "--radius", "-1"], "got '-1'"),
+    "radius of words": ([*SMALL, "--radius", "data"], "radius: expected a finite number > 0, or auto"),
+    "radius nan": ([*SMALL, "--radius", "nan"], "radius: expected a finite number > 0"),
+    "length zero": (["bound", "small", "--lengths", "0"], "lengths: expected numbers of at least 1"),
+    "no such layer": ([*SMALL, "--layers", "2"], "layers of small, which has 2"),
+    "no such head": ([*SMALL, "--scope", "head", "--heads", "3"], "heads of small, which has 3"),
+    "heads without their scope": ([*SMALL, "--heads", "1"], "Add --scope head"),
+    "no such scope": ([*SMALL, "--scope", "block"], "'block' is not one of 'head'"),
+    "too long": (["bound", "small", "--text", "prose", "--lengths", "65"], "at most 64 tokens"),
+    "empty text": (["bound", "small", "--text", "empty"], "text 'empty' is empty"),
+    "no such model": (["bound", "nothing", "--text", "prose"], "'nothing' is not known"),
+    "no source": (["bound"], "Missing argument 'SOURCE'"),
+    "no file": (["bound", "none.npz"], "There is no parameter file none.npz"),
+    "file without tokens": (
+        ["bound", "bare.npz"],
+        "lengths: expected numbers of tokens, as the file holds no X",
+    ),
+    "file without radius": (["bound", "bare.npz", "--lengths", "4"], "Give --radius."),
+    "second layer of a file": ([*FILE, "--layers", "1"], "layers of head.safetensors, which has 1"),
+    "file untrained": ([*FILE, "--random-init"], "expected a model with --random-init"),
+    "seed": ([*SMALL, "--seed", "-1"], "seed: expected an integer from 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_are_one_sentence_and_exit_code_2(
+    howsmooth: Howsmooth, head: hs.SelfAttention, tmp_path: Path, case: str
+) -> None:
+    save_parameters(tmp_path / "bare.npz", head)
+    arguments, sentence = REFUSED[case]
+    code, out, err = howsmooth(*arguments)
+    last = err.splitlines()[-1]
+    assert (code, out) == (2, "")
+    assert last.startswith("error: ")
+    assert sentence in last
+
+
+def test_a_text_too_short_for_the_length(howsmooth: Howsmooth) -> None:
+    code, _, err = howsmooth(
+        "bound", "small", "--text", "prose", "--lengths", "101", model=SmallModel(max_length=None)
+    )
+    assert code == 2
+    assert "text 'prose' is too short: it has 100 tokens" in err
+
+
+def test_an_out_that_cannot_be_written(howsmooth: Howsmooth, head: hs.SelfAttention, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    code, _, err = howsmooth(*FILE, "--scope", "head", "--out", "taken", "-q")
+    assert code == 2
+    assert "out: expected a writable folder, got taken" in err
