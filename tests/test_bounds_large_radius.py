@@ -90,7 +90,7 @@ def test_search_for_a_larger_distance(masked: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_search_long(masked: bool) -> None:
-    ratio = _distance_ratio(masked, trials=40, steps=300)
+    ratio = _distance_ratio(masked, trials=20, steps=150)
     print(ratio)
     assert 0.2 < ratio <= 1
 
