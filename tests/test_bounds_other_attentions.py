@@ -235,7 +235,7 @@ def test_sinkhorn_search(n: int, a: float) -> None:
 def test_sinkhorn_search_long(n: int, a: float) -> None:
     ratio = _search_sinkhorn(n, a, trials=4, steps=80, iterations=150)
     print(n, a, ratio)
-    assert 0.5 < ratio <= 1
+    assert 0.99 / (1 + 2 * a) < ratio <= 1  # copies of one token give ‖V‖
 
 
 def test_sinkhorn_is_not_a_bound_before_convergence() -> None:
