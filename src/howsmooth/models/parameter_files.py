@@ -1,18 +1,15 @@
 """Attention parameters in files of one's own: ``.safetensors`` and ``.npz``, never a pickle.
 
-A file holds either the names of :class:`~howsmooth.SelfAttention`'s arguments or the paper's matrices:
+A file holds the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
+``key``, ``value``, and if there are any ``output``, ``query_bias``, ``key_bias``, ``value_bias``,
+``output_bias``, ``scale``, ``causal``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. One head may be
+written without the axis of heads.
 
-========================================  ======================================================
-``query``, ``key``, ``value``             (heads, key_dim, d) and so on, or matrices for one head
-``output``, ``query_bias``, ``key_bias``,  optional, with the shapes that SelfAttention takes
-``value_bias``, ``output_bias``, ``mask``
-``rotary_cos``, ``rotary_sin``            optional, (n_max, rot_dim)
-``scale``, ``causal``                     optional, a number and a truth value
-========================================  ======================================================
+Or it holds the paper's matrices: ``A`` (d, d), ``V`` (d_v, d), and if there are any ``b`` (d,), ``W``
+(d_out, d_v) and ``causal``; with a leading axis for several heads. Scores are ⟨A x_i + b, x_j⟩, values V x_j,
+and heads are put together as Σ_h W_h V_h x_j, W = (W_1 … W_H).
 
-or ``A`` (d, d), ``V`` (d_v, d) and optionally ``b`` (d,) and ``W`` (d_out, d_v), with a leading axis for
-several heads: scores are ⟨A x_i + b, x_j⟩ and values V x_j, put together as Σ_h W_h V_h x_j. Either may
-hold tokens ``X`` (n, d).
+Either may hold tokens ``X`` (n, d).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from howsmooth.study.ticks import number
 
 __all__ = ["AttackPicture", "draw_attacks"]
 
-_DOTS = (0, (1.2, 1.6))
+_DOTS = (0.0, (1.2, 1.6))
 _HALF: Slopes = ((0.5, "1/2", _DOTS),)
 _ASIDE = 0.7
 _FOUND, _PAPER, _TOKENS = "#440154", "#21918c", "#9aa0a6"  # two of viridis, and a grey

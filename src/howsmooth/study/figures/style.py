@@ -44,7 +44,7 @@ COLOURS = "viridis"
 FIT_COLOUR = "#c1121f"
 GREY = "0.35"
 Slopes = tuple[tuple[float, str, tuple[float, tuple[float, ...]]], ...]
-REFERENCE_SLOPES: Slopes = ((0.25, "1/4", (0, (5, 2))), (0.5, "1/2", (0, (1.2, 1.6))))
+REFERENCE_SLOPES: Slopes = ((0.25, "1/4", (0.0, (5.0, 2.0))), (0.5, "1/2", (0.0, (1.2, 1.6))))
 _FEW_LENGTHS = 6
 
 
