@@ -92,7 +92,7 @@ def test_search(causal: bool, radius: float) -> None:
 def test_search_long(causal: bool, radius: float) -> None:
     ratios = _search(causal, radius, trials=4, steps=80)
     print(causal, radius, ratios)
-    assert 0.5 < max(ratios.values()) <= 1
+    assert 0.4 < max(ratios.values()) <= 1
 
 
 # ---- equality
