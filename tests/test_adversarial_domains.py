@@ -96,6 +96,15 @@ def test_a_gain_of_zero_is_no_obstacle():
     assert bool((projected[:, 2] == 0).all())
 
 
+def test_the_image_of_layer_norm_has_mean_zero():
+    ellipsoid = DOMAINS["LayerNorm"]
+    u = ellipsoid.project_coordinates(tokens(16, N, D))
+    assert torch.allclose(u.mean(dim=-1), torch.zeros(N, dtype=torch.float64), atol=1e-12)
+    pulled = ellipsoid.pull_back(tokens(17, N, D))
+    assert torch.allclose(pulled.mean(dim=-1), torch.zeros(N, dtype=torch.float64), atol=1e-12)
+    assert not ellipsoid.contains(ellipsoid.tokens(torch.full((N, D), 0.1, dtype=torch.float64)))
+
+
 def test_balls_around_tokens():
     centre = tokens(3, N, D)
     far: Tensor = centre + tokens(15, N, D)
