@@ -12,10 +12,9 @@ from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import spectral_norm
+from howsmooth.bounds.parameters import log_p_bar, spectral_norm
 from howsmooth.bounds.unmasked import (
     log,
-    log_largest_weight,
     log_product,
     log_sum,
     one_head,
@@ -250,7 +249,7 @@ def scaled_cosine_sharp(
     """
     n = check_length(length)
     log_q, log_k, log_v, tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
-    log_c = 0.5 * (math.log(n) + log_largest_weight(n, tau))
+    log_c = 0.5 * (math.log(n) + log_p_bar(n, tau))
     terms = [log_product(log_c, log_v)]
     if n > 1:  # one token has weight 1, whatever the score
         log_rows = min(0.5 * (math.log(n) - math.log(2)), log_c)
@@ -397,7 +396,7 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
 
     """
     m, n = _count("queries", queries), _count("keys", keys)
-    log_kappa = 0.5 * (math.log(m) + log_largest_weight(n, 1.0))
+    log_kappa = 0.5 * (math.log(m) + log_p_bar(n, 1.0))
     squares = max(
         log_sum(2 * log_sum(log_kappa, 0.0), math.log(4.5)),
         log_sum(2 * log_kappa, math.log(4 + (1 + math.sqrt(0.5)) ** 2)),

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.parameters import Head, Parameters, log_p_bar, parameters_of
 
 __all__ = ["h_star", "n_free", "theorem_3_3", "theorem_3_5", "theorem_a", "theorem_e_3"]
 
@@ -249,12 +249,7 @@ def log_row(n: int, a3: float) -> float:
     """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, which bounds ‖T_i‖² for a row that sees n tokens."""
     if n <= 1:
         return 0.0  # one token: P = 1, z = 0, and the row is the identity
-    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
-
-
-def log_largest_weight(n: int, a3: float) -> float:
-    """Return log P̄(n, a₃) = −log(1 + (n−1) e^{−2a₃}), the largest that one of n attention weights can be."""
-    return 0.0 if n <= 1 else -softplus(math.log(n - 1) - 2 * a3)
+    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))
 
 
 # ---- shared with the other bounds
