@@ -120,6 +120,7 @@ def test_import_rule_is_kept(tmp_path: Path) -> None:
         ("study/report.py", "from matplotlib.figure import Figure", "matplotlib"),
         ("study/run.py", "import rich", "typer and rich"),
         ("study/figures/style.py", "from howsmooth.lipschitz import local_lipschitz", "never measure"),
+        ("study/attack_tables.py", "from howsmooth.models import capture", "never measure"),
     ],
 )
 def test_import_rule_catches_a_violation(tmp_path: Path, module: str, line: str, contract: str) -> None:
