@@ -20,8 +20,8 @@ from howsmooth.bounds.certificates import (
     joint,
     rows,
 )
-from howsmooth.bounds.certificates.forms import diagonal_norms
-from howsmooth.bounds.certificates.heads import heads_at
+from howsmooth.bounds.certificates.forms import diagonal_norms, sandwich
+from howsmooth.bounds.certificates.heads import _weight_errors, heads_at
 from howsmooth.bounds.certificates.verified import largest_eigenvalue, norm, perron_norm, shrink
 from howsmooth.bounds.certificates.weights import Weights
 from howsmooth.bounds.parameters import parameters_of
@@ -155,6 +155,22 @@ def test_floats_are_as_near_the_exact_jacobian_as_claimed(name: str) -> None:
             distance = exact_norm(J)
         assert 0 < distance <= head.error
         assert head.error <= 1e-9 * float(head.F.norm() * head.Q.norm() + head.V.norm())
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.1, 0.4])
+def test_errors_of_weights_cover_errors_of_scores(size: float) -> None:
+    scores = 4 * tokens(48, 6, 6)
+    P = torch.softmax(scores, dim=1)
+    everything = torch.ones(6, 6, dtype=torch.bool)
+    nearest = 0.0
+    for j in range(6):  # one score of each row moves up, the others down: the worst there is
+        error = torch.full_like(scores, -size)
+        error[:, j] = size
+        moved = (torch.softmax(scores + error, dim=1) - P).abs()
+        claimed = _weight_errors(P, error.abs(), everything)
+        assert (moved <= claimed).all()
+        nearest = max(nearest, float((moved / claimed).amax()))
+    assert nearest > (0.99 if size < 1e-3 else 0.3)
 
 
 def _value_exponent(f: hs.SelfAttention) -> int:
@@ -360,6 +376,21 @@ def test_eigenvalues_are_proved_not_believed() -> None:
     assert float(largest_eigenvalue(g.clone(), none, "frobenius").upper) >= float(spectrum.norm())
 
 
+def test_errors_of_blocks_reach_the_eigenvalue() -> None:
+    o, b = 3 * torch.eye(4, dtype=F64), torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64))[None]
+    found = sandwich([o], [b], [torch.tensor([0.5], dtype=F64)])
+    assert float(found.plain) == pytest.approx(36, rel=1e-11)
+    assert float(found.upper) >= 9 * (4 + 0.5)  # as if every block were larger by 0.5
+
+
+def test_perron_norm_of_a_slow_walk() -> None:
+    # Power steps have not settled after hundreds of steps: the Gram matrix is verified instead
+    near = window(150).double()
+    p = near / near.sum(1, keepdim=True)
+    true = float(torch.linalg.matrix_norm(p, 2))
+    assert true <= float(perron_norm(p).upper) <= true * (1 + 1e-9)
+
+
 def test_norm_of_zero_and_of_rank_one() -> None:
     assert 0 <= float(norm(torch.zeros(1, 3, 4, dtype=F64)).upper) < 1e-80
     u, v = tokens(41, 5), tokens(42, 7)
@@ -459,6 +490,8 @@ def test_refusals() -> None:
             certify(f, x)
     with pytest.raises(ArgumentError, match="iterations"):
         certificate_joint(f, x, iterations=-1)
+    with pytest.raises(ArgumentError, match="iterations"):
+        certificate_joint(f, x, iterations=True)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="X"):
         certificate_joint(f)
     with pytest.raises(ArgumentError, match="shape"):
