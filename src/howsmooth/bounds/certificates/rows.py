@@ -145,9 +145,11 @@ def row_squares(
             cross = left.mT @ moved
             outer = (here[:, :, None] * here[:, None, :]).flatten(1)
             y_square = (outer @ turn_K.flatten(1).mT).clamp_min(0)
-        squares[rows] = (
-            rho.sum(1)[:, None, None] * VV + cross + cross.mT + (left * y_square[..., None]).mT @ w
-        )
+        if at.rotary is None:
+            last = y_square[..., None] * (left.mT @ w)
+        else:
+            last = (left * y_square[..., None]).mT @ w
+        squares[rows] = rho.sum(1)[:, None, None] * VV + cross + cross.mT + last
         size = V_size + torch.linalg.vector_norm(w, dim=-1) * y_size[rows, None]
         slack[rows] = (rho * size.square()).sum(1)
     return squares, up(gamma(d + 3 * k + n + 60) * slack)
