@@ -34,7 +34,7 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
     Parameters
     ----------
     attention
-        One head: a :class:`~howsmooth.SelfAttention`, captured site or :class:`~howsmooth.bounds.Head`.
+        One head: a ``SelfAttention``, captured site or ``Head``.
     X
         Tokens (n, d); None: those of the site.
 

@@ -33,8 +33,8 @@ def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int
     Parameters
     ----------
     attention
-        A one-head :class:`~howsmooth.SelfAttention` (any mask, rotary positions, output map), a captured
-        site whose map is one, or a :class:`~howsmooth.bounds.Head`.
+        A one-head ``SelfAttention`` (any mask, rotary positions, output map), a captured
+        site whose map is one, or a ``Head``.
     X
         Tokens (..., n, d), float32 or float64, taken as exact; None: the tokens of the site.
     iterations
