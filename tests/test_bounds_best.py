@@ -243,3 +243,21 @@ def test_tokens_that_are_zero_or_not_numbers() -> None:
     assert not table(f, zero).value.isna().any()
     with pytest.raises(ArgumentError, match="X: expected finite numbers"):
         best(f, zero * math.nan)
+
+
+def test_lower_bounds_of_the_mean_field_constant() -> None:
+    head = Head(-2.0 * torch.eye(3), torch.eye(3))
+    low, high = best(head, radius=1.5, side="lower"), best(head, radius=1.5)
+    assert low.quantity == high.quantity == "Lip_W2(F on P(B_R))"
+    assert 0.1 * high.value < low.value < high.value
+    names = set(table(head, radius=1.5).name)
+    assert names == {
+        "theorem_3_5",
+        "n_free",
+        "proposition_3_6",
+        "proposition_3_6_asymptotic",
+        "proposition_3_6_better_weight",
+        "two_dirac",
+    }
+    # They are statements about measures: none about a given number of tokens.
+    assert not any(name.startswith("proposition_3_6") for name in table(head, length=4, radius=1.5).name)

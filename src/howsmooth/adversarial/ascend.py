@@ -138,7 +138,7 @@ def ascend(
     ArgumentError
         If an argument does not fit; the message names it.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     """
     if not isinstance(f, TokenMap):

@@ -110,7 +110,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
 
     For every A, real eigenvalues or not.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
         "no_real_eigenvalue",
         points,
         length,
-        "ours, docs/theory/worst-inputs.md",
+        "howsmooth, docs/theory/worst-inputs.md",
         "R·y/|y| against copies of w, y = Aw + b, of largest gap",
     )
 
@@ -141,7 +141,7 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
     y = Aw + b, ŷ = y/|y|, v ⊥ ŷ; w, θ and v are those of the largest certified value that was found, with
     the attention's own masking.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
         "tie",
         found[0],
         length,
-        "ours, docs/theory/worst-inputs.md",
+        "howsmooth, docs/theory/worst-inputs.md",
         "R(cosθ ŷ ± sinθ v) against copies of w, y = Aw + b",
     )
 

@@ -37,6 +37,12 @@ from howsmooth.bounds.masked import (
     theorem_4_3,
     theorem_4_4,
 )
+from howsmooth.bounds.mean_field_lower import (
+    proposition_3_6,
+    proposition_3_6_asymptotic,
+    proposition_3_6_better_weight,
+    two_dirac,
+)
 from howsmooth.bounds.multi_head import (
     best_head_bound,
     lemma_3_8,
@@ -95,6 +101,9 @@ __all__ = [
     "parameters_of",
     "pre_norm_composition",
     "proposition_3_4",
+    "proposition_3_6",
+    "proposition_3_6_asymptotic",
+    "proposition_3_6_better_weight",
     "quadratic_growth",
     "repeated_token",
     "scaled_cosine",
@@ -115,5 +124,6 @@ __all__ = [
     "three_terms",
     "tie",
     "two_cluster_sharp",
+    "two_dirac",
     "yudin",
 ]

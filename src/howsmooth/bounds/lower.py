@@ -102,7 +102,8 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     With z = Ru, w = Ru/2 or −Ru, y = Aw + b, p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). Without bias this is
     √(n−1) p ‖V(I + 2g(1−p)uuᵀ)‖, g = γR². The better of γ_max/8 and −γ_min for the value is taken.
 
-    SOURCE: ours, docs/theory/worst-inputs.md; it sharpens Proposition 3.4 of Castin, Ablin, Peyré, ICML 2024.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md; it sharpens Proposition 3.4 of Castin, Ablin, Peyré,
+    ICML 2024.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "two_cluster_sharp",
         Quantity.GLOBAL,
-        f"ours, {_PAGE}; sharpens Proposition 3.4, {_PAPER}",
+        f"howsmooth, {_PAGE}; sharpens Proposition 3.4, {_PAPER}",
         log_formula=log,
         hypotheses=(_unmasked(p), _has_real_eigenvalue(points or None)),
     )
@@ -146,7 +147,7 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     With p_i the weight of the heavy token for i visible tokens, and g = γR²: the norm of V and
     p_i V(I + 2g(1−p_i)uuᵀ), i = 2..n, stacked; at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "masked_two_cluster",
         Quantity.MASKED,
-        f"ours, {_PAGE}",
+        f"howsmooth, {_PAGE}",
         log_formula=log,
         hypotheses=(_causal(p, attention), _has_real_eigenvalue(points or None)),
     )
@@ -188,7 +189,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     p = 1/(1 + (n−1)e^{−ER²}), with E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4) without
     bias, where w attains it. The search for w is local; any w gives a valid bound.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -215,7 +216,11 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     points = [t for h in range(len(p.heads)) for t in steepest_pairs(p.folded(h), R)[:2]]
     log = max((log_heavy_columns(p, n, t) for t in points), default=-math.inf)
     return Bound.lower(
-        "no_real_eigenvalue", _quantity(p), f"ours, {_PAGE}", log_formula=log, hypotheses=(_simple_mask(p),)
+        "no_real_eigenvalue",
+        _quantity(p),
+        f"howsmooth, {_PAGE}",
+        log_formula=log,
+        hypotheses=(_simple_mask(p),),
     )
 
 
@@ -225,7 +230,7 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
     M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
     causal mask, z first: the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -254,7 +259,7 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
     points = TwoPoints.of(_token("heavy", heavy, d), _token("light", light, d))
     log = log_heavy_columns(p, n, points)
     return Bound.lower(
-        "heavy_token", Quantity.LOCAL, f"ours, {_PAGE}", log_formula=log, hypotheses=(_simple_mask(p),)
+        "heavy_token", Quantity.LOCAL, f"howsmooth, {_PAGE}", log_formula=log, hypotheses=(_simple_mask(p),)
     )
 
 
@@ -266,7 +271,7 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     sought locally; any of them gives a valid bound. What is returned is the norm of the two heavy
     columns, at least the formula above.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -293,7 +298,7 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "tie",
         Quantity.GLOBAL,
-        f"ours, {_PAGE}",
+        f"howsmooth, {_PAGE}",
         log_formula=log,
         hypotheses=(_unmasked(p), *_tie_hypotheses(n, p.heads[0].d)),
     )
@@ -304,7 +309,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
 
     p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -331,7 +336,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "masked_tie",
         Quantity.MASKED,
-        f"ours, {_PAGE}",
+        f"howsmooth, {_PAGE}",
         log_formula=log,
         hypotheses=(_causal(p, attention), *_tie_hypotheses(n, p.heads[0].d)),
     )
@@ -342,7 +347,7 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
 
     Without a mask ‖P‖ = 1. With a causal mask P is the Cesàro matrix, whose norm grows from 1 to 2 (Hardy).
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -375,7 +380,7 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
         seen = p.mask.double()
         norm = float(torch.linalg.matrix_norm(seen / seen.sum(1, keepdim=True), 2))
     formula = norm * float(torch.linalg.matrix_norm(total_value(p), 2)) * (1 - 1e-12)
-    return Bound.lower("repeated_token", _quantity(p), f"ours, {_PAGE}", formula=formula)
+    return Bound.lower("repeated_token", _quantity(p), f"howsmooth, {_PAGE}", formula=formula)
 
 
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:

@@ -36,8 +36,8 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
     With positions s_i on the line Ru, weights a_i, P_ij ∝ a_j e^{γ s_i s_j}, m_i and v_i mean and variance of
     s under P_i: M_ij = √(a_i/a_j) [P_ij (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i].
 
-    SOURCE: ours, docs/theory/worst-inputs.md; the configuration is that of Proposition 3.6, Castin, Ablin,
-    Peyré, *How Smooth Is Attention?*, ICML 2024.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md; the configuration is that of Proposition 3.6, Castin,
+    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
         log_p, log_rest = math.log(weight), math.log1p(-weight)
     log = case.log_strength + _log_two_dirac(case, log_p, log_rest) - 4e-15 * abs(case.g)
     return Bound.lower(
-        "two_dirac", Quantity.MEAN_FIELD, f"ours, {_PAGE}", log_formula=log, hypotheses=case.hypotheses()
+        "two_dirac", Quantity.MEAN_FIELD, f"howsmooth, {_PAGE}", log_formula=log, hypotheses=case.hypotheses()
     )
 
 
@@ -121,7 +121,7 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     """Lip ≥ (√3/4) e^g (1 + 3g/2) |Vu|: the two Diracs with p = 1/(1 + 3e^{2g}), optimal as g grows.
 
-    SOURCE: ours, docs/theory/worst-inputs.md.
+    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     return Bound.lower(
         "proposition_3_6_better_weight",
         Quantity.MEAN_FIELD,
-        f"ours, {_PAGE}",
+        f"howsmooth, {_PAGE}",
         log_formula=log,
         hypotheses=case.hypotheses(),
     )

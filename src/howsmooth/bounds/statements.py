@@ -31,6 +31,12 @@ from howsmooth.bounds.masked import (
     theorem_4_3,
     theorem_4_4,
 )
+from howsmooth.bounds.mean_field_lower import (
+    proposition_3_6,
+    proposition_3_6_asymptotic,
+    proposition_3_6_better_weight,
+    two_dirac,
+)
 from howsmooth.bounds.multi_head import lemma_3_8, multi_head_folded, multi_head_gram, multi_head_output
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.question import Question
@@ -97,8 +103,18 @@ def _heads(attention: Head | SelfAttention) -> int:
 
 def _from_below(question: Question) -> list[Bound]:
     parameters, n, radius = _parameters(question), question.length, question.radius
-    if n is None or parameters.masking == "other":
+    if parameters.masking == "other":
         return []
+    if n is None:
+        if parameters.masking == "causal" or len(parameters.heads) > 1:
+            return []
+        mean_field = (
+            proposition_3_6,
+            proposition_3_6_better_weight,
+            proposition_3_6_asymptotic,
+            two_dirac,
+        )
+        return [statement(parameters, radius) for statement in mean_field]
     causal = parameters.masking == "causal"
     found = [statement(parameters, n, radius) for statement in (no_real_eigenvalue, repeated_token)]
     found.append((masked_tie if causal else tie)(parameters, n, radius))
