@@ -358,3 +358,18 @@ def test_the_help_gives_examples_that_can_be_typed(
         for example in examples:
             assert main(shlex.split(example)[1:]) == 130
         assert len(seen) == len(examples)
+
+
+def test_the_mask_of_a_file_is_cut_to_shorter_lengths(howsmooth: Howsmooth) -> None:
+    window = SmallModel(masked=True).attention(0, 6).head(0)
+    save_parameters("window.npz", window)
+    code, _, _ = howsmooth("attack", "window.npz", "--lengths", "4,6", "--radius", "2")
+    assert code == 0
+    for n, file in zip((4, 6), summary()["file"], strict=True):
+        found = read_parameter_file(Path("howsmooth-attack") / file).attention
+        assert window.mask is not None
+        assert found.mask is not None
+        assert torch.equal(found.mask, window.mask[:n, :n])
+    code, _, err = howsmooth("attack", "window.npz", "--lengths", "7", "--radius", "2")
+    assert code == 2
+    assert "the length of the mask" in err

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.norms import norm_radius
-from howsmooth.bounds.parameters import parameters_of
-from howsmooth.bounds.witness import real_eigenpairs
+from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attack_store import Attack, AttackStore, HeadRow
@@ -262,7 +261,7 @@ def named_constructions(constructions: Sequence[Any]) -> list[tuple[str, Any]]:
 
 def _jobs(plan: AttackPlan, source: Source) -> list[_Job]:
     """List all attentions at all lengths, from short to long."""
-    usual = source.usual_length or min(plan.lengths)
+    usual = source.usual_length or max(plan.lengths)
     reference = source.attentions(usual)
     radii = [_radius(plan.radius, one) for one in reference]
     jobs = []
@@ -313,12 +312,22 @@ def _head_rows(plan: AttackPlan, source: Source) -> list[HeadRow]:
             continue
         parameters = parameters_of(one.attention)
         for h, head in enumerate(parameters.heads):
-            values = [value for value, _ in real_eigenpairs(head)]
-            low, high = (values[0], values[-1]) if values else (None, None)
+            values = _real_eigenvalues(head)
+            low, high = (min(values), max(values)) if values else (None, None)
             gamma = None if low is None or high is None else max(-low, high / 8)
-            v_norm = parameters.folded(h).V_norm
+            # ‖W V‖ by the triangular factor of W: a matrix of value_dim rows instead of d_out.
+            factor = torch.linalg.qr(parameters.outputs[h], mode="r").R
+            v_norm = spectral_norm(factor @ head.V)
             rows.append(HeadRow(one.layer, h, radius, low, high, gamma, head.A_norm, v_norm))
     return rows
+
+
+def _real_eigenvalues(head: Head) -> list[float]:
+    """List the real eigenvalues of A = left right: those of right left, and zero where A is singular."""
+    singular = head.left.shape[1] < head.d
+    small = head.right @ head.left if singular else head.A
+    values = [value.real for value in torch.linalg.eigvals(small).tolist() if value.imag == 0]
+    return [*values, 0.0] if singular else values
 
 
 # ---- one attention at one length
