@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.study.attacks import AttackTools
+from howsmooth.study.attack_plan import AttackTools
 from howsmooth.study.tools import Tools
 from tests._cases import D, dense_jacobian, random_attention, rotary
 from tests._study import FakeModel, make_tools, words

@@ -18,7 +18,7 @@ from howsmooth.bounds import best, norm_radius
 from howsmooth.cli import main
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from howsmooth.study import attack_tables
-from howsmooth.study.attacks import attack_tools
+from howsmooth.study.attack_plan import attack_tools
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._sources import HEADS, AttackWork, SmallModel, norm, small_tools
@@ -41,7 +41,7 @@ def howsmooth(
         *arguments: str, work: AttackWork | None = None, model: SmallModel | None = None, draw: bool = False
     ) -> Result:
         tools = (work or AttackWork()).tools()
-        monkeypatch.setattr("howsmooth.study.attacks.attack_tools", lambda: tools)
+        monkeypatch.setattr("howsmooth.study.attack_plan.attack_tools", lambda: tools)
         monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: small_tools(model))
         monkeypatch.setattr(attack_tables, "draw_attacks", drawn if draw else lambda *_: [])
         capsys.readouterr()

@@ -136,8 +136,8 @@ def attack(
     """Look for the tokens at which attention is steepest, within the ball that its tokens lie in."""
     from howsmooth.cli.parsing import parse_radius
     from howsmooth.cli.tables import attacks_as_json, show_attacks
+    from howsmooth.study.attack_plan import AttackPlan, attack_tools
     from howsmooth.study.attack_tables import publish_attacks
-    from howsmooth.study.attacks import AttackPlan, attack_tools
     from howsmooth.study.attacks import attack as carry_out
     from howsmooth.study.ranges import Ranges
     from howsmooth.study.run import environment
@@ -204,7 +204,7 @@ class _Watch:
         self._finished: int | None = None
 
     def __call__(self, progress: object) -> None:
-        from howsmooth.study.attacks import AttackProgress
+        from howsmooth.study.attack_plan import AttackProgress
 
         assert isinstance(progress, AttackProgress)
         if self._finished is None:
