@@ -138,7 +138,9 @@ def ascend(
     ArgumentError
         If an argument does not fit; the message names it.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     if not isinstance(f, TokenMap):

@@ -61,8 +61,6 @@ def two_cluster(
 
     u is a unit eigenvector of A for γ_max in the first case, for γ_min in the second.
 
-    SOURCE: Section 5.2 and Proposition 3.4, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
-
     Parameters
     ----------
     attention
@@ -80,6 +78,10 @@ def two_cluster(
     ------
     ArgumentError
         If A has no real eigenvalue, or an argument is out of range.
+
+    References
+    ----------
+    Section 5.2 and Proposition 3.4, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
@@ -110,8 +112,6 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
 
     For every A, real eigenvalues or not.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention, length, radius, head
@@ -121,6 +121,10 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
     ------
     ArgumentError
         If an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
@@ -141,8 +145,6 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
     y = Aw + b, ŷ = y/|y|, v ⊥ ŷ; w, θ and v are those of the largest certified value that was found, with
     the attention's own masking.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention, radius, head
@@ -154,6 +156,10 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
     ------
     ArgumentError
         If A and b are zero, V is zero or d = 1, or an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)

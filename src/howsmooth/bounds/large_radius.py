@@ -57,7 +57,8 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
     Parameters
     ----------
     attention
-        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.SelfAttention` or a captured site.
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
+        captured site.
     X
         Tokens (n, d) that are scaled; the map is taken at ``radius * X``. Float32 or float64.
     radius
@@ -97,7 +98,7 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
     ----------
     attention
         One head: a :class:`~howsmooth.bounds.Head` (taken as causal), a causal
-        :class:`~howsmooth.SelfAttention` or a captured site.
+        :class:`~howsmooth.attention.SelfAttention` or a captured site.
     X, radius, side
         As for :func:`theorem_3_7`.
 

@@ -51,8 +51,6 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
     γ_min and γ_max are the smallest and largest real eigenvalues of A.
 
-    SOURCE: Proposition 3.4 and Lemma C.7, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
-
     Parameters
     ----------
     attention
@@ -71,6 +69,10 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    Proposition 3.4 and Lemma C.7, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -102,9 +104,6 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     With z = Ru, w = Ru/2 or −Ru, y = Aw + b, p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). Without bias this is
     √(n−1) p ‖V(I + 2g(1−p)uuᵀ)‖, g = γR². The better of γ_max/8 and −γ_min for the value is taken.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md; it sharpens Proposition 3.4 of Castin, Ablin, Peyré,
-    ICML 2024.
-
     Parameters
     ----------
     attention
@@ -123,6 +122,11 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md; it sharpens Proposition 3.4 of Castin, Ablin, Peyré,
+    ICML 2024.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -147,8 +151,6 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     With p_i the weight of the heavy token for i visible tokens, and g = γR²: the norm of V and
     p_i V(I + 2g(1−p_i)uuᵀ), i = 2..n, stacked; at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention
@@ -167,6 +169,10 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -189,8 +195,6 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     p = 1/(1 + (n−1)e^{−ER²}), with E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4) without
     bias, where w attains it. The search for w is local; any w gives a valid bound.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention
@@ -211,6 +215,10 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     ArgumentError
         If an argument is out of range.
 
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
+
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     points = [t for h in range(len(p.heads)) for t in steepest_pairs(p.folded(h), R)[:2]]
@@ -229,8 +237,6 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
 
     M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
     causal mask, z first: the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
-
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -253,6 +259,10 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
     NonFiniteError
         If a token is not finite.
 
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
+
     """
     p, n = parameters_of(attention), check_length(length)
     d = p.heads[0].d
@@ -270,8 +280,6 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}). It attains the rate R²√n of Theorem 3.3. θ, w and v are
     sought locally; any of them gives a valid bound. What is returned is the norm of the two heavy
     columns, at least the formula above.
-
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -292,6 +300,10 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     ArgumentError
         If an argument is out of range.
 
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
+
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     log = _log_tie(p, n, R, masked=False)
@@ -308,8 +320,6 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     """Lip(f^m|B_R^n) ≥ √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| at the tokens of :func:`tie`, heavy ones first.
 
     p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
-
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -330,6 +340,10 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     ArgumentError
         If an argument is out of range.
 
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
+
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     log = _log_tie(Parameters(p.heads, p.outputs, "causal", None), n, R, masked=True)
@@ -346,8 +360,6 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
     """‖D_X f‖ = ‖Σ_h W_h V_h‖ ‖P‖ where all tokens are one: P is uniform over the visible tokens.
 
     Without a mask ‖P‖ = 1. With a causal mask P is the Cesàro matrix, whose norm grows from 1 to 2 (Hardy).
-
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
 
     Parameters
     ----------
@@ -367,6 +379,10 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
     ------
     ArgumentError
         If an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     p, n = parameters_of(attention), check_length(length)
@@ -389,8 +405,6 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     J_nn = V(I/n + C_n A), where row n sees all tokens alike and C_n = (m/n)R²uuᵀ. For A = γI, V = I it is
     1/n + γR²(n−1)/n for odd n. Any unit u will do; left and right singular vectors of A, V are tried.
 
-    SOURCE: Kim, Papamakarios, Mnih, ICML 2021, in the form of Castin, Ablin, Peyré, ICML 2024, Appendix C.
-
     Parameters
     ----------
     attention
@@ -410,6 +424,10 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    Kim, Papamakarios, Mnih, ICML 2021, in the form of Castin, Ablin, Peyré, ICML 2024, Appendix C.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)

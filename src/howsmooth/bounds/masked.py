@@ -44,7 +44,7 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
     ----------
     attention
         One head: a :class:`~howsmooth.bounds.Head` (taken as causal), a causal
-        :class:`~howsmooth.SelfAttention` or a captured site.
+        :class:`~howsmooth.attention.SelfAttention` or a captured site.
     length
         Number n >= 1 of tokens.
     radius

@@ -36,9 +36,6 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
     With positions s_i on the line Ru, weights a_i, P_ij ∝ a_j e^{γ s_i s_j}, m_i and v_i mean and variance of
     s under P_i: M_ij = √(a_i/a_j) [P_ij (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i].
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md; the configuration is that of Proposition 3.6, Castin,
-    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
-
     Parameters
     ----------
     attention
@@ -61,6 +58,11 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
     ArgumentError
         If there are several heads, or an argument is out of range.
 
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md; the configuration is that of Proposition 3.6, Castin,
+    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
+
     """
     case = _Case.of(attention, radius, cluster)
     if weight is None:
@@ -82,9 +84,6 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
     The finite-R form of the proposition, for V = I.
 
-    SOURCE: Proposition 3.6 and Lemma C.8, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; the
-    finite-R form is derived in docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention
@@ -101,6 +100,11 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    Proposition 3.6 and Lemma C.8, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; the
+    finite-R form is derived in docs/theory/worst-inputs.md.
 
     """
     case = _Case.of(attention, radius, "paper")
@@ -121,8 +125,6 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     """Lip ≥ (√3/4) e^g (1 + 3g/2) |Vu|: the two Diracs with p = 1/(1 + 3e^{2g}), optimal as g grows.
 
-    SOURCE: howsmooth, docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention
@@ -139,6 +141,10 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    This library: docs/theory/worst-inputs.md.
 
     """
     case = _Case.of(attention, radius, "paper")
@@ -158,9 +164,6 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
 
     The proposition states the rate as R → ∞; that it holds for all R > 0 is shown on the page.
 
-    SOURCE: Proposition 3.6, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; for all R:
-    docs/theory/worst-inputs.md.
-
     Parameters
     ----------
     attention
@@ -177,6 +180,11 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
     ------
     ArgumentError
         If there are several heads, or an argument is out of range.
+
+    References
+    ----------
+    Proposition 3.6, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; for all R:
+    docs/theory/worst-inputs.md.
 
     """
     case = _Case.of(attention, radius, "paper")

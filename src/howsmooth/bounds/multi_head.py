@@ -69,7 +69,8 @@ def lemma_3_8(
     Parameters
     ----------
     attention
-        A :class:`~howsmooth.SelfAttention` with any number of heads and any mask, or a captured site.
+        A :class:`~howsmooth.attention.SelfAttention` with any number of heads and any mask, or a
+        captured site.
     length
         Number n >= 1 of tokens.
     radius

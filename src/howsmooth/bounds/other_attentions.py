@@ -299,7 +299,7 @@ def sinkhorn(attention: object, radius: object) -> Bound:
     ----------
     attention
         One head, whose A and V are used: a :class:`~howsmooth.bounds.Head`, an unmasked
-        :class:`~howsmooth.SelfAttention` or a captured site.
+        :class:`~howsmooth.attention.SelfAttention` or a captured site.
     radius
         Largest norm R > 0 of a token.
 

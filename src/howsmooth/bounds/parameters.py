@@ -35,6 +35,8 @@ def spectral_norm(matrix: Tensor) -> float:
 class Head:
     """One attention head as the paper writes it: scores ⟨A x_i + b, x_j⟩, values V x_j.
 
+    A, V and b are kept in float64 on the CPU.
+
     Parameters
     ----------
     A
@@ -43,8 +45,6 @@ class Head:
         (d_out, d).
     b
         (d,), or None for zero.
-
-    All are kept in float64 on the CPU.
 
     Raises
     ------
@@ -213,7 +213,8 @@ def parameters_of(attention: object) -> Parameters:
     Parameters
     ----------
     attention
-        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.SelfAttention`, or a captured site whose
+        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a
+        captured site whose
         map is one.
 
     Raises

@@ -143,7 +143,8 @@ def best(
     Parameters
     ----------
     source
-        A :class:`~howsmooth.SelfAttention`, a :class:`Head`, or a captured site (then ``X`` is its tokens
+        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site (then ``X`` is
+        its tokens
         unless a length is given).
     X
         Tokens (n, d): the bound is one on ‖D_X f‖. None: on the Lipschitz constant on B_R^n.

@@ -26,7 +26,8 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
     Parameters
     ----------
     attention
-        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.SelfAttention` or a captured site.
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
+        captured site.
     length
         Number n >= 1 of tokens.
     radius

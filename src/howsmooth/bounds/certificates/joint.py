@@ -22,7 +22,7 @@ from howsmooth.bounds.certificates.weights import Weights, diagonal_guess, joint
 
 __all__ = ["certificate_cheap", "certificate_joint", "certificate_n"]
 
-_SOURCE = "howsmooth, docs/theory/certificates.md, Theorem {}"
+_SOURCE = "howsmooth, docs/theory/certificates.md, {}"
 
 
 def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
@@ -56,7 +56,7 @@ def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int
     f, x = the_question(attention, X)
     one_head(f, "certificate_n")
     steps = check_iterations(iterations)
-    return certify("certificate_n", _SOURCE.format("N"), f, x, partial(three_parts, iterations=steps))
+    return certify("certificate_n", _SOURCE.format("Theorem N"), f, x, partial(three_parts, iterations=steps))
 
 
 def certificate_joint(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
@@ -87,7 +87,13 @@ def certificate_joint(attention: object, X: Tensor | None = None, *, iterations:
     """
     f, x = the_question(attention, X)
     steps = check_iterations(iterations)
-    return certify("certificate_joint", _SOURCE.format("N"), f, x, partial(three_parts, iterations=steps))
+    return certify(
+        "certificate_joint",
+        _SOURCE.format("Theorem N for several heads"),
+        f,
+        x,
+        partial(three_parts, iterations=steps),
+    )
 
 
 def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
@@ -117,7 +123,7 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
     one_head(f, "certificate_cheap")
     steps = check_iterations(iterations)
     evaluate = partial(three_parts, iterations=steps, rule="frobenius")
-    return certify("certificate_cheap", _SOURCE.format("cheap"), f, x, evaluate)
+    return certify("certificate_cheap", _SOURCE.format("Theorem N without eigenvalues"), f, x, evaluate)
 
 
 def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
