@@ -261,3 +261,28 @@ def test_lower_bounds_of_the_mean_field_constant() -> None:
     }
     # They are statements about measures: none about a given number of tokens.
     assert not any(name.startswith("proposition_3_6") for name in table(head, length=4, radius=1.5).name)
+
+
+def test_pre_norm_composition_where_it_is_an_equality() -> None:
+    """A = 0, V = I: the norm alone, whose derivative is √d/s at right angles to the token; 1/√eps near zero."""
+    zero, eye = torch.zeros(1, 1, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)[None]
+    f, norm = hs.SelfAttention(zero, zero, eye), hs.RMSNorm(torch.ones(D, dtype=torch.float64), 0.01)
+    x = tokens(1, 1, D)
+    truth = float(torch.linalg.matrix_norm(dense_jacobian(hs.Compose(f, norm), x), 2))
+    assert pre_norm_composition(f, norm, 1, x).value == pytest.approx(truth, rel=1e-9)
+    assert pre_norm_composition(f, norm, 1).value == pytest.approx(10.0, rel=1e-9)
+    # Of several tokens the shortest counts.
+    two = torch.cat([x, 10 * x])
+    assert pre_norm_composition(f, norm, 2, two).value == pytest.approx(truth, rel=1e-9)
+
+
+def test_a_token_longer_by_a_rounding_error_enlarges_the_ball() -> None:
+    x = tokens(0, N, D)
+    longest = float(x.norm(dim=1).max())
+    assert table(ATTENTIONS["one head"], x, radius=longest / (1 + 5e-7)).attrs["radius"] == longest
+
+
+def test_no_statement_that_holds_is_an_error() -> None:
+    head = Head(torch.eye(3), torch.eye(3), torch.ones(3))
+    with pytest.raises(ArgumentError, match="no lower bound for this attention holds for every length"):
+        best(head, radius=1.0, side="lower")
