@@ -3,7 +3,7 @@
 The local Lipschitz constant of a map f at tokens X is the spectral norm of its Jacobian, ‖D_X f‖₂.
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
 Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
-holds the theorems, ``adversarial`` the worst inputs.
+holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds
+    from howsmooth import adversarial, bounds, published
     from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -35,6 +35,7 @@ __all__ = [
     "capture",
     "load_model",
     "local_lipschitz",
+    "published",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -44,7 +45,7 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
-_WHOLE_ROOMS = ("adversarial", "bounds")
+_WHOLE_ROOMS = ("adversarial", "bounds", "published")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,124 @@
+"""The maps of the published code: without the mask, and with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
+from howsmooth.attention.core import attention_probabilities, weighted_values
+
+__all__ = ["DropoutAttention", "unmasked", "with_dropout"]
+
+
+class DropoutAttention(TokenMap):
+    """Self-attention in training mode: dropout of attention weights and of outputs, drawn at each call.
+
+    Parameters
+    ----------
+    inner
+        The attention.
+    weights, outputs
+        Probability with which an attention weight, and an entry of the output, becomes zero; what
+        remains is scaled by 1/(1 - probability).
+    seed
+        Of the draws.
+
+    """
+
+    def __init__(self, inner: SelfAttention, *, weights: float, outputs: float, seed: int) -> None:
+        self.inner, self.weights, self.outputs = inner, weights, outputs
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.inner.d
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self.inner.d_out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.inner.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.inner.device
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return f"{self.inner.describe()}, dropout {self.weights:g} of weights and {self.outputs:g} of outputs"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError if the attention cannot take ``n`` tokens."""
+        self.inner.check_length(n)
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> DropoutAttention:
+        """Return the same map with parameters of another dtype or on another device, its draws begun anew."""
+        inner = self.inner.to(dtype=dtype, device=device)
+        return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        f = self.inner
+        q, k, v = f.projections(x)
+        q = q.unflatten(-3, (f.kv_heads, f.heads // f.kv_heads))
+        p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[-2]))
+        p = p * self._kept(p, self.weights)
+        out = weighted_values(p, v).flatten(-4, -3).movedim(-3, -2).flatten(-2)
+        if f.output is not None:
+            out = out @ f.output.mT
+            out = out if f.output_bias is None else out + f.output_bias
+        return out * self._kept(out, self.outputs)
+
+    def _kept(self, like: Tensor, probability: float) -> Tensor:
+        """Draw zeros with this probability, and 1/(1 - probability) else."""
+        # On the CPU, so that every device sees the same draws.
+        kept = torch.rand(like.shape, generator=self._generator) >= probability
+        return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
+
+
+def unmasked(f: TokenMap) -> TokenMap:
+    """Return the map with every mask taken out of its attention, as when a layer is called by itself."""
+    return _with_attention(
+        f,
+        lambda attention: SelfAttention(
+            attention.query,
+            attention.key,
+            attention.value,
+            attention.output,
+            query_bias=attention.query_bias,
+            key_bias=attention.key_bias,
+            value_bias=attention.value_bias,
+            output_bias=attention.output_bias,
+            scale=attention.scale,
+            rotary=attention.rotary,
+        ),
+    )
+
+
+def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> TokenMap:
+    """Return the map with dropout in its attention, see :class:`DropoutAttention`."""
+    return _with_attention(
+        f, lambda attention: DropoutAttention(attention, weights=weights, outputs=outputs, seed=seed)
+    )
+
+
+def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
+    """Exchange the attention within residuals and compositions; other maps stay."""
+    if isinstance(f, SelfAttention):
+        return change(f)
+    if isinstance(f, Residual):
+        return Residual(_with_attention(f.inner, change))
+    if isinstance(f, Compose):
+        return Compose(_with_attention(f.outer, change), _with_attention(f.inner, change))
+    return f
