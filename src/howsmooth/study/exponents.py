@@ -1,41 +1,51 @@
 """Exponents: how fast the constant grows with the length, fitted as L = c · n^slope.
 
-Least squares of log L on log n, with a 95 % confidence interval of the slope. In the paper's
-protocol the spread of log L depends on n, and short lengths have most leverage, so that the
-textbook interval, which supposes one spread, can cover the truth in two cases of three only: with
-enough points the interval is a bootstrap over the points, which supposes no such thing.
+Least squares of log L on log n, with an interval of the slope that allows the spread of log L to
+depend on n (as it does on text: short sequences spread more, and have most leverage), the test of
+slope = 1/4 that belongs to it, and the same fit for small, middle and large radius apart. Which
+interval was chosen, and why, is in docs/theory/statistics.md.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-__all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "Exponent", "exponents", "fit_exponent"]
+from howsmooth.study.radius import STRATA, radius_correlation, terciles
+
+__all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "Exponent", "exponents", "fit_exponent"]
 
 GROUP = ("model", "text", "scope", "layer", "head")
 """What is fitted apart."""
 
 LEVEL = 0.95
-"""Confidence of the slopes' intervals."""
+"""Confidence of the intervals of slopes and correlations."""
+
+QUARTER = 0.25
+"""The exponent that the paper reports on text, and that is tested."""
 
 EXPONENT_COLUMNS = (
-    "model", "layer", "head", "scope", "text", "slope", "low", "high", "n_points", "n_min", "n_max",
-    "spread", "intercept", "interval", "left_out", "note",
+    "model", "layer", "head", "scope", "text", "slope", "low", "high", "quarter", "n_points", "n_min",
+    "n_max", "spread", "intercept", "interval", "left_out", "note",
+    "radius_correlation", "radius_correlation_low", "radius_correlation_high",
+    *(
+        f"{stratum}_radius_{name}"
+        for stratum in STRATA
+        for name in ("from", "to", "slope", "low", "high", "points")
+    ),
 )  # fmt: skip
-"""The columns of ``exponents.csv``."""
+"""The columns of ``exponents.csv``.
+
+``radius_correlation`` is that of log radius and log n. ``small_radius_slope`` and its kin are fits within
+a third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius there.
+"""
 
 FEWEST_LENGTHS = 3
-# Below these, a bootstrap over the points is too optimistic (coverage was simulated; see the tests).
-_BOOTSTRAP_POINTS = 50
-_BOOTSTRAP_LENGTHS = 10
-_RESAMPLES = 2999
-# Residuals below this are rounding: neither interval has a width then.
+# Residuals below this are rounding: an interval made of them would mean nothing.
 _ROUNDING = 1e-9
 
 
@@ -47,6 +57,9 @@ class Exponent:
     ----------
     slope, low, high
         The exponent with its 95 % interval; NaN if it could not be fitted.
+    quarter
+        p value of the hypothesis that the exponent is 1/4: below 0.05 exactly if the interval does not
+        contain 1/4. NaN without a fit.
     intercept
         log L at n = 1.
     spread
@@ -54,8 +67,7 @@ class Exponent:
     n_points, n_min, n_max
         What was fitted.
     interval
-        How it was found: ``"bootstrap"``, ``"t"``, ``"exact"`` (points on a line to rounding), or ``""``
-        without a fit.
+        How it was found: ``"HC3"``, ``"exact"`` (points on a line to rounding), or ``""`` without a fit.
     left_out
         Unconverged measurements and zeros, which are not fitted.
     note
@@ -66,6 +78,7 @@ class Exponent:
     slope: float
     low: float
     high: float
+    quarter: float
     intercept: float
     spread: float
     n_points: int
@@ -106,6 +119,7 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
             slope=math.nan,
             low=math.nan,
             high=math.nan,
+            quarter=math.nan,
             intercept=math.nan,
             spread=math.nan,
             n_points=len(lengths),
@@ -116,22 +130,22 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
             note=f"fewer than {FEWEST_LENGTHS} lengths to fit",
         )
     x = np.log(lengths.astype(np.float64))
-    y = np.log(lipschitz[usable].astype(np.float64))
-    fit = stats.linregress(x, y)
+    line = _line(x, np.log(lipschitz[usable].astype(np.float64)))
     freedom = len(x) - 2
-    residuals = y - (fit.intercept + fit.slope * x)
-    spread = float(np.sqrt(residuals @ residuals / freedom))
-    low, high, interval = _interval(x, y, float(fit.slope), float(fit.stderr), spread)
+    exact = line.spread < _ROUNDING
+    half = _ROUNDING if exact else float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * line.stderr
+    distance = abs(line.slope - QUARTER)
     return Exponent(
-        slope=float(fit.slope),
-        low=low,
-        high=high,
-        intercept=float(fit.intercept),
-        spread=spread,
+        slope=line.slope,
+        low=line.slope - half,
+        high=line.slope + half,
+        quarter=float(distance <= half) if exact else float(2 * stats.t.sf(distance / line.stderr, freedom)),
+        intercept=line.intercept,
+        spread=line.spread,
         n_points=len(x),
         n_min=int(lengths.min()),
         n_max=int(lengths.max()),
-        interval=interval,
+        interval="exact" if exact else "HC3",
         left_out=left_out,
         note="",
     )
@@ -148,38 +162,67 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for key, group in measurements.groupby(list(GROUP), dropna=False, sort=True):
-        fit = fit_exponent(
-            group["n"].to_numpy(), group["lipschitz"].to_numpy(), group["converged"].to_numpy()
+        n, lipschitz, converged, radius = (
+            group[name].to_numpy() for name in ("n", "lipschitz", "converged", "radius_mean")
         )
-        rows.append({**dict(zip(GROUP, key, strict=True)), **fit.__dict__})
+        fit = fit_exponent(n, lipschitz, converged)
+        rows.append(
+            {
+                **dict(zip(GROUP, key, strict=True)),
+                **asdict(fit),
+                **_by_radius(n, lipschitz, radius, converged & (lipschitz > 0)),
+            }
+        )
     table = pd.DataFrame(rows, columns=list(EXPONENT_COLUMNS))
     return table.astype({"head": "Int64"})
 
 
-def _interval(
-    x: np.ndarray, y: np.ndarray, slope: float, stderr: float, spread: float
-) -> tuple[float, float, str]:
-    if spread < _ROUNDING:
-        return slope, slope, "exact"
-    enough = len(x) >= _BOOTSTRAP_POINTS and len(np.unique(x)) >= _BOOTSTRAP_LENGTHS
-    if not enough:
-        half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 2)) * stderr
-        return slope - half, slope + half, "t"
-    found = stats.bootstrap(
-        (x, y),
-        _slopes,
-        paired=True,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        batch=500,
-        confidence_level=LEVEL,
-        method="BCa",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return float(found.low), float(found.high), "bootstrap"
+def _by_radius(
+    n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
+) -> dict[str, float]:
+    """Say how radius and length go together among the fitted points, and fit each third by radius."""
+    n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
+    found = radius_correlation(n, radius, LEVEL)
+    columns: dict[str, float] = {
+        "radius_correlation": found.value,
+        "radius_correlation_low": found.low,
+        "radius_correlation_high": found.high,
+    }
+    for stratum, inside in zip(STRATA, terciles(radius), strict=True):
+        fit = fit_exponent(n[inside], lipschitz[inside], np.ones(int(inside.sum()), dtype=bool))
+        ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
+        columns |= {
+            f"{stratum}_radius_from": float(ends[0]),
+            f"{stratum}_radius_to": float(ends[1]),
+            f"{stratum}_radius_slope": fit.slope,
+            f"{stratum}_radius_low": fit.low,
+            f"{stratum}_radius_high": fit.high,
+            f"{stratum}_radius_points": fit.n_points,
+        }
+    return columns
 
 
-def _slopes(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
-    """Compute least-squares slopes along an axis, all resamples at once."""
-    centred = x - x.mean(axis, keepdims=True)
-    return (centred * y).sum(axis) / (centred * centred).sum(axis)
+@dataclass(frozen=True)
+class _Line:
+    slope: float
+    intercept: float
+    spread: float
+    stderr: float
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> _Line:
+    """Fit a line by least squares, with the HC3 standard error of its slope (MacKinnon and White, 1985)."""
+    centred = x - x.mean()
+    square = float(centred @ centred)
+    slope = float(centred @ y) / square
+    intercept = float(y.mean() - slope * x.mean())
+    residuals = y - intercept - slope * x
+    # Each residual is taken as the point would have it if the line had been fitted without the point.
+    leverage = 1 / len(x) + centred**2 / square
+    left_out = residuals / (1 - leverage)
+    return _Line(
+        slope=slope,
+        intercept=intercept,
+        spread=math.sqrt(float(residuals @ residuals) / (len(x) - 2)),
+        stderr=float(np.linalg.norm(centred * left_out)) / square,
+    )

@@ -16,6 +16,7 @@ from howsmooth.study.exponents import LEVEL
 from howsmooth.study.figures import Picture
 from howsmooth.study.names import decimal, readable, sentence
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
+from howsmooth.study.radius import STRATA
 from howsmooth.study.store import Contents
 
 __all__ = ["render"]
@@ -50,14 +51,21 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "slope": _slope, "plain": _plain, "sentence": sentence}
+    environment.filters |= {
+        "number": _number,
+        "slope": _slope,
+        "chance": _chance,
+        "plain": _plain,
+        "sentence": sentence,
+    }
     rows = contents.measurements
     return environment.get_template("report.html.jinja").render(
         study=contents.study,
         level=f"{LEVEL * 100:.0f} %",
         families=_families(rows, exponents, pictures),
         exponents=_exponent_rows(exponents),
-        bootstrapped=bool((exponents["interval"] == "bootstrap").any()),
+        strata=STRATA,
+        by_radius=bool(exponents["radius_correlation"].notna().any()),
         convergence=_convergence(rows),
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
@@ -116,7 +124,7 @@ def _headline(group: pd.DataFrame, fits: pd.DataFrame) -> str:
             f"It goes like n to the power {decimal(low['slope'], 2)} ({LEVEL * 100:.0f} % interval "
             f"{decimal(low['low'], 2)} to {decimal(low['high'], 2)}) over {span}. {values}."
         )
-    quarter = int(((good["low"] <= 0.25) & (good["high"] >= 0.25)).sum())
+    quarter = int((good["quarter"] >= 1 - LEVEL).sum())
     ends = decimal(low["slope"], 2), decimal(high["slope"], 2)
     powers = f"between {ends[0]} ({_place(low)}) and {ends[1]} ({_place(high)})"
     if ends[0] == ends[1]:
@@ -247,6 +255,13 @@ def _number(value: float | None) -> str:
 
 def _slope(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else decimal(value, 3)
+
+
+def _chance(value: float | None) -> str:
+    """Show a p value; very small ones only as such, since their digits mean nothing."""
+    if value is None or math.isnan(value):
+        return ""
+    return "below 0.001" if value < 0.001 else decimal(value, 3)
 
 
 def _plain(value: object) -> str:
