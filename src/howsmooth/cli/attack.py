@@ -139,8 +139,8 @@ def attack(
     from howsmooth.study.attack_plan import AttackPlan, attack_tools
     from howsmooth.study.attack_tables import publish_attacks
     from howsmooth.study.attacks import attack as carry_out
+    from howsmooth.study.environment import environment
     from howsmooth.study.ranges import Ranges
-    from howsmooth.study.run import environment
     from howsmooth.study.sources import Request, open_source
     from howsmooth.study.tools import default_tools
 

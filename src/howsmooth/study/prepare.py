@@ -83,8 +83,21 @@ class Models:
         return model
 
 
-def prepare(plan: Plan, tools: Tools, models: Models) -> list[Subject]:
+def prepare(
+    plan: Plan,
+    tools: Tools,
+    models: Models,
+    impossible: list[tuple[ModelSpec, str | None, Exception]] | None = None,
+) -> list[Subject]:
     """Load and check every model on every text.
+
+    Parameters
+    ----------
+    plan, tools, models
+        What to measure, and with what.
+    impossible
+        Takes the models, or the texts with a model, that cannot be used, with the reason; what is left is
+        returned. By default the first reason is raised.
 
     Returns
     -------
@@ -99,9 +112,31 @@ def prepare(plan: Plan, tools: Tools, models: Models) -> list[Subject]:
     """
     texts = [tools.load_text(name) for name in plan.texts]
     _check_texts(texts)
-    subjects = [
-        _subject(plan, spec, text, models.load(spec, text.content)) for spec in plan.models for text in texts
-    ]
+    subjects: list[Subject] = []
+    for spec in plan.models:
+        for text in texts:
+            reached: str | None = None
+            try:
+                model = models.load(spec, text.content)
+                reached = encodable(text.name)
+                subject = _subject(plan, spec, text, model)
+                if impossible is not None:
+                    _check_tokens(plan, subject)
+            except Exception as error:
+                if impossible is None:
+                    raise
+                impossible.append((spec, reached, error))
+                if reached is None:
+                    break  # a model that cannot be loaded cannot be for another text
+            else:
+                subjects.append(subject)
+    if impossible is None:
+        _check(plan, tools, models, subjects)
+    return subjects
+
+
+def _check(plan: Plan, tools: Tools, models: Models, subjects: list[Subject]) -> None:
+    """Refuse now what would fail later."""
     seen: set[ModelSpec] = set()
     for subject in subjects:
         _check_tokens(plan, subject)
@@ -111,7 +146,6 @@ def prepare(plan: Plan, tools: Tools, models: Models) -> list[Subject]:
             shortest = subject.tokens[: min(plan.lengths)].unsqueeze(0)
             for scope in plan.scopes:
                 capture_sites(tools, model, shortest, subject, scope, subject.layers)
-    return subjects
 
 
 def capture_sites(

@@ -13,7 +13,7 @@ class Progress:
 
     ``done`` and ``planned`` count measurements of this process, ``kept`` those that the store had;
     ``cost_done`` and ``cost_planned`` weigh them by the time they take. ``layer`` is the one just
-    measured, -1 before the first.
+    measured, -1 before the first; ``failed`` counts what could not be measured.
     """
 
     done: int
@@ -26,6 +26,7 @@ class Progress:
     n: int
     scope: str
     layer: int
+    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Outcome:
         Of the rows added, those whose interval is wider than asked for.
     seconds
         Wall time, checks included.
+    failed
+        What could not be measured, and is recorded in the store.
+    first_failure
+        The reason of the first of these.
 
     """
 
@@ -49,3 +54,5 @@ class Outcome:
     kept: int
     unconverged: int
     seconds: float
+    failed: int = 0
+    first_failure: str = ""

@@ -6,23 +6,23 @@ run it again.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from howsmooth.study.plan import Plan, derive_seed
+from howsmooth.study.environment import environment
+from howsmooth.study.names import encodable
+from howsmooth.study.plan import ModelSpec, Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject, capture_sites, prepare
 from howsmooth.study.progress import Outcome, Progress
 from howsmooth.study.sequences import pick_windows
-from howsmooth.study.store import Key, Measurement, Store
-from howsmooth.study.tools import Estimate, SiteLike, Tools
+from howsmooth.study.store import Failure, Key, Measurement, Store
+from howsmooth.study.tools import Estimate, Model, SiteLike, Tools
 
 __all__ = ["Batch", "run", "work"]
 
@@ -58,9 +58,12 @@ def run(
     tools: Tools,
     *,
     command: str = "",
+    keep_going: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
     """Measure what the plan asks for and the store in ``folder`` does not have.
+
+    What fails is recorded, and since it leaves no measurement, it is tried again the next time.
 
     Parameters
     ----------
@@ -72,14 +75,17 @@ def run(
         What to measure with, usually :func:`howsmooth.study.tools.default_tools`.
     command
         To be recorded as the origin of the rows.
+    keep_going
+        Go on with the rest of the plan after a failure, instead of raising it.
     on_progress
         Called before the first and after every batch is written.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If the plan is impossible, before anything is measured; or if measuring fails, after what was
-        measured has been written.
+        If the plan is impossible, before anything is measured, or with ``keep_going`` if all of it is; if
+        the store cannot be written; or without ``keep_going`` if measuring fails. What was measured until
+        then has been written.
 
     """
     began = time.perf_counter()
@@ -89,7 +95,10 @@ def run(
         if store is not None:
             store.check(plan.identity)
         models = Models(plan, tools)
-        subjects = prepare(plan, tools, models)
+        impossible: list[tuple[ModelSpec, str | None, Exception]] = []
+        subjects = prepare(plan, tools, models, impossible if keep_going else None)
+        if not subjects:
+            raise impossible[0][2]
         if store is None:
             store = stack.enter_context(Store.open(folder))
             store.check(plan.identity)
@@ -107,30 +116,82 @@ def run(
         batches = list(work(plan, subjects, store))
         planned = sum(len(batch.missing) for batch in batches)
         kept = sum(count_planned(plan, one) for one in subjects) - planned
-        measured = unconverged = 0
-        if batches:
+        measured = unconverged = failures = 0
+        reason = ""
+        if batches or impossible:
             number = store.start_run(command, plan.device, environment(plan.device))
+            started = time.monotonic()
+            failed = _Failures(store, number, keep_going=keep_going)
+            for spec, text, error in impossible:
+                failed.add(error, spec.label, text)
             cost_planned = sum(batch.cost for batch in batches)
             cost_done = 0.0
-            first = batches[0]
-            where = (first.subject.model.label, first.subject.text.name, first.n, first.scope, -1)
-            on_progress(Progress(0, planned, kept, 0.0, cost_planned, *where))
             for batch in batches:
-                for rows in _measure(plan, batch, tools, models):
-                    store.add(rows, number)
+                where = (batch.subject.model.label, batch.subject.text.name, batch.n, batch.scope)
+                if batch is batches[0]:
+                    on_progress(Progress(0, planned, kept, 0.0, cost_planned, *where, -1, failed.count))
+                cost_after = cost_done + batch.cost
+                for rows in _measure(plan, batch, tools, models, failed):
+                    store.add(rows, number, worked=time.monotonic() - started)
                     measured += len(rows)
                     unconverged += sum(not row.converged for row in rows)
                     cost_done += len(rows) * measurement_cost(batch.n)
-                    where = (
-                        batch.subject.model.label,
-                        batch.subject.text.name,
-                        batch.n,
-                        batch.scope,
-                        rows[0].layer,
-                    )
-                    on_progress(Progress(measured, planned, kept, cost_done, cost_planned, *where))
+                    told = (measured, planned, kept, cost_done, cost_planned, *where, rows[0].layer)
+                    on_progress(Progress(*told, failed.count))
+                cost_done = cost_after
             store.finish_run(number)
-    return Outcome(measured, kept, unconverged, time.perf_counter() - began)
+            failures, reason = failed.count, failed.first
+    return Outcome(measured, kept, unconverged, time.perf_counter() - began, failures, reason)
+
+
+class _Failures:
+    """Records what fails, and says whether to go on."""
+
+    def __init__(self, store: Store, run: int, *, keep_going: bool) -> None:
+        self._store = store
+        self._run = run
+        self._keep_going = keep_going
+        self.count = 0
+        self.first = ""
+        self.unusable: set[str] = set()
+        """Models that cannot be loaded: there is no use in trying for every length."""
+
+    def add(
+        self,
+        error: Exception,
+        model: str,
+        text: str | None = None,
+        *,
+        scope: str | None = None,
+        n: int | None = None,
+        place: tuple[int, int | None] | None = None,
+        samples: Sequence[int] = (),
+    ) -> None:
+        """Record a failure of a model, of a text with it, of a layer and head, or of some samples there."""
+        words = encodable(" ".join(str(error).split())) or "no reason given"
+        layer, head = place or (None, None)
+        self._store.fail(
+            [
+                Failure(
+                    model=model,
+                    text=text,
+                    scope=scope,
+                    layer=layer,
+                    head=head,
+                    n=n,
+                    sample=sample,
+                    kind=type(error).__name__,
+                    error=words,
+                    detail=encodable("".join(traceback.format_tb(error.__traceback__))),
+                )
+                for sample in samples or (None,)
+            ],
+            self._run,
+        )
+        self.count += len(samples) or 1
+        self.first = self.first or words
+        if not self._keep_going:
+            raise error
 
 
 def work(plan: Plan, subjects: list[Subject], store: Store) -> Iterator[Batch]:
@@ -176,62 +237,126 @@ def measurement_cost(n: int) -> float:
     return 20.0 + n + n * n / 400.0
 
 
-def _measure(plan: Plan, batch: Batch, tools: Tools, models: Models) -> Iterator[list[Measurement]]:
+def _measure(
+    plan: Plan, batch: Batch, tools: Tools, models: Models, failed: _Failures
+) -> Iterator[list[Measurement]]:
     subject, n = batch.subject, batch.n
-    model = models.load_for(subject)
+    label, text = subject.model.label, subject.text.name
+    if label in failed.unusable:
+        return
+    try:
+        model = models.load_for(subject)
+    except Exception as error:
+        failed.unusable.add(label)
+        failed.add(error, label)
+        return
     draw = derive_seed(
         purpose="windows", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint, n=n
     )
     starts = pick_windows(len(subject.tokens), n, plan.samples, draw)
     tokens = torch.stack([subject.tokens[starts[sample] : starts[sample] + n] for sample in batch.samples])
-    for site in capture_sites(tools, model, tokens.to(plan.device), subject, batch.scope, batch.layers):
+    for site in _sites(plan, batch, tools, model, tokens, failed):
         samples = [
             sample
             for sample in batch.samples
             if (batch.scope, site.layer, site.head, n, sample) in batch.missing
         ]
-        if not samples:
+        try:
+            if samples:
+                yield _estimate(plan, batch, tools, site, samples, starts)
             continue
-        seeds = [
-            derive_seed(
-                purpose="start",
-                seed=plan.seed,
-                text=subject.text.digest,
-                model=subject.fingerprint,
-                scope=batch.scope,
-                layer=site.layer,
-                head=site.head,
-                n=n,
-                sample=sample,
-            )
-            for sample in samples
-        ]
-        places = [batch.samples.index(sample) for sample in samples]
-        began = time.perf_counter()
-        estimate = tools.measure(
-            site.map,
-            site.x[places],
-            rtol=plan.rtol,
-            confidence=plan.confidence,
-            max_iterations=plan.max_iterations,
-            seed=seeds,
-            method=plan.identity.method,
+        except Exception as error:
+            if len(samples) == 1:
+                failed.add(
+                    error, label, text, scope=batch.scope, n=n, place=(site.layer, site.head), samples=samples
+                )
+                continue
+        # One sample must not spoil the others.
+        for sample in samples:
+            try:
+                rows = _estimate(plan, batch, tools, site, [sample], starts)
+            except Exception as error:
+                failed.add(
+                    error,
+                    label,
+                    text,
+                    scope=batch.scope,
+                    n=n,
+                    place=(site.layer, site.head),
+                    samples=[sample],
+                )
+            else:
+                yield rows
+
+
+def _sites(
+    plan: Plan, batch: Batch, tools: Tools, model: Model, tokens: torch.Tensor, failed: _Failures
+) -> Iterator[SiteLike]:
+    """Capture all layers in one pass or, if that fails, those that can be captured."""
+    subject = batch.subject
+    inputs = tokens.to(plan.device)
+    try:
+        found = capture_sites(tools, model, inputs, subject, batch.scope, batch.layers)
+    except Exception:
+        found = []
+    if found:
+        yield from found
+        return
+    for layer in batch.layers:
+        try:
+            found = capture_sites(tools, model, inputs, subject, batch.scope, (layer,))
+        except Exception as error:
+            where = (subject.model.label, subject.text.name)
+            failed.add(error, *where, scope=batch.scope, n=batch.n, place=(layer, None))
+        else:
+            yield from found
+
+
+def _estimate(
+    plan: Plan, batch: Batch, tools: Tools, site: SiteLike, samples: list[int], starts: Sequence[int]
+) -> list[Measurement]:
+    """Measure some samples of one layer and head together."""
+    subject, n = batch.subject, batch.n
+    seeds = [
+        derive_seed(
+            purpose="start",
+            seed=plan.seed,
+            text=subject.text.digest,
+            model=subject.fingerprint,
+            scope=batch.scope,
+            layer=site.layer,
+            head=site.head,
+            n=n,
+            sample=sample,
         )
-        seconds = (time.perf_counter() - began) / len(samples)
-        yield [
-            _row(
-                plan,
-                batch,
-                site,
-                estimate,
-                place=place,
-                slot=slot,
-                seed=seeds[slot],
-                seconds=seconds,
-                start=starts[sample],
-            )
-            for slot, (sample, place) in enumerate(zip(samples, places, strict=True))
-        ]
+        for sample in samples
+    ]
+    places = [batch.samples.index(sample) for sample in samples]
+    began = time.perf_counter()
+    estimate = tools.measure(
+        site.map,
+        site.x[places],
+        rtol=plan.rtol,
+        confidence=plan.confidence,
+        max_iterations=plan.max_iterations,
+        seed=seeds,
+        method=plan.identity.method,
+    )
+    seconds = (time.perf_counter() - began) / len(samples)
+    return [
+        _row(
+            plan,
+            batch,
+            site,
+            estimate,
+            place=place,
+            slot=slot,
+            seed=seeds[slot],
+            seconds=seconds,
+            start=starts[sample],
+        )
+        for slot, (sample, place) in enumerate(zip(samples, places, strict=True))
+    ]
 
 
 def _row(
@@ -271,18 +396,3 @@ def _row(
         site=site.name,
         start=start,
     )
-
-
-def environment(device: str) -> dict[str, str]:
-    """Describe what the numbers were computed with, for the record."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
-    for package in ("howsmooth", "torch", "transformers", "tokenizers", "numpy", "scipy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed as a package"
-    found["threads"] = str(torch.get_num_threads())
-    found["cores"] = str(os.cpu_count() or "unknown")
-    if torch.device(device).type == "cuda":
-        found["accelerator"] = torch.cuda.get_device_name(device)
-    return found

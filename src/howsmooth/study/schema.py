@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,11 +16,14 @@ from filelock import FileLock, Timeout
 from howsmooth.errors import StoreError
 
 __all__ = [
-    "ATTACKS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema", "begun", "check_schema", "connected", "locked",
-    "reason", "store_there", "translated",
+    "ATTACKS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema", "begun", "check_schema", "connected", "in_use",
+    "locked", "reason", "sealed_columns", "store_there", "translated",
 ]  # fmt: skip
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# Whoever only looks whether a store is in use holds its lock for less than this.
+_PATIENCE = 0.5
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Schema:
     """The tables of one kind of store.
 
     ``file`` is its name in a folder, ``holds`` what is in it; ``application_id`` stands in the file and says
-    whose it is.
+    whose it is. ``migrations`` leads from each earlier version to the next. The rows of the tables ``sealed``
+    carry a digest of their values.
     """
 
     file: str
@@ -35,26 +40,48 @@ class Schema:
     application_id: int
     version: int
     statements: tuple[str, ...]
+    migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    sealed: tuple[str, ...] = ()
 
 
+# What is NULL of a failure says how far it reaches: without a text, all of the model failed.
+_FAILURES = """CREATE TABLE failures (
+        id INTEGER PRIMARY KEY, model TEXT NOT NULL, text TEXT, scope TEXT, layer INTEGER, head INTEGER,
+        n INTEGER, sample INTEGER, happened TEXT NOT NULL, kind TEXT NOT NULL, error TEXT NOT NULL,
+        detail TEXT NOT NULL, resolved TEXT, run INTEGER NOT NULL REFERENCES runs (id), seal TEXT)"""
+
+_SEALED = ("studies", "models", "texts", "inputs", "runs", "measurements", "failures")
+
+_FROM_1_TO_2 = (
+    *(f"ALTER TABLE {table} ADD COLUMN seal TEXT" for table in _SEALED if table != "failures"),
+    "ALTER TABLE runs ADD COLUMN token TEXT",
+    "ALTER TABLE runs ADD COLUMN worked REAL",
+    # The same in every copy of the store, so that copies can be merged.
+    "UPDATE runs SET token = (SELECT created FROM studies) || ' ' || started || ' ' || id",
+    _FAILURES,
+)
+
+# Version 2: failures are kept, runs say how long they worked, and rows carry a seal.
 _MEASUREMENT_TABLES = (
     """CREATE TABLE studies (
         id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, seed INTEGER NOT NULL,
         dtype TEXT NOT NULL, rtol REAL NOT NULL, confidence REAL NOT NULL,
         max_iterations INTEGER NOT NULL, method TEXT NOT NULL, windows TEXT NOT NULL,
-        special_tokens TEXT NOT NULL)""",
+        special_tokens TEXT NOT NULL, seal TEXT)""",
     """CREATE TABLE models (
         label TEXT PRIMARY KEY, name TEXT NOT NULL, random_init INTEGER NOT NULL, as_decoder INTEGER NOT NULL,
-        source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER)""",
+        source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER,
+        seal TEXT)""",
     """CREATE TABLE texts (
-        name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL)""",
+        name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL,
+        seal TEXT)""",
     """CREATE TABLE inputs (
         model TEXT NOT NULL REFERENCES models (label), text TEXT NOT NULL REFERENCES texts (name),
-        fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL,
+        fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL, seal TEXT,
         PRIMARY KEY (model, text))""",
     """CREATE TABLE runs (
         id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
-        device TEXT NOT NULL, environment TEXT NOT NULL)""",
+        device TEXT NOT NULL, environment TEXT NOT NULL, token TEXT, worked REAL, seal TEXT)""",
     """CREATE TABLE measurements (
         model TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL,
         causal INTEGER NOT NULL, text TEXT NOT NULL, sample INTEGER NOT NULL, n INTEGER NOT NULL,
@@ -62,11 +89,12 @@ _MEASUREMENT_TABLES = (
         upper REAL NOT NULL, confidence REAL NOT NULL, converged INTEGER NOT NULL,
         iterations INTEGER NOT NULL, seconds REAL NOT NULL, seed INTEGER NOT NULL, dtype TEXT NOT NULL,
         method TEXT NOT NULL, masking TEXT NOT NULL, site TEXT NOT NULL, start INTEGER NOT NULL,
-        run INTEGER NOT NULL REFERENCES runs (id),
+        run INTEGER NOT NULL REFERENCES runs (id), seal TEXT,
         FOREIGN KEY (model, text) REFERENCES inputs (model, text))""",
     # A NULL head would make every row of a plain UNIQUE constraint different.
     """CREATE UNIQUE INDEX one_row_a_measurement ON measurements
         (model, text, scope, layer, ifnull(head, -1), n, sample)""",
+    _FAILURES,
 )
 
 
@@ -90,7 +118,15 @@ _ATTACK_TABLES = (
 )
 
 # The numbers are "hsm1" and "hsa1".
-MEASUREMENTS = Schema("measurements.sqlite", "measurements", 0x68736D31, SCHEMA_VERSION, _MEASUREMENT_TABLES)
+MEASUREMENTS = Schema(
+    "measurements.sqlite",
+    "measurements",
+    0x68736D31,
+    SCHEMA_VERSION,
+    _MEASUREMENT_TABLES,
+    migrations={1: _FROM_1_TO_2},
+    sealed=_SEALED,
+)
 ATTACKS = Schema("attacks.sqlite", "attacks", 0x68736131, 1, _ATTACK_TABLES)
 
 
@@ -102,8 +138,10 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
+        # On a full disk this may fail too: then the journal stays, and the next opening takes it back.
         if connection.in_transaction:
-            connection.execute("ROLLBACK")
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
         raise
 
 
@@ -113,7 +151,7 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if "full" in str(error):
+        if "full" in str(error) or "I/O" in str(error):
             remedy = "Make room on the disk and run the same command again."
         elif "readonly" in str(error) or "unable to open" in str(error):
             remedy = "Make it writable, or choose another --out."
@@ -133,9 +171,13 @@ def translated(path: Path) -> Iterator[None]:
 def check_schema(
     connection: sqlite3.Connection, path: Path, *, write: bool, schema: Schema = MEASUREMENTS
 ) -> None:
-    """Make the schema in an empty file, or see that it is ours, whole, and of a version that we know."""
+    """Make the schema in an empty file, or see that it is ours, whole, and of a version that we know.
+
+    A file of an earlier version is brought to the present one if ``write``, in one transaction.
+    """
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.create_function("seal", -1, _seal, deterministic=True)
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -149,16 +191,65 @@ def check_schema(
         return
     if application != schema.application_id:
         raise StoreError(f"{path} is not a store of howsmooth {schema.holds}. Choose another --out.")
-    if version != schema.version:
+    if version != schema.version and version not in schema.migrations:
         raise StoreError(
-            f"{path} has schema version {version}, and this howsmooth reads version {schema.version}. "
+            f"{path} has schema version {version}, and this howsmooth reads up to version {schema.version}. "
             "Use the howsmooth that wrote it, or choose another --out."
         )
-    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if verdict != "ok":
-        raise StoreError(
-            f"{path} is damaged ({verdict}). Restore a copy, or choose another --out; nothing was changed."
-        )
+        raise _damaged(path, verdict)
+    if version == schema.version:
+        _check_seals(connection, path, schema)
+    elif write:
+        _migrate(connection, schema, version)
+
+
+def _damaged(path: Path, verdict: str) -> StoreError:
+    return StoreError(
+        f"{path} is damaged ({verdict}). Restore a copy, or choose another --out; nothing was changed."
+    )
+
+
+def _migrate(connection: sqlite3.Connection, schema: Schema, version: int) -> None:
+    """Bring a file to the present version: wholly or, whatever happens, not at all."""
+    with begun(connection):
+        for earlier in range(version, schema.version):
+            for statement in schema.migrations[earlier]:
+                connection.execute(statement)
+        for table in schema.sealed:
+            connection.execute(f"UPDATE {table} SET seal = seal({_values_of(connection, table)})")
+        connection.execute(f"PRAGMA user_version = {schema.version}")
+
+
+def _check_seals(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
+    """See that the values of every row are those that were written; SQLite checks its own structure only."""
+    for table in schema.sealed:
+        seal = f"seal({_values_of(connection, table)})"
+        try:
+            row = connection.execute(f"SELECT rowid FROM {table} WHERE seal IS NOT {seal} LIMIT 1").fetchone()
+        except sqlite3.OperationalError as error:
+            if "user-defined function" not in str(error):
+                raise
+            raise _damaged(path, f"a row of {table} holds letters that are none") from error
+        if row is not None:
+            raise _damaged(path, f"row {row[0]} of {table} is not what was written")
+
+
+def _values_of(connection: sqlite3.Connection, table: str) -> str:
+    names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+    return ", ".join(sealed_columns(names))
+
+
+def sealed_columns(names: Iterable[str]) -> list[str]:
+    """Sort the columns that a seal covers: all but itself, and the row's number, which SQLite gives."""
+    return sorted(name for name in names if name not in ("id", "seal"))
+
+
+def _seal(*values: object) -> str:
+    """Digest of the values of a row, the same for an integer and the float that a column makes of it."""
+    plain = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
+    return blake2b(repr(plain).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def store_there(folder: Path, schema: Schema) -> bool:
@@ -204,15 +295,20 @@ def connected(folder: Path, schema: Schema, *, write: bool) -> tuple[sqlite3.Con
     lock = locked(folder, schema) if write else None
     try:
         with translated(path):
-            mode = "rwc" if write else "ro"
-            connection = sqlite3.connect(
-                f"file:{quote(os.fsencode(path.resolve()))}?mode={mode}",
-                uri=True,
-                isolation_level=None,
-                timeout=30,
-            )
+            connection = _opened(path, "rwc" if write else "ro")
             try:
-                check_schema(connection, path, write=write, schema=schema)
+                try:
+                    check_schema(connection, path, write=write, schema=schema)
+                except sqlite3.OperationalError as error:
+                    # A killed writer left a batch half written, which must be taken back before reading.
+                    if write or getattr(error, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
+                        raise
+                    connection.close()
+                    _rolled_back(folder, schema)
+                    connection = _opened(path, "ro")
+                    check_schema(connection, path, write=False, schema=schema)
+                if not write and _version(connection) != schema.version:
+                    connection = _migrated_copy(connection, schema)
             except BaseException:
                 connection.close()
                 raise
@@ -223,12 +319,64 @@ def connected(folder: Path, schema: Schema, *, write: bool) -> tuple[sqlite3.Con
     return connection, lock
 
 
+def _opened(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"file:{quote(os.fsencode(path.resolve()))}?mode={mode}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _rolled_back(folder: Path, schema: Schema) -> None:
+    """Let SQLite take back what a killed writer left unfinished, unless another one is at work."""
+    lock = locked(folder, schema)
+    try:
+        with closing(_opened(folder / schema.file, "rw")) as connection:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        lock.release()
+
+
+def _migrated_copy(connection: sqlite3.Connection, schema: Schema) -> sqlite3.Connection:
+    """Copy a store of an earlier version into memory, at the present version, for reading."""
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        connection.backup(copy)
+        copy.create_function("seal", -1, _seal, deterministic=True)
+        _migrate(copy, schema, _version(copy))
+    except BaseException:
+        copy.close()
+        raise
+    connection.close()
+    return copy
+
+
+def in_use(folder: Path, schema: Schema) -> bool:
+    """Whether another process has the store open for writing."""
+    if not _lock_file(folder, schema).exists():
+        return False
+    lock = FileLock(_lock_file(folder, schema))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:
+        return False  # nobody can write here
+    lock.release()
+    return False
+
+
+def _lock_file(folder: Path, schema: Schema) -> Path:
+    return folder / f".{Path(schema.file).stem}.lock"
+
+
 def locked(folder: Path, schema: Schema) -> FileLock:
     """Make the folder and keep other writers out of its store."""
-    lock = FileLock(folder / f".{Path(schema.file).stem}.lock")
+    lock = FileLock(_lock_file(folder, schema))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_PATIENCE)
     except Timeout as error:
         raise StoreError(
             f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."

@@ -9,6 +9,7 @@ with the process that held it.
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,20 @@ from filelock import FileLock
 
 from howsmooth.errors import StoreError
 from howsmooth.study.plan import Identity
-from howsmooth.study.schema import MEASUREMENTS, begun, connected, store_there, translated
+from howsmooth.study.schema import (
+    MEASUREMENTS,
+    begun,
+    connected,
+    in_use,
+    sealed_columns,
+    store_there,
+    translated,
+)
 
-__all__ = ["COLUMNS", "STORE_NAME", "Contents", "Key", "Measurement", "ModelRecord", "Store", "TextRecord"]
+__all__ = [
+    "COLUMNS", "STORE_NAME", "Contents", "Failure", "Key", "Measurement", "ModelRecord", "Store",
+    "TextRecord",
+]  # fmt: skip
 
 STORE_NAME = MEASUREMENTS.file
 
@@ -97,6 +109,26 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What could not be measured, and why.
+
+    What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
+    the class of the error, ``error`` its sentence, ``detail`` where in the program it was raised.
+    """
+
+    model: str
+    text: str | None
+    scope: str | None
+    layer: int | None
+    head: int | None
+    n: int | None
+    sample: int | None
+    kind: str
+    error: str
+    detail: str
+
+
+@dataclass(frozen=True)
 class Contents:
     """All that a store holds, as tables; see the methods of the same names of :class:`Store`."""
 
@@ -105,6 +137,7 @@ class Contents:
     texts: pd.DataFrame
     inputs: pd.DataFrame
     runs: pd.DataFrame
+    failures: pd.DataFrame
     study: dict[str, Any]
 
 
@@ -138,6 +171,11 @@ class Store:
 
         """
         return store_there(folder, MEASUREMENTS)
+
+    @classmethod
+    def in_use(cls, folder: Path) -> bool:
+        """Whether another process is writing into the folder's store."""
+        return in_use(folder, MEASUREMENTS)
 
     @classmethod
     def open(cls, folder: Path, *, write: bool = True) -> Store:
@@ -254,13 +292,17 @@ class Store:
                 "command": command,
                 "device": device,
                 "environment": json.dumps(environment),
+                "token": secrets.token_hex(8),
+                "worked": 0.0,
+                "finished": None,
             }
             return self._insert("runs", values)
 
     def finish_run(self, run: int) -> None:
-        """Record that the run measured all that it was asked for."""
+        """Record that the run tried all that it was asked for."""
         with self._transaction():
             self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+            self._seal("runs", "id = ?", run)
 
     def known(self, model: str, text: str) -> frozenset[Key]:
         """List what is measured already of a model on a text."""
@@ -271,15 +313,53 @@ class Store:
             ).fetchall()
         return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
 
-    def add(self, rows: Sequence[Measurement], run: int) -> None:
-        """Write a batch: all of its rows or, if anything goes wrong, none."""
-        names = [field.name for field in fields(Measurement)]
-        marks = ", ".join("?" * (len(names) + 1))
+    def add(self, rows: Sequence[Measurement], run: int, *, worked: float | None = None) -> None:
+        """Write a batch: all of its rows or, if anything goes wrong, none.
+
+        Failures of these measurements count as resolved from now on.
+
+        Parameters
+        ----------
+        rows
+            Measurements that the store does not have.
+        run
+            As :meth:`start_run` returned it.
+        worked
+            Seconds since that run began, by a clock that does not jump.
+
+        """
+        names = [*(field.name for field in fields(Measurement)), "run"]
         with self._transaction():
             self._connection.executemany(
-                f"INSERT INTO measurements ({', '.join(names)}, run) VALUES ({marks})",
-                [(*astuple(row), run) for row in rows],
+                _insertion("measurements", names), [(*astuple(row), run) for row in rows]
             )
+            if worked is not None:
+                self._connection.execute("UPDATE runs SET worked = ? WHERE id = ?", (worked, run))
+                self._seal("runs", "id = ?", run)
+            if self._row("SELECT id FROM failures WHERE resolved IS NULL LIMIT 1") is not None:
+                for row in rows:
+                    self._resolve(row)
+
+    def fail(self, failures: Sequence[Failure], run: int) -> None:
+        """Record what could not be measured; it is asked for again the next time."""
+        with self._transaction():
+            for failure in failures:
+                values = {**asdict(failure), "happened": _now(), "resolved": None, "run": run}
+                self._insert("failures", values)
+
+    def _resolve(self, row: Measurement) -> None:
+        """Mark the failures that a measurement shows to be over."""
+        where = (
+            "resolved IS NULL AND model = ? AND ifnull(text, ?) = ? AND ifnull(scope, ?) = ? "
+            "AND ifnull(layer, ?) = ? AND (head IS NULL OR head IS ?) AND ifnull(n, ?) = ? "
+            "AND ifnull(sample, ?) = ?"
+        )
+        doubled = [value for value in (row.text, row.scope, row.layer) for _ in range(2)]
+        values = [row.model, *doubled, row.head, row.n, row.n, row.sample, row.sample]
+        found = self._connection.execute(f"SELECT id FROM failures WHERE {where}", values).fetchall()
+        for (number,) in found:
+            self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (_now(), number))
+            self._seal("failures", "id = ?", number)
 
     # ---- reading
 
@@ -305,9 +385,15 @@ class Store:
         """Tabulate the processes that measured."""
         return self._table("SELECT * FROM runs ORDER BY id")
 
+    def failures(self) -> pd.DataFrame:
+        """Tabulate what could not be measured; ``resolved`` is missing where that is still so."""
+        frame = self._table("SELECT * FROM failures ORDER BY id")
+        return pd.DataFrame(frame.astype(dict.fromkeys(("layer", "head", "n", "sample"), "Int64")))
+
     def study(self) -> dict[str, Any]:
         """Return the identity and the time of creation; empty if nothing was ever measured."""
-        return self._row("SELECT * FROM studies") or {}
+        row = self._row("SELECT * FROM studies") or {}
+        return {name: value for name, value in row.items() if name != "seal"}
 
     def contents(self) -> Contents:
         """Return everything at one moment, whatever another process writes meanwhile."""
@@ -320,6 +406,7 @@ class Store:
                     texts=self.texts(),
                     inputs=self.inputs(),
                     runs=self.runs(),
+                    failures=self.failures(),
                     study=self.study(),
                 )
             finally:
@@ -331,7 +418,7 @@ class Store:
         with translated(self.path):
             cursor = self._connection.execute(query)
             names = [column[0] for column in cursor.description]
-            return pd.DataFrame(cursor.fetchall(), columns=names)
+            return pd.DataFrame(cursor.fetchall(), columns=names).drop(columns="seal", errors="ignore")
 
     def _row(self, query: str, *values: str) -> dict[str, Any] | None:
         with translated(self.path):
@@ -340,17 +427,28 @@ class Store:
             return None if row is None else dict(zip([c[0] for c in cursor.description], row, strict=True))
 
     def _insert(self, table: str, values: Mapping[str, object], conflict: str = "") -> int:
-        names = ", ".join(values)
-        marks = ", ".join("?" * len(values))
-        cursor = self._connection.execute(
-            f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})", tuple(values.values())
-        )
+        cursor = self._connection.execute(_insertion(table, list(values), conflict), tuple(values.values()))
         return int(cursor.lastrowid or 0)
+
+    def _seal(self, table: str, where: str, value: object) -> None:
+        """Seal rows again that were changed."""
+        names = [row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")]
+        seal = f"seal({', '.join(sealed_columns(names))})"
+        self._connection.execute(f"UPDATE {table} SET seal = {seal} WHERE {where}", (value,))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with translated(self.path), begun(self._connection):
             yield
+
+
+def _insertion(table: str, names: Sequence[str], conflict: str = "") -> str:
+    """Write the statement that inserts a row with its seal; it takes the values in the order of the names."""
+    places = {name: f"?{place}" for place, name in enumerate(names, start=1)}
+    return (
+        f"INSERT {conflict} INTO {table} ({', '.join(names)}, seal) "
+        f"VALUES ({', '.join(places.values())}, seal({', '.join(places[n] for n in sealed_columns(names))}))"
+    )
 
 
 def _now() -> str:

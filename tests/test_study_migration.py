@@ -1,0 +1,178 @@
+"""Stores of earlier versions: read as they are, brought to the present one when written, wholly or not."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from howsmooth.errors import StoreError
+from howsmooth.study import schema
+from howsmooth.study.publish import publish
+from howsmooth.study.run import run
+from howsmooth.study.schema import MEASUREMENTS
+from howsmooth.study.store import STORE_NAME, Store
+from tests._study import make_plan, make_tools, rows_of
+
+# As howsmooth 0.1 made it; never to be changed.
+VERSION_1 = """
+CREATE TABLE studies (
+    id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, seed INTEGER NOT NULL,
+    dtype TEXT NOT NULL, rtol REAL NOT NULL, confidence REAL NOT NULL,
+    max_iterations INTEGER NOT NULL, method TEXT NOT NULL, windows TEXT NOT NULL,
+    special_tokens TEXT NOT NULL);
+CREATE TABLE models (
+    label TEXT PRIMARY KEY, name TEXT NOT NULL, random_init INTEGER NOT NULL, as_decoder INTEGER NOT NULL,
+    source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER);
+CREATE TABLE texts (
+    name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL);
+CREATE TABLE inputs (
+    model TEXT NOT NULL REFERENCES models (label), text TEXT NOT NULL REFERENCES texts (name),
+    fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (model, text));
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
+    device TEXT NOT NULL, environment TEXT NOT NULL);
+CREATE TABLE measurements (
+    model TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL,
+    causal INTEGER NOT NULL, text TEXT NOT NULL, sample INTEGER NOT NULL, n INTEGER NOT NULL,
+    radius_mean REAL NOT NULL, radius_max REAL NOT NULL, lipschitz REAL NOT NULL, lower REAL NOT NULL,
+    upper REAL NOT NULL, confidence REAL NOT NULL, converged INTEGER NOT NULL,
+    iterations INTEGER NOT NULL, seconds REAL NOT NULL, seed INTEGER NOT NULL, dtype TEXT NOT NULL,
+    method TEXT NOT NULL, masking TEXT NOT NULL, site TEXT NOT NULL, start INTEGER NOT NULL,
+    run INTEGER NOT NULL REFERENCES runs (id),
+    FOREIGN KEY (model, text) REFERENCES inputs (model, text));
+CREATE UNIQUE INDEX one_row_a_measurement ON measurements
+    (model, text, scope, layer, ifnull(head, -1), n, sample);
+"""
+
+
+def as_version_1(folder: Path) -> pd.DataFrame:
+    """Turn a store of today into one of version 1, row by row; returns its measurements."""
+    path = folder / STORE_NAME
+    with Store.open(folder, write=False) as store:
+        table = store.measurements()
+    new = sqlite3.connect(path)
+    old = sqlite3.connect(folder / "old.sqlite")
+    old.executescript(VERSION_1)
+    for name in ("studies", "models", "texts", "inputs", "runs", "measurements"):
+        columns = ", ".join(row[1] for row in old.execute(f"PRAGMA table_info({name})"))
+        marks = ", ".join("?" * (columns.count(",") + 1))
+        old.executemany(f"INSERT INTO {name} VALUES ({marks})", new.execute(f"SELECT {columns} FROM {name}"))
+    old.execute(f"PRAGMA application_id = {MEASUREMENTS.application_id}")
+    old.execute("PRAGMA user_version = 1")
+    old.commit()
+    old.close()
+    new.close()
+    (folder / "old.sqlite").replace(path)
+    return table
+
+
+@pytest.fixture
+def version_1(tmp_path: Path) -> tuple[Path, pd.DataFrame]:
+    run(make_plan(scopes=("attention", "head")), tmp_path, make_tools()[0])
+    return tmp_path, as_version_1(tmp_path)
+
+
+def test_a_store_of_version_1_is_read_and_left_as_it_is(version_1: tuple[Path, pd.DataFrame]) -> None:
+    folder, table = version_1
+    before = (folder / STORE_NAME).read_bytes()
+    with Store.open(folder, write=False) as store:
+        contents = store.contents()
+    pd.testing.assert_frame_equal(contents.measurements, table)
+    assert contents.failures.empty
+    assert len(contents.runs) == 1
+    assert (folder / STORE_NAME).read_bytes() == before
+
+
+def test_a_store_of_version_1_is_continued(version_1: tuple[Path, pd.DataFrame]) -> None:
+    folder, table = version_1
+    before = rows_of(folder)
+    tools, _ = make_tools()
+    outcome = run(make_plan(scopes=("attention", "head"), samples=6), folder, tools)
+    assert (outcome.measured, outcome.kept) == (27, len(table))
+    assert before < rows_of(folder)
+    with sqlite3.connect(folder / STORE_NAME) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == 2
+    connection.close()
+    with Store.open(folder, write=False) as store:
+        runs = store.runs()
+    assert runs["token"].nunique() == 2
+    assert runs["worked"].isna().tolist() == [True, False]
+    assert publish(folder, lambda *_: None).contents.measurements.shape[0] == len(table) + 27
+
+
+def test_copies_of_a_store_get_the_same_tokens(version_1: tuple[Path, pd.DataFrame], tmp_path: Path) -> None:
+    folder, _ = version_1
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / STORE_NAME).write_bytes((folder / STORE_NAME).read_bytes())
+    tokens = []
+    for one in (folder, copy):
+        Store.open(one).close()
+        with Store.open(one, write=False) as store:
+            tokens.append(store.runs()["token"].tolist())
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("stop", range(12))
+def test_a_migration_that_stops_halfway_changes_nothing(
+    version_1: tuple[Path, pd.DataFrame], monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    folder, table = version_1
+    before = rows_of(folder)
+    statements = list(MEASUREMENTS.migrations[1])
+    broken = (*statements[: min(stop, len(statements))], "SELECT * FROM nothing_of_that_name")
+    halting = MEASUREMENTS.__class__(**{**MEASUREMENTS.__dict__, "migrations": {1: broken}})
+    monkeypatch.setattr("howsmooth.study.store.MEASUREMENTS", halting)
+    with pytest.raises(StoreError, match="no such table: nothing_of_that_name"):
+        Store.open(folder)
+    with sqlite3.connect(folder / STORE_NAME) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == 1
+        assert "seal" not in [row[1] for row in connection.execute("PRAGMA table_info(measurements)")]
+    connection.close()
+    monkeypatch.undo()
+    Store.open(folder).close()
+    assert rows_of(folder) == before
+    assert len(before) == len(table)
+
+
+def test_a_migrated_store_has_the_tables_of_a_new_one(
+    version_1: tuple[Path, pd.DataFrame], tmp_path: Path
+) -> None:
+    folder, _ = version_1
+    Store.open(folder).close()
+    Store.open(tmp_path / "new").close()
+
+    def columns(folder: Path) -> dict[str, set[tuple[str, str, int]]]:
+        with sqlite3.connect(folder / STORE_NAME) as connection:
+            names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master ORDER BY name")]
+            found = {
+                name: {(row[1], row[2], row[3]) for row in connection.execute(f"PRAGMA table_info('{name}')")}
+                for name in names
+            }
+        connection.close()
+        return found
+
+    assert columns(folder) == columns(tmp_path / "new")
+
+
+def test_a_changed_value_is_seen_where_sqlite_sees_nothing(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    for table, column in (("measurements", "lipschitz"), ("runs", "command"), ("inputs", "tokens")):
+        path = tmp_path / STORE_NAME
+        whole = path.read_bytes()
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"UPDATE {table} SET {column} = 7 WHERE rowid = 1")
+            assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        connection.close()
+        with pytest.raises(StoreError, match=f"is damaged .row 1 of {table} is not what was written"):
+            Store.open(tmp_path)
+        path.write_bytes(whole)
+        Store.open(tmp_path).close()
+
+
+def test_the_number_of_the_version_is_the_last_of_the_migrations() -> None:
+    assert max(MEASUREMENTS.migrations) + 1 == MEASUREMENTS.version == schema.SCHEMA_VERSION
