@@ -107,7 +107,7 @@ def attack(
             "distinct tokens.",
             rich_help_panel=HOW,
         ),
-    ] = 100,
+    ] = 30,
     restarts: Annotated[
         int,
         typer.Option(help="Random restarts among inputs of few distinct tokens.", rich_help_panel=HOW),
