@@ -211,7 +211,7 @@ def test_interrupted_before_anything(howsmooth: Howsmooth, monkeypatch: pytest.M
     ("option", "sentence"),
     [
         (["--seed", "1"], "it was made with seed 0, not 1"),
-        (["--steps", "7"], "it was made with steps 100, not 7"),
+        (["--steps", "7"], "it was made with steps 30, not 7"),
         (["--radius", "3"], "it was made with radius auto, not 3.0"),
         (["--scope", "attention"], "it was made with scope head, not attention"),
     ],
