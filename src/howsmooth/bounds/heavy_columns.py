@@ -104,8 +104,10 @@ def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Logarithm of ‖V(aI + x yᵀ)‖, without overflow of |x||y|."""
+    """Logarithm of ‖V(aI + x yᵀ)‖, without overflow of |x||y|; −inf where x or y overflowed."""
     sizes = [max(float(torch.linalg.vector_norm(t)), 1e-300) for t in (x, y)]
+    if not all(map(math.isfinite, sizes)):
+        return -math.inf
     log_size = math.log(sizes[0]) + math.log(sizes[1])
     shift = max(math.log(a), log_size)
     matrix = math.exp(math.log(a) - shift) * V

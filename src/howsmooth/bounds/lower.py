@@ -83,7 +83,8 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
         log_p, _ = log_weights([head], points.heavies, points.light, log_int(n - 1))
         share = float(log_p[0, 0, 0])
         error = rounding_of_scores([head], points) if share < 0 else 0.0
-        log = 0.5 * log_int(n - 1) + share + math.expm1(share) * error
+        # Scores that overflow say nothing, and nothing is claimed.
+        log = 0.5 * log_int(n - 1) + share + math.expm1(share) * error if math.isfinite(share) else log
     return Bound.lower(
         "proposition_3_4",
         Quantity.GLOBAL,
