@@ -29,7 +29,7 @@ def parse_items(text: str) -> tuple[str, ...] | None:
     Raises
     ------
     ArgumentError
-        If a word is not one of :data:`ITEMS`, or stands there twice.
+        If a word is not one of ``ITEMS``, or stands there twice.
 
     """
     if text.strip() == "all":
@@ -38,12 +38,12 @@ def parse_items(text: str) -> tuple[str, ...] | None:
 
 
 def check_items(items: Iterable[str]) -> tuple[str, ...]:
-    """Return the items in the order of :data:`ITEMS`.
+    """Return the items in the order of ``ITEMS``.
 
     Raises
     ------
     ArgumentError
-        If one of them is none of :data:`ITEMS`, or stands there twice.
+        If one of them is none of ``ITEMS``, or stands there twice.
 
     """
     given = list(items)
@@ -66,7 +66,7 @@ def items_that_apply(
     layer
         From :func:`~howsmooth.published.capture_layers`.
     asked
-        Some of :data:`ITEMS`; None for all that apply.
+        Some of ``ITEMS``; None for all that apply.
     untrained
         Whether the model was built from its configuration: it is then in training mode until told
         otherwise. With it, ``dropout`` applies to models that have any; asked for by name, to trained

@@ -50,7 +50,7 @@ def capture_layers(
     Parameters
     ----------
     model, layers
-        As for :func:`howsmooth.capture`.
+        As for :func:`howsmooth.models.capture`.
     inputs
         Token ids (batch, n).
     training

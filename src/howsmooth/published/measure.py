@@ -41,7 +41,7 @@ class AsPublished:
     steps
         Steps, each one product with J and one with Jᵀ.
     items
-        Of :data:`~howsmooth.published.ITEMS`, in their order.
+        Of ``ITEMS``, in their order.
     map
         The map that was measured, in words.
 
@@ -70,13 +70,13 @@ def measure_as_published(
     Parameters
     ----------
     model
-        As for :func:`howsmooth.capture`.
+        As for :func:`howsmooth.models.capture`.
     tokens
         Token ids (batch, n).
     layer
         Which attention layer, negative from the end.
     items
-        Some of :data:`~howsmooth.published.ITEMS`: the others are as they should be. None for all that
+        Some of ``ITEMS``: the others are as they should be. None for all that
         apply; an empty list gives the corrected quantity, ‖D_X f‖ of the layer's attention with its mask.
     untrained
         Whether the weights are random: a model built from its configuration is in training mode, and
