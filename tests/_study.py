@@ -63,7 +63,7 @@ def words(count: int) -> str:
 
 def make_tools(
     *,
-    tokens: int = 400,
+    tokens: int = 4000,
     models: dict[str, FakeModel] | None = None,
     texts: dict[str, str] | None = None,
     slope: float = 0.25,

@@ -20,6 +20,7 @@ from howsmooth.study.plan import ModelSpec
 from howsmooth.study.progress import Progress
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import batch_size, run
+from howsmooth.study.sequences import APART_BY_LENGTH, overlapping
 from howsmooth.study.store import STORE_NAME, Store
 from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
 
@@ -34,16 +35,28 @@ def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path)) == 45
 
 
-def test_windows_of_a_length_do_not_overlap_and_all_layers_see_the_same(tmp_path: Path) -> None:
+def places_of(folder: Path) -> dict[tuple[Any, ...], set[tuple[int, int]]]:
+    """Where the sequences of each model and text lie, as (first token, tokens)."""
+    with Store.open(folder, write=False) as store:
+        table = store.measurements()
+    return {
+        key: set(zip(group["start"].tolist(), group["n"].tolist(), strict=True))
+        for key, group in table.groupby(["model", "text"])
+    }
+
+
+def test_no_two_sequences_share_a_token_and_all_layers_see_the_same(tmp_path: Path) -> None:
     tools, work = make_tools()
-    run(make_plan(), tmp_path, tools)
+    run(make_plan(scopes=("attention", "head")), tmp_path, tools)
     for n in (2, 4, 8):
         by_layer = [
             {first for _, layer, _, m, first in work.measured if (layer, m) == (k, n)} for k in range(3)
         ]
         assert by_layer[0] == by_layer[1] == by_layer[2]
         assert len(by_layer[0]) == 5
-        assert all(first % n == 0 for first in by_layer[0])
+    ((_, places),) = places_of(tmp_path).items()
+    covered = [token for start, n in places for token in range(start, start + n)]
+    assert len(covered) == len(set(covered)) == 5 * (2 + 4 + 8)
 
 
 def test_one_capture_serves_all_layers(tmp_path: Path) -> None:
@@ -63,35 +76,86 @@ def test_the_same_plan_again_measures_nothing(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == before
 
 
-ADDITIONS: list[dict[str, Any]] = [
-    {"lengths": (2, 3, 4, 8, 16)},
-    {"samples": 9},
-    {"layers": Ranges.parse("all", "layers")},
-    {"layers and samples": None, "layers": Ranges.parse("all", "layers"), "samples": 9},
-    {"scopes": ("attention", "block", "head")},
-    {"texts": ("prose", "more")},
-    {"models": (ModelSpec("small"), ModelSpec("other"))},
-    {"models": (ModelSpec("small"), ModelSpec("small", as_decoder=True))},
-]
+ADDITIONS: dict[str, dict[str, Any]] = {
+    "lengths": {"lengths": (2, 3, 4, 8, 16)},
+    "samples": {"samples": 9},
+    "layers": {"layers": Ranges.parse("all", "layers")},
+    "layers and samples": {"layers": Ranges.parse("all", "layers"), "samples": 9},
+    "heads": {"heads": Ranges.parse("all", "heads")},
+    "scopes": {"scopes": ("head", "attention", "block")},
+    "texts": {"texts": ("prose", "more")},
+    "models": {"models": (ModelSpec("small"), ModelSpec("other"))},
+    "variants": {"models": (ModelSpec("small"), ModelSpec("small", as_decoder=True))},
+}
 
 
-@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: next(iter(addition)))
-def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, addition: dict[str, Any]) -> None:
-    """Rows are the same whether their plan was carried out alone, before, or as part of a larger one."""
-    addition = {axis: value for axis, value in addition.items() if value is not None}
-    base = {"layers": Ranges.parse("0,2", "layers")}
+@pytest.mark.parametrize("axis", ADDITIONS)
+def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, axis: str) -> None:
+    """No row that is there loses its sequence, its seed or its value, whatever is added.
+
+    Where no sequences are added, rows are the same whether their plan was carried out alone, before, or as
+    part of a larger one. Added sequences take the room that is left, and so lie elsewhere if all are new.
+    """
+    base = {
+        "layers": Ranges.parse("0,2", "layers"),
+        "heads": Ranges.parse("1", "heads"),
+        "scopes": ("head", "attention"),
+    }
     texts = {"prose": words(400), "more": words(399)}
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
     alone, grown, at_once = tmp_path / "alone", tmp_path / "grown", tmp_path / "at-once"
     for folder, changes in (
         (alone, base),
         (grown, base),
-        (grown, base | addition),
-        (at_once, base | addition),
+        (grown, base | ADDITIONS[axis]),
+        (at_once, base | ADDITIONS[axis]),
     ):
         run(make_plan(**changes), folder, make_tools(texts=texts, models=models)[0])
     assert rows_of(alone) < rows_of(grown)
-    assert rows_of(grown) == rows_of(at_once)
+    without_start = [{row[:7] + row[8:9] for row in rows_of(folder)} for folder in (grown, at_once)]
+    assert without_start[0] == without_start[1]  # keys and seeds
+    if "lengths" not in ADDITIONS[axis] and "samples" not in ADDITIONS[axis]:
+        assert rows_of(grown) == rows_of(at_once)
+    for folder in (grown, at_once):
+        for places in places_of(folder).values():
+            assert overlapping(places) == 0
+
+
+def test_a_store_of_the_first_version_keeps_its_way_of_cutting(tmp_path: Path) -> None:
+    """Its windows of different lengths overlap; the text is too short for anything else."""
+    old = {"windows": APART_BY_LENGTH, "lengths": (2, 4, 8)}
+    run(make_plan(**old, samples=3), tmp_path, make_tools(tokens=45)[0])
+    before = rows_of(tmp_path)
+    assert all(row[7] % row[5] == 0 for row in before)  # start and n
+    run(make_plan(samples=5), tmp_path, make_tools(tokens=45)[0])
+    assert before < rows_of(tmp_path)
+    assert all(row[7] % row[5] == 0 for row in rows_of(tmp_path))
+    whole = tmp_path / "whole"
+    run(make_plan(**old, samples=5), whole, make_tools(tokens=45)[0])
+    assert rows_of(whole) == rows_of(tmp_path)
+    with pytest.raises(TextError, match="5 sequences of each of 3 lengths without overlap need 70 tokens"):
+        run(make_plan(), tmp_path / "new", make_tools(tokens=45)[0])
+
+
+def test_a_store_cut_in_a_way_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    run(make_plan(windows="by a later version"), tmp_path, make_tools()[0])
+    with pytest.raises(
+        StoreError, match=r"made with windows by a later version, not disjoint. Choose another"
+    ):
+        run(make_plan(), tmp_path, make_tools()[0])
+
+
+def test_a_text_that_is_full_is_refused_before_anything_more_is_measured(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools(tokens=75)[0])
+    before = rows_of(tmp_path)
+    tools, work = make_tools(tokens=75)
+    with pytest.raises(
+        TextError,
+        match=r"'prose' is too short for more: .* 5 windows of 15 tokens do not fit .* another --out",
+    ):
+        run(make_plan(lengths=(3,)), tmp_path, tools)
+    assert work.measured == []
+    assert rows_of(tmp_path) == before
 
 
 @settings(max_examples=12, deadline=None)
@@ -210,10 +274,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], 
         {"lengths": (2, 30)},
         {"tokens": 100},
         TextError,
-        "5 sequences of 30 tokens without overlap need 150 tokens, and it has 100 .* "
-        "Use --samples 3 or fewer, or --lengths up to 20, or a longer text",
+        "5 sequences of each of 2 lengths without overlap need 160 tokens, and it has 100 .* "
+        "Use --samples 3 or fewer, or fewer or shorter --lengths, or a longer text",
     ),
-    "tiny text": ({}, {"tokens": 3}, TextError, "it has 3 with the tokenizer of small. Use a longer text"),
+    "tiny text": ({}, {"tokens": 3}, TextError, "it has 3 with the tokenizer of small. Use fewer or shorter"),
     "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),
     "no such layer": (
         {"layers": Ranges.parse("0,3", "layers")}, {}, ArgumentError, "layers of small, which has 3",
@@ -331,5 +395,5 @@ def test_where_the_numbers_came_from_is_recorded(tmp_path: Path) -> None:
     assert contents.runs["command"].tolist() == ["howsmooth measure small"]
     assert contents.runs["finished"].notna().all()
     assert '"torch":' in contents.runs["environment"][0]
-    assert contents.inputs["tokens"].tolist() == [400]
+    assert contents.inputs["tokens"].tolist() == [4000]
     assert contents.study["special_tokens"] == "none"

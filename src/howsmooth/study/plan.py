@@ -16,6 +16,7 @@ from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.study.names import encodable
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.sequences import DISJOINT
 
 __all__ = ["SCOPES", "SCOPE_MEANINGS", "Identity", "ModelSpec", "Plan", "derive_seed"]
 
@@ -96,7 +97,7 @@ class Identity:
     confidence: float
     max_iterations: int
     method: str = "auto"
-    windows: str = "non-overlapping"
+    windows: str = DISJOINT
     special_tokens: str = "none"
 
 
@@ -124,6 +125,9 @@ class Plan:
         From which every other seed derives.
     device, dtype
         Where and in what precision (``"float32"`` or ``"float64"``) to compute.
+    windows
+        How sequences are cut: of :data:`howsmooth.study.sequences.SCHEMES`. A store that was made in the
+        earlier way keeps to it.
 
     Raises
     ------
@@ -145,6 +149,7 @@ class Plan:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    windows: str = DISJOINT
 
     def __post_init__(self) -> None:
         """Refuse what no model or text could make right."""
@@ -190,4 +195,5 @@ class Plan:
             rtol=self.rtol,
             confidence=self.confidence,
             max_iterations=self.max_iterations,
+            windows=self.windows,
         )

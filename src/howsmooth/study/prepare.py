@@ -13,12 +13,12 @@ import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
 from howsmooth.study.names import encodable
-from howsmooth.study.plan import ModelSpec, Plan
-from howsmooth.study.sequences import windows_in
+from howsmooth.study.plan import ModelSpec, Plan, derive_seed
+from howsmooth.study.sequences import APART_BY_LENGTH, Sequences, arrange, pick_windows
 from howsmooth.study.store import ModelRecord, TextRecord
 from howsmooth.study.tools import Model, SiteLike, TextLike, Tools
 
-__all__ = ["Models", "Subject", "capture_sites", "prepare"]
+__all__ = ["Models", "Subject", "capture_sites", "place_sequences", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -234,17 +234,62 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
     )
 
 
+def place_sequences(plan: Plan, subject: Subject, held: Sequences) -> dict[tuple[int, int], int]:
+    """Place the sequences of a plan on a text.
+
+    Parameters
+    ----------
+    plan, subject
+        What is to be measured.
+    held
+        The sequences that the store has of this model on this text; they stay where they are.
+
+    Returns
+    -------
+    dict
+        The first token of each (length, sample).
+
+    Raises
+    ------
+    TextError
+        If there is no room left between those that the store has.
+
+    """
+    tokens = len(subject.tokens)
+    axes: dict[str, str | int] = {
+        "seed": plan.seed,
+        "text": subject.text.digest,
+        "model": subject.fingerprint,
+    }
+    if plan.windows == APART_BY_LENGTH:
+        starts: dict[tuple[int, int], int] = {}
+        for n in plan.lengths:
+            draw = derive_seed(purpose="windows", n=n, **axes)
+            picked = pick_windows(tokens, n, plan.samples, draw)
+            starts |= {(n, sample): start for sample, start in enumerate(picked)}
+        return starts
+    try:
+        return arrange(tokens, plan.lengths, plan.samples, derive_seed(purpose="sequences", **axes), held)
+    except ValueError as error:
+        raise TextError(
+            f"text {subject.text.name!r} is too short for more: between the sequences that the store has of "
+            f"{subject.model.label}, {error}. Use fewer --samples, or fewer or shorter --lengths, or another "
+            "--out with a longer text."
+        ) from error
+
+
 def _check_tokens(plan: Plan, subject: Subject) -> None:
     tokens = len(subject.tokens)
-    longest = max(plan.lengths)
-    fitting = windows_in(tokens, longest)
-    if fitting < plan.samples:
-        reach = tokens // plan.samples
+    apart_by_length = plan.windows == APART_BY_LENGTH
+    sample = max(plan.lengths) if apart_by_length else sum(plan.lengths)
+    needed = plan.samples * sample
+    if needed > tokens:
+        of_lengths = f"{sample} tokens" if apart_by_length else f"each of {len(plan.lengths)} lengths"
+        fitting = tokens // sample
         choices = [f"--samples {fitting} or fewer"] if fitting else []
-        choices += [f"--lengths up to {reach}"] if reach else []
+        choices += ["fewer or shorter --lengths", "a longer text"]
         raise TextError(
-            f"text {subject.text.name!r} is too short: {plan.samples} sequences of {longest} tokens without "
-            f"overlap need {plan.samples * longest} tokens, and it has {tokens} with the tokenizer of "
-            f"{subject.model.label}. "
-            f"Use {', or '.join([*choices, 'a longer text'])}."
+            f"text {subject.text.name!r} is too short: {plan.samples} sequences of {of_lengths} without "
+            f"overlap need {needed} tokens, and it has {tokens} with the tokenizer of {subject.model.label}. "
+            f"Use {', or '.join(choices)}."
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,9 +18,9 @@ import torch
 from howsmooth.study.environment import environment
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, Plan, derive_seed
-from howsmooth.study.prepare import Models, Subject, capture_sites, prepare
+from howsmooth.study.prepare import Models, Subject, capture_sites, place_sequences, prepare
 from howsmooth.study.progress import Outcome, Progress
-from howsmooth.study.sequences import pick_windows
+from howsmooth.study.sequences import SCHEMES
 from howsmooth.study.store import Failure, Key, Measurement, Store
 from howsmooth.study.tools import Estimate, Model, SiteLike, Tools
 
@@ -39,6 +39,7 @@ class Batch:
     n: int
     scope: str
     samples: tuple[int, ...]
+    starts: Mapping[int, int]
     missing: frozenset[Key]
 
     @property
@@ -93,6 +94,7 @@ def run(
         # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
         store = stack.enter_context(Store.open(folder)) if Store.exists(folder) else None
         if store is not None:
+            plan = _as_stored(plan, store)
             store.check(plan.identity)
         models = Models(plan, tools)
         impossible: list[tuple[ModelSpec, str | None, Exception]] = []
@@ -194,10 +196,18 @@ class _Failures:
             raise error
 
 
+def _as_stored(plan: Plan, store: Store) -> Plan:
+    """Cut sequences as the store has them, if that is a way that we know."""
+    scheme = store.study().get("windows")
+    return replace(plan, windows=scheme) if scheme in SCHEMES else plan
+
+
 def work(plan: Plan, subjects: list[Subject], store: Store) -> Iterator[Batch]:
     """List what is left to do, subject by subject, from short to long."""
     for subject in subjects:
         known = store.known(subject.model.label, subject.text.name)
+        held = store.sequences(subject.model.label, subject.text.name)
+        placed = place_sequences(plan, subject, held)
         for n in sorted(plan.lengths):
             size = batch_size(subject.model.heads, n, plan.dtype)
             for scope in plan.scopes:
@@ -212,7 +222,8 @@ def work(plan: Plan, subjects: list[Subject], store: Store) -> Iterator[Batch]:
                     missing = frozenset(asked - known)
                     if missing:
                         samples = tuple(sorted({sample for *_, sample in missing}))
-                        yield Batch(subject, n, scope, samples, missing)
+                        starts = {sample: placed[n, sample] for sample in samples}
+                        yield Batch(subject, n, scope, samples, starts, missing)
 
 
 def count_planned(plan: Plan, subject: Subject) -> int:
@@ -250,11 +261,8 @@ def _measure(
         failed.unusable.add(label)
         failed.add(error, label)
         return
-    draw = derive_seed(
-        purpose="windows", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint, n=n
-    )
-    starts = pick_windows(len(subject.tokens), n, plan.samples, draw)
-    tokens = torch.stack([subject.tokens[starts[sample] : starts[sample] + n] for sample in batch.samples])
+    starts = [batch.starts[sample] for sample in batch.samples]
+    tokens = torch.stack([subject.tokens[start : start + n] for start in starts])
     for site in _sites(plan, batch, tools, model, tokens, failed):
         samples = [
             sample
@@ -263,7 +271,7 @@ def _measure(
         ]
         try:
             if samples:
-                yield _estimate(plan, batch, tools, site, samples, starts)
+                yield _estimate(plan, batch, tools, site, samples)
             continue
         except Exception as error:
             if len(samples) == 1:
@@ -274,7 +282,7 @@ def _measure(
         # One sample must not spoil the others.
         for sample in samples:
             try:
-                rows = _estimate(plan, batch, tools, site, [sample], starts)
+                rows = _estimate(plan, batch, tools, site, [sample])
             except Exception as error:
                 failed.add(
                     error,
@@ -313,7 +321,7 @@ def _sites(
 
 
 def _estimate(
-    plan: Plan, batch: Batch, tools: Tools, site: SiteLike, samples: list[int], starts: Sequence[int]
+    plan: Plan, batch: Batch, tools: Tools, site: SiteLike, samples: list[int]
 ) -> list[Measurement]:
     """Measure some samples of one layer and head together."""
     subject, n = batch.subject, batch.n
@@ -353,7 +361,7 @@ def _estimate(
             slot=slot,
             seed=seeds[slot],
             seconds=seconds,
-            start=starts[sample],
+            start=batch.starts[sample],
         )
         for slot, (sample, place) in enumerate(zip(samples, places, strict=True))
     ]

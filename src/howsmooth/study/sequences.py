@@ -1,14 +1,100 @@
-"""Sequences of a text: non-overlapping windows of its tokens, some of them picked by a seed.
+"""Sequences of a text: windows of its tokens, none overlapping another, picked by a seed.
 
-The protocol of the paper's Section 5.1: a text is tokenised once, cut into consecutive windows of
-n tokens, and some windows are picked at random. No special tokens are added.
+A text is tokenised once, without special tokens, and windows of it are the sequences. They are
+disjoint, those of different lengths as well, so that points of a study share no token. What a
+study has measured stays where it is: sequences that are added find room between.
+
+The first version of howsmooth kept only the windows of one length apart, as the protocol of the
+paper's Section 5.1 does; its stores keep to that.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["pick_windows", "windows_in"]
+import numpy as np
+
+__all__ = [
+    "APART_BY_LENGTH",
+    "DISJOINT",
+    "SCHEMES",
+    "Sequences",
+    "arrange",
+    "overlapping",
+    "pick_windows",
+    "windows_in",
+]
+
+APART_BY_LENGTH = "non-overlapping"
+"""Windows of one length do not overlap, those of different lengths do; in stores of the first version."""
+
+DISJOINT = "disjoint"
+"""No window overlaps another of any length."""
+
+Sequences = Mapping[tuple[int, int], int]
+"""First token of each sequence, by its length and the number of the sample."""
+
+SCHEMES = (DISJOINT, APART_BY_LENGTH)
+"""How sequences can be cut; the first is used unless a store has the other."""
+
+# Free places between windows have at least this many times the longest one, on average, or there are
+# fewer of them: added sequences, and longer ones, must find room.
+_ROOM = 8
+
+
+def arrange(
+    tokens: int, lengths: Iterable[int], samples: int, seed: int, held: Sequences | None = None
+) -> dict[tuple[int, int], int]:
+    """Place all sequences of a study so that none overlaps another.
+
+    On a text that is long enough each arrangement of the windows is equally likely. On a shorter one they
+    stand in fewer runs without gaps, in random order.
+
+    Parameters
+    ----------
+    tokens
+        Number of tokens in the text.
+    lengths, samples
+        Tokens in a window, and how many windows of each length.
+    seed
+        Of the arrangement.
+    held
+        Sequences that were measured, of these or other lengths. They stay where they are. If they are a part
+        of the arrangement that there would be without them, it is that one: an interrupted study goes on
+        as if it had not been.
+
+    Returns
+    -------
+    dict
+        The first token of each (length, sample) with sample below ``samples``.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit.
+
+    """
+    held = held or {}
+    wanted = [(n, sample) for n in sorted(set(lengths)) for sample in range(samples)]
+    missing = [window for window in wanted if window not in held]
+    if not missing:
+        return {window: held[window] for window in wanted}
+    if sum(n for n, _ in wanted) <= tokens:
+        whole = _fill([(0, tokens)], wanted, random.Random(seed))
+        if all(whole.get(window) == start for window, start in held.items()):
+            return whole
+    placed = _fill(_gaps(tokens, held), missing, random.Random(seed))
+    return {window: held[window] if window in held else placed[window] for window in wanted}
+
+
+def overlapping(windows: Iterable[tuple[int, int]]) -> int:
+    """Count the windows, as (first token, tokens), that share a token with one before them in the text."""
+    count = end = 0
+    for start, n in sorted(windows):
+        count += start < end
+        end = max(end, start + n)
+    return count
 
 
 def windows_in(tokens: int, length: int) -> int:
@@ -44,13 +130,88 @@ def pick_windows(tokens: int, length: int, samples: int, seed: int) -> tuple[int
     count = windows_in(tokens, length)
     if samples > count:
         raise ValueError(f"{samples} windows of {length} tokens do not fit into {tokens} tokens")
+    picked = _distinct(samples, count, random.Random(seed))
+    return tuple(window * length for window in picked)
+
+
+def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
+    """Draw different numbers below ``count``, in random order."""
     # The start of a Fisher-Yates shuffle, with the moved entries only. Of Python's generators,
     # `Random.random` alone is promised never to change, which a continued store relies on.
-    generator = random.Random(seed)
     moved: dict[int, int] = {}
     picked = []
     for place in range(samples):
         other = place + int(generator.random() * (count - place))
         picked.append(moved.get(other, other))
         moved[other] = moved.get(place, place)
-    return tuple(window * length for window in picked)
+    return picked
+
+
+def _gaps(tokens: int, held: Sequences) -> list[tuple[int, int]]:
+    """List the free places between windows, as (first token, tokens)."""
+    gaps = []
+    end = 0
+    for start, n in sorted((start, n) for (n, _), start in held.items()):
+        if start > end:
+            gaps.append((end, start - end))
+        end = max(end, start + n)
+    if end < tokens:
+        gaps.append((end, tokens - end))
+    return gaps
+
+
+def _fill(
+    gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random
+) -> dict[tuple[int, int], int]:
+    """Place windows into free places."""
+    longest_first = sorted(windows, key=lambda window: (-window[0], window[1]))
+    # A random gap for each window uses room up that another needs; the tightest one wastes least.
+    chosen = _choose(gaps, longest_first, generator) or _choose(gaps, longest_first, None)
+    if chosen is None:
+        raise ValueError(
+            f"{len(windows)} windows of {sum(n for n, _ in windows)} tokens do not fit into what is free"
+        )
+    placed: dict[tuple[int, int], int] = {}
+    for (start, room), inside in zip(gaps, chosen, strict=True):
+        order = [inside[place] for place in _distinct(len(inside), len(inside), generator)]
+        placed |= _lay_out(start, room, order, longest_first[0][0], generator)
+    return placed
+
+
+def _choose(
+    gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
+) -> list[list[tuple[int, int]]] | None:
+    """Choose a gap for each window: at random, by the places it has there, or the tightest one."""
+    inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
+    room = np.array([size for _, size in gaps], dtype=np.int64)
+    for window in windows:
+        places = np.maximum(room - window[0] + 1, 0)
+        total = int(places.sum())
+        if total == 0:
+            return None
+        if generator is None:
+            gap = int(np.where(places > 0, room, np.iinfo(np.int64).max).argmin())
+        else:
+            gap = int(np.searchsorted(places.cumsum(), int(generator.random() * total), side="right"))
+        inside[gap].append(window)
+        room[gap] -= window[0]
+    return inside
+
+
+def _lay_out(
+    start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
+) -> dict[tuple[int, int], int]:
+    """Lay windows out in one free place, in this order, with what is left over between runs of them."""
+    spare = room - sum(n for n, _ in windows)
+    runs = min(len(windows), spare // (_ROOM * longest))
+    # Uniform among the ways to split `spare` into runs + 1 parts, the last one after the last run.
+    cuts = [cut - index for index, cut in enumerate(sorted(_distinct(runs, spare + runs, generator)))]
+    heads = {len(windows) * run // runs: run for run in range(runs)}
+    placed = {}
+    used = shift = 0
+    for index, window in enumerate(windows):
+        if index in heads:
+            shift = cuts[heads[index]]
+        placed[window] = start + shift + used
+        used += window[0]
+    return placed

@@ -313,6 +313,15 @@ class Store:
             ).fetchall()
         return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
 
+    def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
+        """Say where the sequences lie that are measured already: their first tokens, by n and sample."""
+        with translated(self.path):
+            rows = self._connection.execute(
+                "SELECT DISTINCT n, sample, start FROM measurements WHERE model = ? AND text = ?",
+                (model, text),
+            ).fetchall()
+        return {(n, sample): start for n, sample, start in rows}
+
     def add(self, rows: Sequence[Measurement], run: int, *, worked: float | None = None) -> None:
         """Write a batch: all of its rows or, if anything goes wrong, none.
 
