@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.lines import Line2D
 
-from howsmooth.study.figures.style import GREY, STYLE, literal, new_figure, save, set_axis
+from howsmooth.study.figures.style import STYLE, literal, new_figure, save, set_axis
 from howsmooth.study.names import decimal, file_stem, readable
 
 __all__ = ["PublishedPicture", "draw_published"]
@@ -55,7 +55,7 @@ def _draw(
     layers = sorted(family["layer"].unique())
     columns = min(_COLUMNS, len(layers))
     lines = math.ceil(len(layers) / columns)
-    figure = new_figure(1.2 + 3.6 * columns, 0.9 + 3.0 * lines)
+    figure = new_figure(max(5.4, 0.8 + 3.6 * columns), 1.3 + 3.0 * lines)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     shown = family[family["quantity"].isin([name for name, *_ in _SERIES])]
     said = []
@@ -78,22 +78,28 @@ def _draw(
             words.append(f"{label}: $n^{{{decimal(fit['slope'], 2)}}}$ [{interval}]")
         said.append("; ".join(words).replace("$n^{", "n to the power ").replace("}$", ""))
         axis.set_title("\n".join(words), fontsize=9)
+        axis.set_xlabel("sequence length n (tokens)")
         set_axis(axis, "x", shown["n"], whole=True)
         set_axis(axis, "y", shown["lipschitz"])
     for axis in axes[len(layers) :]:
         axis.set_visible(False)
-    figure.supxlabel("sequence length n (tokens)", fontsize=10)
     figure.supylabel("local Lipschitz constant", fontsize=10)
-    title = f"{readable(model)}, text {readable(text)}: corrected, and as the published code has it"
+    title = f"{readable(model)}, text {readable(text)}"
     figure.suptitle(literal(title))
     handles = [
         Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
         for _, colour, marker, label in _SERIES
     ]
-    handles.append(Line2D([], [], color=GREY, linewidth=0, label="exponent [95 % interval] above each panel"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=2,
+        title="above each panel: exponent [95 % interval]",
+    )
     png, pdf = save(figure, folder, file_stem("published", model, text), title)
-    return PublishedPicture(png, pdf, f"{title}. {'. '.join(said)}.")
+    return PublishedPicture(
+        png, pdf, f"The corrected and the published constant against n: {title}. {'. '.join(said)}."
+    )
 
 
 def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:
