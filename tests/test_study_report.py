@@ -21,6 +21,7 @@ from howsmooth.study.plan import ModelSpec
 from howsmooth.study.publish import Published, publish
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
+from howsmooth.study.sequences import APART_BY_LENGTH, overlapping
 from howsmooth.study.store import COLUMNS
 from howsmooth.study.ticks import linear_ticks, log_ticks
 from tests._study import FakeModel, make_plan, make_tools, words
@@ -244,3 +245,31 @@ def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor:
         assert ticks == sorted(ticks)
         assert low <= ticks[0] * (1 + 1e-9)
         assert ticks[-1] <= high * (1 + 1e-9)
+
+
+def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(tmp_path: Path) -> None:
+    run(make_plan(layers=FIRST, lengths=(2, 4, 8, 16), samples=12), tmp_path, make_tools()[0])
+    published = publish(tmp_path)
+    page = Page(published.report.read_text(encoding="utf-8"))
+    (row,) = published.exponents.to_dict("records")
+    assert 0.001 < row["quarter"] < 1
+    for name in (
+        "quarter", "radius_correlation", "radius_correlation_low", "radius_correlation_high",
+        "small_radius_slope", "middle_radius_slope", "large_radius_slope", "large_radius_low",
+    ):  # fmt: skip
+        assert not math.isnan(row[name])
+        assert decimal(row[name], 3) in page.text
+
+
+def test_sequences_that_overlap_are_counted_and_those_that_do_not_are_not_blamed(
+    published: Published, page: Page, tmp_path: Path
+) -> None:
+    assert "none overlaps another, of any length" in page.text
+    assert "overlap others" not in page.text
+    run(make_plan(windows=APART_BY_LENGTH, layers=FIRST), tmp_path, make_tools(tokens=45)[0])
+    old = publish(tmp_path)
+    places = set(zip(*(old.contents.measurements[name] for name in ("start", "n")), strict=True))
+    assert len(places) == 15
+    words = Page(old.report.read_text(encoding="utf-8")).text
+    assert f"{overlapping(places)} of the 15 sequences overlap others" in words
+    assert "those of one length do not overlap" in words

@@ -17,6 +17,7 @@ from howsmooth.study.figures import Picture
 from howsmooth.study.names import decimal, readable, sentence
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.radius import STRATA
+from howsmooth.study.sequences import APART_BY_LENGTH, overlapping
 from howsmooth.study.store import Contents
 
 __all__ = ["render"]
@@ -61,6 +62,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
     rows = contents.measurements
     return environment.get_template("report.html.jinja").render(
         study=contents.study,
+        apart_by_length=contents.study.get("windows") == APART_BY_LENGTH,
         level=f"{LEVEL * 100:.0f} %",
         families=_families(rows, exponents, pictures),
         exponents=_exponent_rows(exponents),
@@ -204,9 +206,17 @@ def _caveats(contents: Contents) -> list[str]:
         "larger one, and the largest over all inputs of a given size is a different, harder quantity.",
         "The sequences are windows of running text without special tokens such as [CLS] or a start token, "
         "which a model may expect.",
-        "Windows of different lengths are cut from the same text and overlap each other, so that points of "
-        "different lengths are not wholly independent, and the exponents' intervals are a little optimistic.",
     ]
+    sequences = rows[["model", "text", "n", "sample", "start"]].drop_duplicates()
+    shared = sum(
+        overlapping(zip(group["start"], group["n"], strict=True))
+        for _, group in sequences.groupby(["model", "text"])
+    )
+    if shared:
+        words.append(
+            f"{shared} of the {len(sequences)} sequences overlap others of the same text, so that points are "
+            "not wholly independent, and the exponents' intervals are a little optimistic."
+        )
     if bool(models["random_init"].astype(bool).any()):
         words.append(
             "Models marked “random init” have untrained weights: they show the architecture, not training."
