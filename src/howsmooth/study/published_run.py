@@ -63,7 +63,7 @@ def run_as_published(
     plan
         What to measure, with the scope ``attention``: that of the corrected quantity.
     items
-        Of :data:`howsmooth.published.ITEMS`; None for all that apply to each model.
+        Of ``howsmooth.published.ITEMS``; None for all that apply to each model.
     folder
         Made once every check has passed.
     tools

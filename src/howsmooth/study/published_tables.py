@@ -13,7 +13,7 @@ import pandas as pd
 
 from howsmooth.errors import StoreError
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures.published import PublishedPicture, draw_published
+from howsmooth.study.figures import PublishedPicture, draw_published
 from howsmooth.study.publish import write_table
 from howsmooth.study.published_rows import CORRECTED, FILE, read_rows
 
