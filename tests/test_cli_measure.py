@@ -86,7 +86,8 @@ def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth, tmp_path:
     code, out, err = howsmooth(*arguments, draw=True)
     assert code == 0
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert said["measurements"] == {"measured": 45, "kept": 0, "in_store": 45, "unconverged_in_store": 0}
+    counts = {"measured": 45, "kept": 0, "failed": 0, "in_store": 45, "unconverged_in_store": 0}
+    assert said["measurements"] == counts
     assert [row["layer"] for row in said["exponents"]] == [0, 1, 2]
     assert all(0.1 < row["slope"] < 0.4 for row in said["exponents"])
     assert all(row["head"] is None for row in said["exponents"])

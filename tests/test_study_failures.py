@@ -177,3 +177,6 @@ def test_a_failure_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     published = publish(tmp_path)
     assert set(pd.read_csv(published.measurements)["layer"]) == {0, 2}
     assert set(published.exponents["layer"]) == {0, 2}
+    page = published.report.read_text()
+    assert "15 measurements failed and are missing here" in page
+    assert "&lt;No&gt;." in page

@@ -11,6 +11,7 @@ import typer
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.names import encodable, readable
 
@@ -47,6 +48,7 @@ def _root(
 
 
 app.command("measure", epilog=measure.__dict__["examples"])(measure)
+app.command("study", epilog=study.__dict__["examples"])(study)
 app.command("bound", epilog=bound.__dict__["examples"])(bound)
 app.command("attack", epilog=attack.__dict__["examples"])(attack)
 
@@ -62,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 if all went well; 2 if something was refused, with one sentence on standard error; 130 if
-        interrupted. A traceback, and exit code 1, are a mistake of ours.
+        0 if all went well; 2 if something was refused, with one sentence on standard error; 3 if a study went
+        on after failures; 130 if interrupted. A traceback, and exit code 1, are a mistake of ours.
 
     """
     # Without a word, what there is to say is the help. What was typed is recorded with the measurements.

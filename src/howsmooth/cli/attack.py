@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.measure import HOW, INTERRUPTED, OUTPUT, TYPED
+from howsmooth.cli.measure import HOW, OUTPUT, TYPED
 from howsmooth.cli.progress import Display, choose
+from howsmooth.cli.watch import INTERRUPTED
 from howsmooth.study.names import encodable
 
 __all__ = ["attack"]

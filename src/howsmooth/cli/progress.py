@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-__all__ = ["Display", "Silent", "choose"]
+__all__ = ["Display", "Silent", "choose", "duration"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -79,7 +79,7 @@ class Lines:
         self._last = now
         left = (now - self._began) * (total - done) / done
         print(
-            f"  {100 * done / total:3.0f} %, about {_duration(left)} left: {words}",
+            f"  {100 * done / total:3.0f} %, about {duration(left)} left: {words}",
             file=sys.stderr,
             flush=True,
         )
@@ -130,7 +130,8 @@ def choose(*, quiet: bool) -> Display:
     return Bar() if sys.stderr.isatty() else Lines()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Say a time in the unit that fits it."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

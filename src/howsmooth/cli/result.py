@@ -38,6 +38,7 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
         "measurements": {
             "measured": outcome.measured,
             "kept": outcome.kept,
+            "failed": outcome.failed,
             "in_store": len(contents.measurements),
             "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
         },
@@ -85,6 +86,14 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     words += f", {outcome.kept} were there already" if outcome.kept else ""
     words += f"; {outcome.unconverged} did not converge" if outcome.unconverged else ""
     console.print(Text(f"{words}."))
+    if outcome.failed:
+        console.print(
+            Text(
+                f"{outcome.failed} failed, the first because of: "
+                f"{readable(outcome.first_failure, longest=300)} "
+                "They are recorded, and the next run tries them again."
+            )
+        )
     if outcome.unconverged:
         console.print("A larger --max-iterations, with another --out, narrows their intervals.")
     # Not through rich, which would break a long path in two.

@@ -239,6 +239,13 @@ def _caveats(contents: Contents) -> list[str]:
         words.append(
             "Models marked “as decoder” are encoders run with a causal mask that they were not trained with."
         )
+    lost = contents.failures[contents.failures["resolved"].isna()]
+    if len(lost):
+        distinct = lost.drop_duplicates(["model", "text", "scope", "layer", "head", "n", "sample"])
+        words.append(
+            f"{len(distinct)} measurements failed and are missing here, the last because of: "
+            f"“{readable(str(lost['error'].iloc[-1]), longest=300)}” The next run tries them again."
+        )
     loose = int((~rows["converged"]).sum())
     if loose:
         words.append(

@@ -158,6 +158,7 @@ class Store:
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
         self._connection = connection
         self._lock = lock
+        self._held = False
         self.path = path
 
     @classmethod
@@ -356,6 +357,47 @@ class Store:
                 values = {**asdict(failure), "happened": _now(), "resolved": None, "run": run}
                 self._insert("failures", values)
 
+    # ---- merging
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Hold all that is written until the end, or write nothing if anything goes wrong."""
+        with self._transaction():
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+
+    def adopt_run(self, row: Mapping[str, Any]) -> int:
+        """Record a run of another store; returns the number that its rows carry here."""
+        found = self._row("SELECT id FROM runs WHERE token = ?", row["token"])
+        if found is not None:
+            return int(found["id"])
+        with self._transaction():
+            return self._insert("runs", {name: value for name, value in row.items() if name != "id"})
+
+    def adopt_failure(self, row: Mapping[str, Any], run: int) -> None:
+        """Record a failure of another store."""
+        with self._transaction():
+            kept = {name: value for name, value in row.items() if name != "id"}
+            self._insert("failures", {**kept, "run": run})
+
+    def resolve(self) -> None:
+        """Mark the failures whose measurement is there."""
+        query = (
+            "SELECT id FROM failures AS f WHERE resolved IS NULL AND EXISTS (SELECT 1 FROM measurements AS m "
+            "WHERE m.model = f.model AND m.text = f.text AND m.scope = f.scope AND m.layer = f.layer "
+            "AND m.head IS f.head AND m.n = f.n AND m.sample = f.sample)"
+        )
+        with self._transaction():
+            for (number,) in self._connection.execute(query).fetchall():
+                self._mark(number)
+
+    def _mark(self, failure: int) -> None:
+        self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (_now(), failure))
+        self._seal("failures", "id = ?", failure)
+
     def _resolve(self, row: Measurement) -> None:
         """Mark the failures that a measurement shows to be over."""
         where = (
@@ -367,8 +409,7 @@ class Store:
         values = [row.model, *doubled, row.head, row.n, row.n, row.sample, row.sample]
         found = self._connection.execute(f"SELECT id FROM failures WHERE {where}", values).fetchall()
         for (number,) in found:
-            self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (_now(), number))
-            self._seal("failures", "id = ?", number)
+            self._mark(number)
 
     # ---- reading
 
@@ -447,6 +488,9 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self._held:
+            yield  # part of a larger one
+            return
         with translated(self.path), begun(self._connection):
             yield
 

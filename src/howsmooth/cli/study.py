@@ -1,0 +1,165 @@
+"""``howsmooth study``: carry out a plan file, say how far it is, and merge the stores of several machines."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from howsmooth.cli.measure import TYPED
+from howsmooth.cli.progress import choose
+from howsmooth.cli.watch import INTERRUPTED, Watch
+from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.study.names import encodable, readable
+
+__all__ = ["FAILED", "study"]
+
+FAILED = 3
+"""The exit code if something of the plan failed and the rest was measured."""
+
+_EXAMPLES = (
+    "A plan names models, texts, lengths, samples, scopes, layers and heads; the guide explains its keys.",
+    "Examples:",
+    "[cyan]howsmooth study sweep.toml[/]  begin",
+    "[cyan]howsmooth study sweep.toml --status[/]  how far it is, also while it runs",
+    "[cyan]howsmooth study sweep.toml --resume[/]  go on, and try again what failed",
+    "[cyan]howsmooth study --merge a-out b-out --out all[/]  put the stores of two machines together",
+    "What fails is recorded and stops nothing else; the exit code is 3 then.",
+)
+
+
+def study(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PLAN.toml", help="A plan file; with --merge, folders of studies.", show_default=False
+        ),
+    ],
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue in a folder that holds measurements; without it, that is refused."
+        ),
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Measure nothing: say what is planned, done, failed and left.")
+    ] = False,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Measure nothing: put the measurements of several folders into --out."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the study. Default: what the plan says.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+) -> int:
+    """Carry out a study that is written down in a plan file."""
+    if merge:
+        if resume or status:
+            raise ArgumentError("merge", expected="--merge alone", got="it with --resume or --status")
+        return _merge(paths, out, as_json=json, quiet=quiet)
+    if len(paths) != 1:
+        raise ArgumentError(
+            "plan", expected="one plan file", got=str(len(paths)), remedy="Several stores need --merge."
+        )
+    if status:
+        return _status(paths[0], out, as_json=json)
+    return _carry_out(paths[0], out, resume=resume, as_json=json, quiet=quiet)
+
+
+def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, quiet: bool) -> int:
+    from howsmooth.study.plan_file import read_plan
+    from howsmooth.study.publish import publish
+    from howsmooth.study.run import run
+    from howsmooth.study.store import Store
+    from howsmooth.study.tools import default_tools
+
+    asked = read_plan(path)
+    folder = out or asked.out
+    if not resume and Store.exists(folder):
+        raise StoreError(
+            f"{folder} holds a study already. Add --resume to continue it, --status to see how far it is, or "
+            "choose another --out."
+        )
+    if asked.threads is not None:
+        import torch
+
+        torch.set_num_threads(asked.threads)
+    typed = TYPED.get()
+    command = encodable(shlex.join(["howsmooth", *typed]))
+    again = command if resume else encodable(shlex.join(["howsmooth", *typed, "--resume"]))
+    display = choose(quiet=quiet)
+    watch = Watch(display, again)
+    try:
+        with display:
+            display.phase("Reading texts and models")
+            outcome = run(
+                asked.plan, folder, default_tools(), command=command, keep_going=True, on_progress=watch
+            )
+            watch.finished = outcome
+            display.phase("Drawing figures")
+            published = publish(
+                folder, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}")
+            )
+    except KeyboardInterrupt:
+        typer.echo(watch.interrupted(folder), err=True)
+        return INTERRUPTED
+    from howsmooth.cli.result import as_json as written
+    from howsmooth.cli.result import show
+
+    if as_json:
+        typer.echo(written(asked.plan, outcome, published, folder))
+    elif not quiet:
+        show(asked.plan, outcome, published, folder)
+    if outcome.failed:
+        reason = readable(outcome.first_failure, longest=300)
+        typer.echo(
+            f"{outcome.failed} failed, the first because of: {reason} Try again with:\n  {again}", err=True
+        )
+        return FAILED
+    return 0
+
+
+def _status(path: Path, out: Path | None, *, as_json: bool) -> int:
+    from howsmooth.cli.study_result import show_status, status_as_json
+    from howsmooth.study.plan_file import read_plan
+    from howsmooth.study.status import status as compare
+    from howsmooth.study.tools import default_tools
+
+    asked = read_plan(path)
+    folder = out or asked.out
+    load_text = default_tools().load_text
+    texts = [encodable(load_text(name).name) for name in asked.plan.texts]
+    found = compare(asked.plan, texts, folder)
+    if as_json:
+        typer.echo(status_as_json(found, folder))
+    else:
+        show_status(found, folder)
+    return 0
+
+
+def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -> int:
+    from howsmooth.cli.study_result import merged_as_json, show_merged
+    from howsmooth.study.merge import merge_stores
+    from howsmooth.study.publish import publish
+
+    if out is None:
+        raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")
+    display = choose(quiet=quiet)
+    with display:
+        display.phase(f"Merging {len(paths)} studies")
+        merged = merge_stores(paths, out)
+        display.phase("Drawing figures")
+        published = publish(out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}"))
+    if as_json:
+        typer.echo(merged_as_json(merged, out))
+    elif not quiet:
+        show_merged(merged, published.report)
+    return 0
+
+
+study.__dict__["examples"] = "\n\n".join(_EXAMPLES)

@@ -1,0 +1,83 @@
+"""How far a study is, and what a merge did, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from howsmooth.cli.progress import duration
+from howsmooth.study.merge import Merged
+from howsmooth.study.names import encodable, readable
+from howsmooth.study.status import Status
+
+__all__ = ["merged_as_json", "show_merged", "show_status", "status_as_json"]
+
+_MOST_REASONS = 5
+
+
+def status_as_json(found: Status, folder: Path) -> str:
+    """Describe the status as one JSON object."""
+    return json.dumps({"out": encodable(str(folder)), **asdict(found)}, indent=2, allow_nan=False)
+
+
+def show_status(found: Status, folder: Path) -> None:
+    """Print a table, then what is going on and why something failed."""
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("model", "text", "scope"):
+        table.add_column(name, overflow="fold")
+    for name in ("planned", "done", "failed", "left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part in found.parts:
+        planned = "?" if part.planned is None else str(part.planned)
+        left = "?" if part.planned is None else str(part.planned - part.done)
+        names = (Text(readable(part.model)), Text(readable(part.text)), part.scope)
+        table.add_row(*names, planned, str(part.done), str(part.failed), left)
+    console.print(table)
+    print(f"\n{_now(found)}")
+    if any(part.planned is None for part in found.parts):
+        print("A model with ? has not been loaded yet, so that its layers are not known.")
+    if found.reasons:
+        print("\nFailed, and tried again by the next run:")
+        for reason, count in found.reasons[:_MOST_REASONS]:
+            times = "once" if count == 1 else f"{count} times"
+            print(encodable(f"  {times}: {readable(reason, longest=300)}"))
+        if len(found.reasons) > _MOST_REASONS:
+            print(f"  and {len(found.reasons) - _MOST_REASONS} other reasons")
+    print(encodable(f"\nStore: {folder / 'measurements.sqlite'}"))
+
+
+def _now(found: Status) -> str:
+    if found.running:
+        words = f"Running since {found.started}" if found.started else "Running, nothing measured yet"
+    elif found.started is None:
+        words = "Not begun"
+    elif found.finished is None:
+        words = f"Not running: the run of {found.started} was interrupted"
+    else:
+        words = f"Not running: the run of {found.started} ended at {found.finished}"
+    left = any(part.planned is None or part.done < part.planned for part in found.parts)
+    if found.rate is not None:
+        words += f"; {found.rate:.3g} measurements a second"
+    if found.remaining is not None and left:
+        words += f", about {duration(found.remaining)} left"
+    return f"{words}." if left else f"{words}. All is measured."
+
+
+def merged_as_json(merged: Merged, folder: Path) -> str:
+    """Describe the merge as one JSON object."""
+    return json.dumps({"out": encodable(str(folder)), **asdict(merged)}, indent=2)
+
+
+def show_merged(merged: Merged, report: Path) -> None:
+    """Print what was added."""
+    print(
+        f"{merged.added} measurements added, {merged.same} were there already; {merged.total} in the store, "
+        f"{merged.failures} failures not made good."
+    )
+    print(encodable(f"Report: {report}"))

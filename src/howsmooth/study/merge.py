@@ -1,0 +1,232 @@
+"""Put the stores of one study, made on several machines, together: all of it or, at a conflict, nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.study.plan import Identity
+from howsmooth.study.sequences import DISJOINT, overlapping
+from howsmooth.study.store import Contents, Measurement, ModelRecord, Store, TextRecord
+
+__all__ = ["Merged", "merge_stores"]
+
+# What must agree for two rows to be the same measurement, besides where they belong.
+_SAME = ("causal", "seed", "start", "dtype", "method", "masking")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did.
+
+    Attributes
+    ----------
+    added, same
+        Measurements that came in, and those that the store or an earlier source had.
+    total
+        Measurements in the store now.
+    failures
+        Failures in the store that no measurement has made good.
+
+    """
+
+    added: int
+    same: int
+    total: int
+    failures: int
+
+
+def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
+    """Copy all measurements, runs and failures of some stores into one.
+
+    A measurement that two stores have is kept once, the one that came first, if both have the same seed and
+    sequence and their intervals overlap.
+
+    Parameters
+    ----------
+    sources
+        Folders with a store, or the files themselves. They are only read.
+    folder
+        Of the store that takes everything; made if it is not there, else added to.
+
+    Raises
+    ------
+    StoreError
+        If a store cannot be read, or two of them are in conflict: another identity, another model or text
+        under the same name, or another value for the same measurement. Nothing is written then.
+    ArgumentError
+        If there are no sources, or one of them is the folder.
+
+    """
+    folders = [path.parent if path.is_file() else path for path in sources]
+    if not folders:
+        raise ArgumentError("merge", expected="at least one store", got="none")
+    for place, source in enumerate(folders):
+        if not Store.exists(source):
+            raise ArgumentError("merge", expected="folders with a store", got=f"{source}, which has none")
+        if source.resolve() == folder.resolve():
+            raise ArgumentError("out", expected="another folder than those merged", got=str(folder))
+        if source.resolve() in (other.resolve() for other in folders[:place]):
+            raise ArgumentError("merge", expected="each store once", got=f"{source} twice")
+    contents = [_contents(source) for source in folders]
+    with ExitStack() as stack:
+        if Store.exists(folder):
+            target = stack.enter_context(Store.open(folder))
+            before = target.contents()
+            union = _Union((folder, before), *zip(folders, contents, strict=True))
+        else:
+            # Held against each other first, so that a conflict makes no folder.
+            union = _Union(*zip(folders, contents, strict=True))
+            target = stack.enter_context(Store.open(folder))
+            before = target.contents()
+        had = {_key(row) for row in _records(before.measurements)}
+        with target.transaction():
+            target.add_study(union.identity)
+            for record, text, given in union.inputs():
+                target.add_input(record, text, **given)
+            failures = {_failure_key(row) for row in _records(before.failures)}
+            for one in contents:
+                _copy(target, one, had, failures)
+            target.resolve()
+        after = target.contents()
+    added = len(after.measurements) - len(before.measurements)
+    return Merged(
+        added=added,
+        same=sum(len(one.measurements) for one in contents) - added,
+        total=len(after.measurements),
+        failures=int(after.failures["resolved"].isna().sum()),
+    )
+
+
+def _contents(folder: Path) -> Contents:
+    with Store.open(folder, write=False) as store:
+        return store.contents()
+
+
+def _copy(target: Store, one: Contents, had: set[tuple[Any, ...]], failures: set[tuple[Any, ...]]) -> None:
+    """Write what the target does not have; ``had`` and ``failures`` grow by it."""
+    runs = {row["id"]: target.adopt_run(row) for row in _records(one.runs)}
+    names = [field.name for field in fields(Measurement)]
+    new: dict[int, list[Measurement]] = {}
+    for row in _records(one.measurements):
+        if _key(row) not in had:
+            had.add(_key(row))
+            new.setdefault(runs[row["run"]], []).append(Measurement(**{name: row[name] for name in names}))
+    for run, rows in new.items():
+        target.add(rows, run)
+    for row in _records(one.failures):
+        if _failure_key(row) not in failures:
+            failures.add(_failure_key(row))
+            target.adopt_failure(row, runs[row["run"]])
+
+
+class _Union:
+    """What several stores hold together, each thing once.
+
+    Raises
+    ------
+    StoreError
+        If two of them are in conflict.
+
+    """
+
+    def __init__(self, *stores: tuple[Path, Contents]) -> None:
+        self._first: dict[tuple[Any, ...], tuple[Any, Path]] = {}
+        self._models: dict[str, ModelRecord] = {}
+        self._texts: dict[str, TextRecord] = {}
+        self._inputs: dict[tuple[str, str], dict[str, Any]] = {}
+        self._identity: dict[str, Any] = {}
+        self._sequences: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        names = [field.name for field in fields(Identity)]
+        for path, contents in stores:
+            if not contents.study:
+                continue  # made, and killed before anything was written
+            for name in names:
+                self._agree(path, name.replace("_", "-"), contents.study[name])
+            self._identity = self._identity or {name: contents.study[name] for name in names}
+            for row in _records(contents.models):
+                record = ModelRecord(**{**row, **{k: bool(row[k]) for k in ("random_init", "as_decoder")}})
+                for name in ("layers", "heads", "random_init", "as_decoder"):
+                    self._agree(path, f"{name} of the model {record.label!r}", getattr(record, name))
+                self._models.setdefault(record.label, record)
+            for row in _records(contents.texts):
+                self._agree(path, f"SHA-256 of the text {row['name']!r}", row["digest"])
+                self._texts.setdefault(row["name"], TextRecord(**row))
+            for row in _records(contents.inputs):
+                model, text = row.pop("model"), row.pop("text")
+                # An untrained model's tokenizer may be trained on the text; any other model is one.
+                on = f" on {text!r}" if self._models[model].random_init else ""
+                self._agree(path, f"fingerprint of the model {model!r}{on}", row["fingerprint"])
+                self._inputs.setdefault((model, text), row)
+            for row in _records(contents.measurements):
+                self._compare(path, row)
+                self._sequences.setdefault((row["model"], row["text"]), set()).add((row["start"], row["n"]))
+        if not self._identity:
+            raise StoreError("there is nothing to merge: no study was begun in any of the stores.")
+        self.identity = Identity(**self._identity)
+        if self.identity.windows == DISJOINT:
+            self._keep_apart()
+
+    def _keep_apart(self) -> None:
+        """Refuse sequences that overlap, since no store of this kind has any."""
+        for (model, text), windows in self._sequences.items():
+            if overlapping(windows):
+                raise StoreError(
+                    f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
+                    "store arranged its own lengths and samples. Give every machine all lengths and samples, "
+                    "and share out models, texts, layers, heads or scopes. Nothing was written."
+                )
+
+    def inputs(self) -> list[tuple[ModelRecord, TextRecord, dict[str, Any]]]:
+        """List the models and texts that belong together, with what else is known of them."""
+        return [(self._models[model], self._texts[text], row) for (model, text), row in self._inputs.items()]
+
+    def _agree(self, path: Path, what: str, value: object) -> None:
+        first, where = self._first.setdefault((what,), (value, path))
+        if first != value:
+            raise StoreError(
+                f"{path} cannot be merged with {where}: its {what} is {value}, and there it is {first}. "
+                "Nothing was written."
+            )
+
+    def _compare(self, path: Path, row: dict[str, Any]) -> None:
+        values = {name: row[name] for name in (*_SAME, "lower", "upper")}
+        first, where = self._first.setdefault(_key(row), (values, path))
+        differing = next((name for name in _SAME if first[name] != values[name]), None)
+        if differing is None and max(first["lower"], values["lower"]) <= min(first["upper"], values["upper"]):
+            return
+        words = (
+            f"intervals that do not meet, [{values['lower']}, {values['upper']}] and "
+            f"[{first['lower']}, {first['upper']}]"
+            if differing is None
+            else f"{differing} {values[differing]} and {first[differing]}"
+        )
+        head = "" if row["head"] is None else f", head {row['head']}"
+        raise StoreError(
+            f"{path} cannot be merged with {where}: the same measurement ({row['model']}, {row['text']}, "
+            f"scope {row['scope']}, layer {row['layer']}{head}, n = {row['n']}, sample {row['sample']}) "
+            f"has {words}. Nothing was written."
+        )
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Tell measurements apart, in the order of the columns of the store's index."""
+    return tuple(row[name] for name in ("model", "text", "scope", "layer", "head", "n", "sample"))
+
+
+def _failure_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*_key(row), row["happened"], row["kind"], row["error"], row["detail"])
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as dictionaries of plain Python values, missing ones ``None``."""
+    return [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in table.astype(object).to_dict("records")
+    ]

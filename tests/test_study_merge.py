@@ -1,0 +1,220 @@
+"""Merging: everything of all stores, once; a conflict writes nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from howsmooth.cli import main
+from howsmooth.errors import ArgumentError, ModelError, StoreError
+from howsmooth.study import publish as publishing
+from howsmooth.study.merge import merge_stores
+from howsmooth.study.plan import ModelSpec
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import run
+from howsmooth.study.sequences import APART_BY_LENGTH
+from howsmooth.study.store import STORE_NAME, Contents, Store
+from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
+from tests.test_study_migration import as_version_1
+
+
+def study(folder: Path, tools: Any = None, **changes: Any) -> Path:
+    run(make_plan(**changes), folder, tools or make_tools()[0], command=f"howsmooth measure {folder.name}")
+    return folder
+
+
+def layers(text: str) -> Ranges:
+    return Ranges.parse(text, "layers")
+
+
+def contents_of(folder: Path) -> Contents:
+    with Store.open(folder, write=False) as store:
+        return store.contents()
+
+
+def refused(sources: list[Path], folder: Path, message: str) -> None:
+    before = {path: path.read_bytes() for path in sources[0].parent.rglob("*.sqlite")}
+    with pytest.raises(StoreError, match=message):
+        merge_stores(sources, folder)
+    assert {path: path.read_bytes() for path in sources[0].parent.rglob("*.sqlite")} == before
+    with pytest.raises(StoreError, match="merged"):
+        merge_stores(sources[::-1], folder)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_parts_of_a_study_make_the_whole(tmp_path: Path, old: bool) -> None:
+    scopes = ("attention", "head")
+    a = study(tmp_path / "a", layers=layers("0,1"), scopes=scopes)
+    b = study(tmp_path / "b", layers=layers("1,2"), scopes=scopes)
+    whole = study(tmp_path / "whole", scopes=scopes)
+    if old:
+        as_version_1(a)
+    before = [(one / STORE_NAME).read_bytes() for one in (a, b)]
+    merged = merge_stores([a, b / STORE_NAME], tmp_path / "out")
+    assert (merged.added, merged.same, merged.total, merged.failures) == (135, 45, 135, 0)
+    assert rows_of(tmp_path / "out") == rows_of(whole)
+    assert [(one / STORE_NAME).read_bytes() for one in (a, b)] == before
+    runs = contents_of(tmp_path / "out").runs
+    assert runs["command"].tolist() == ["howsmooth measure a", "howsmooth measure b"]
+    # A merged store is a store: nothing is left to measure, and it can grow.
+    tools, work = make_tools()
+    run(make_plan(scopes=scopes), tmp_path / "out", tools)
+    assert work.measured == []
+    assert run(make_plan(scopes=(*scopes, "block")), tmp_path / "out", make_tools()[0]).measured == 45
+
+
+def test_merging_again_adds_nothing(tmp_path: Path) -> None:
+    a, b = study(tmp_path / "a", layers=layers("0")), study(tmp_path / "b", layers=layers("1"))
+    merge_stores([a], tmp_path / "out")
+    merged = merge_stores([b], tmp_path / "out")
+    assert (merged.added, merged.same, merged.total) == (15, 0, 30)
+    before = contents_of(tmp_path / "out")
+    merged = merge_stores([a, b], tmp_path / "out")
+    assert (merged.added, merged.same, merged.total) == (0, 30, 30)
+    after = contents_of(tmp_path / "out")
+    for name in ("measurements", "runs", "models", "texts", "inputs"):
+        pd.testing.assert_frame_equal(getattr(after, name), getattr(before, name))
+
+
+def test_rows_keep_all_their_values_and_their_run(tmp_path: Path) -> None:
+    a, b = study(tmp_path / "a", layers=layers("0")), study(tmp_path / "b", layers=layers("1"))
+    merge_stores([a, b], tmp_path / "out")
+    out = contents_of(tmp_path / "out")
+    both = pd.concat([contents_of(one).measurements for one in (a, b)], ignore_index=True)
+    pd.testing.assert_frame_equal(out.measurements.drop(columns="run"), both.drop(columns="run"))
+    commands = out.measurements["run"].map(out.runs.set_index("id")["command"])
+    assert commands.tolist() == ["howsmooth measure a"] * 15 + ["howsmooth measure b"] * 15
+
+
+def test_models_and_texts_of_all(tmp_path: Path) -> None:
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
+    tools = make_tools(models=models, texts={"prose": words(400), "more": words(399)})[0]
+    a = study(tmp_path / "a", tools, models=(ModelSpec("small"),))
+    b = study(tmp_path / "b", tools, models=(ModelSpec("other", as_decoder=True),), texts=("prose", "more"))
+    assert merge_stores([a, b], tmp_path / "out").total == 135
+    out = contents_of(tmp_path / "out")
+    assert out.models["label"].tolist() == ["other (as decoder)", "small"]
+    assert out.texts["name"].tolist() == ["more", "prose"]
+    assert len(out.inputs) == 3
+
+
+def test_failures_come_along_and_a_measurement_of_the_other_makes_them_good(tmp_path: Path) -> None:
+    tools = make_tools()[0]
+
+    def measure(function: Any, x: Any, **options: Any) -> Any:
+        if function.layer == 1:
+            raise ModelError("No.")
+        return tools.measure(function, x, **options)
+
+    run(make_plan(), tmp_path / "a", replace(tools, measure=measure), keep_going=True)
+    study(tmp_path / "b", layers=layers("1"), lengths=(2, 4, 8))
+    merged = merge_stores([tmp_path / "a"], tmp_path / "one")
+    assert (merged.total, merged.failures) == (30, 15)
+    for sources in (["a", "b"], ["b", "a"]):
+        merged = merge_stores([tmp_path / name for name in sources], tmp_path / "-".join(sources))
+        assert (merged.total, merged.failures) == (45, 0)
+        failures = contents_of(tmp_path / "-".join(sources)).failures
+        assert len(failures) == 15
+        assert failures["resolved"].notna().all()
+    assert merge_stores([tmp_path / "a"], tmp_path / "a-b").total == 45
+    assert len(contents_of(tmp_path / "a-b").failures) == 15
+
+
+def test_another_identity_is_a_conflict(tmp_path: Path) -> None:
+    a, b = study(tmp_path / "a"), study(tmp_path / "b", seed=1)
+    refused([a, b], tmp_path / "out", "b cannot be merged with .*/a: its seed is 1, and there it is 0")
+    assert not (tmp_path / "out").exists()
+    merge_stores([a], tmp_path / "out")
+    refused([b], tmp_path / "out", "b cannot be merged with .*/out: its seed is 1, and there it is 0")
+    assert rows_of(tmp_path / "out") == rows_of(a)
+
+
+def test_another_text_or_model_under_the_same_name_is_a_conflict(tmp_path: Path) -> None:
+    a = study(tmp_path / "a")
+    b = study(tmp_path / "b", make_tools(tokens=401)[0])
+    refused([a, b], tmp_path / "out", "its SHA-256 of the text 'prose' is")
+    c = study(tmp_path / "c", make_tools(models={"small": FakeModel(fingerprint=digest("c"))})[0])
+    refused([a, c], tmp_path / "out", "its fingerprint of the model 'small' is")
+    d = study(tmp_path / "d", make_tools(models={"small": FakeModel(layers=2)})[0])
+    refused([a, d], tmp_path / "out", "its layers of the model 'small' is 2, and there it is 3")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_value_of_the_same_measurement_is_a_conflict(tmp_path: Path) -> None:
+    a, b = study(tmp_path / "a"), study(tmp_path / "b", make_tools(slope=0.5)[0])
+    refused([a, b], tmp_path / "out", r"the same measurement \(small, prose, scope attention, layer 0, n = 2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_whose_intervals_meet_are_the_same_and_the_first_is_kept(tmp_path: Path) -> None:
+    a, b = study(tmp_path / "a"), study(tmp_path / "b", make_tools(slope=0.25 + 1e-7)[0])
+    assert rows_of(a) != rows_of(b)
+    assert merge_stores([a, b], tmp_path / "out").total == 45
+    assert rows_of(tmp_path / "out") == rows_of(a)
+
+
+def test_sequences_that_overlap_are_a_conflict_but_not_in_an_old_store(tmp_path: Path) -> None:
+    a = study(tmp_path / "a", lengths=(30,), samples=8)
+    b = study(tmp_path / "b", lengths=(20,), samples=8)
+    refused([a, b], tmp_path / "out", "sequences of 'prose' with 'small' overlap")
+    assert not (tmp_path / "out").exists()
+    c = study(tmp_path / "c", lengths=(30,), samples=8, windows=APART_BY_LENGTH)
+    d = study(tmp_path / "d", lengths=(20,), samples=8, windows=APART_BY_LENGTH)
+    assert merge_stores([c, d], tmp_path / "out").total == 48
+
+
+def test_what_cannot_be_merged(tmp_path: Path) -> None:
+    a = study(tmp_path / "a")
+    with pytest.raises(ArgumentError, match="which has none"):
+        merge_stores([a, tmp_path / "none"], tmp_path / "out")
+    with pytest.raises(ArgumentError, match="each store once"):
+        merge_stores([a, a / ".." / "a" / STORE_NAME], tmp_path / "out")
+    with pytest.raises(ArgumentError, match="another folder than those merged"):
+        merge_stores([a], a)
+    with pytest.raises(ArgumentError, match="at least one store"):
+        merge_stores([], tmp_path / "out")
+    Store.open(tmp_path / "empty").close()
+    with pytest.raises(StoreError, match="there is nothing to merge"):
+        merge_stores([tmp_path / "empty"], tmp_path / "out")
+    assert merge_stores([tmp_path / "empty", a], tmp_path / "out").total == 45
+    with sqlite3.connect(a / STORE_NAME) as connection:
+        connection.execute("UPDATE measurements SET lipschitz = 9 WHERE rowid = 3")
+    connection.close()
+    with pytest.raises(StoreError, match=r"a/measurements.sqlite is damaged"):
+        merge_stores([a], tmp_path / "second")
+
+
+def test_a_merge_that_stops_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = study(tmp_path / "a", layers=layers("0")), study(tmp_path / "b", layers=layers("1"))
+    merge_stores([a], tmp_path / "out")
+    before = rows_of(tmp_path / "out")
+
+    def stop(self: Store) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "resolve", stop)
+    with pytest.raises(KeyboardInterrupt):
+        merge_stores([b], tmp_path / "out")
+    assert rows_of(tmp_path / "out") == before
+    monkeypatch.undo()
+    assert merge_stores([b], tmp_path / "out").total == 30
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+    a, b = study(tmp_path / "a", layers=layers("0")), study(tmp_path / "b", layers=layers("1"))
+    out = tmp_path / "out"
+    assert main(["study", "--merge", str(a), str(b), "--out", str(out)]) == 0
+    assert "30 measurements added, 0 were there already; 30 in the store" in capsys.readouterr().out
+    assert (out / "report.html").exists()
+    assert len(pd.read_csv(out / "measurements.csv")) == 30
+    study(tmp_path / "c", seed=1)
+    assert main(["study", "--merge", str(tmp_path / "c"), "--out", str(out)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")

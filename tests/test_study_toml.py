@@ -1,0 +1,339 @@
+"""Plan files and ``howsmooth study``: every key checked, studies begun, resumed, and their status told."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from howsmooth.cli import main
+from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.study import publish as publishing
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plan_file import KEYS, read_plan
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.store import Store
+from tests._study import FakeModel, digest, make_tools, rows_of
+
+FULL = """
+models = ["small", {name = "other", as_decoder = true}]
+texts = ["prose", "notes.txt"]
+lengths = "2:6:2"
+samples = 3
+scopes = ["attention", "head"]
+layers = [0, "-1"]
+heads = 1
+rtol = 0.001
+confidence = 0.99
+max_iterations = 50
+seed = 7
+device = "cpu"
+dtype = "float64"
+threads = 2
+out = "results"
+"""
+
+SMALL = 'models = ["small"]\ntexts = ["prose"]\nlengths = [2, 4, 8]\nsamples = 5\n'
+
+Result = tuple[int, str, str]
+Howsmooth = Callable[..., Result]
+
+
+def written(folder: Path, content: str) -> Path:
+    path = folder / "plan.toml"
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("words")
+    study = read_plan(written(tmp_path, FULL))
+    assert study.plan == Plan(
+        models=(ModelSpec("small"), ModelSpec("other", as_decoder=True)),
+        texts=("prose", str(tmp_path / "notes.txt")),
+        lengths=(2, 4, 6),
+        samples=3,
+        scopes=("attention", "head"),
+        layers=Ranges.parse("0,-1", "layers"),
+        heads=Ranges.parse("1", "heads"),
+        rtol=1e-3,
+        confidence=0.99,
+        max_iterations=50,
+        seed=7,
+        dtype="float64",
+    )
+    assert (study.out, study.threads) == (tmp_path / "results", 2)
+    assert all(f"\n{key} =" in FULL for key in KEYS)
+
+
+def test_a_model_is_all_that_a_plan_needs(tmp_path: Path) -> None:
+    study = read_plan(written(tmp_path, 'models = "small"'))
+    assert study.plan == Plan(models=(ModelSpec("small"),))
+    assert (study.out, study.threads) == (tmp_path / "plan-out", None)
+
+
+def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").mkdir()
+    written(tmp_path, 'models = ["my-model", "small"]\nout = "../there"')
+    monkeypatch.chdir(tmp_path.parent)
+    study = read_plan(Path(tmp_path.name) / "plan.toml")
+    assert [model.label for model in study.plan.models] == ["my-model", "small"]
+    assert study.plan.models[0].name == f"{tmp_path.name}/my-model"
+    assert study.out == Path(tmp_path.name) / "../there"
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "unknown key": ('model = ["small"]', "plan.toml: model: expected one of the keys .* Is models meant?"),
+    "unknown key of a model": ('models = [{name = "a", layers = 1}]', "models: layers: expected one of"),
+    "no models": ("samples = 1", "plan.toml: models: expected at least one model, got no such key"),
+    "empty models": ("models = []", "models: expected a list of names"),
+    "model of a number": ("models = [1]", "models: expected names or tables"),
+    "model without a name": ("models = [{random_init = true}]", "models: name: expected a name"),
+    "model with a flag of words": ('models = [{name = "a", as_decoder = "yes"}]', "as_decoder: expected"),
+    "model twice": ('models = ["a", "a"]', "models: expected each only once, got 'a' twice"),
+    "text of a number": ('models = ["a"]\ntexts = [1]', "texts: expected words"),
+    "null in a text": ('models = ["a"]\ntexts = ["a\\u0000"]', "texts: expected words"),
+    "empty name": ('models = [" "]', "models: expected words"),
+    "lengths of a fraction": ('models = ["a"]\nlengths = 1.5', "lengths: expected a number, words"),
+    "lengths of true": ('models = ["a"]\nlengths = [true]', "lengths: expected a number, words"),
+    "lengths backwards": ('models = ["a"]\nlengths = "9:2"', "lengths: expected ranges that are not"),
+    "lengths of all": ('models = ["a"]\nlengths = "all"', "lengths: expected numbers"),
+    "layers of words": ('models = ["a"]\nlayers = "first"', "layers: expected numbers"),
+    "heads without the scope": ('models = ["a"]\nheads = 1', "plan.toml: heads: expected heads only"),
+    "scope": ('models = ["a"]\nscopes = ["whole"]', "scopes: expected one of head, heads"),
+    "scopes twice": ('models = ["a"]\nscopes = ["head", "head"]', "scopes: expected each only once"),
+    "samples of words": ('models = ["a"]\nsamples = "ten"', "samples: expected a whole number, got 'ten'"),
+    "samples of true": ('models = ["a"]\nsamples = true', "samples: expected a whole number, got True"),
+    "no samples": ('models = ["a"]\nsamples = 0', "samples: expected at least 1, got 0"),
+    "rtol of nan": ('models = ["a"]\nrtol = nan', "plan.toml: rtol: expected"),
+    "rtol of words": ('models = ["a"]\nrtol = "small"', "rtol: expected a number"),
+    "confidence": ('models = ["a"]\nconfidence = 2', "plan.toml: confidence: expected"),
+    "max_iterations": ('models = ["a"]\nmax_iterations = 0', "plan.toml: max_iterations: expected"),
+    "seed": ('models = ["a"]\nseed = -1', "plan.toml: seed: expected an integer"),
+    "dtype": ('models = ["a"]\ndtype = "half"', "plan.toml: dtype: expected float32 or float64"),
+    "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected at least 1"),
+    "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected words"),
+    "syntax": ("models = [", "plan: expected a plan file in TOML, got .*plan.toml"),
+    "endless number": ("samples = " + "9" * 9000, "plan: expected a plan file in TOML"),
+    "huge number": ('models = ["a"]\nrtol = ' + "9" * 400, "rtol: expected a finite number"),
+    "deep": ("models = " + "[" * 20000, "plan: expected a plan file in TOML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_plan_is_refused_with_the_key(tmp_path: Path, case: str) -> None:
+    content, message = BAD[case]
+    with pytest.raises(ArgumentError, match=message) as refusal:
+        read_plan(written(tmp_path, content))
+    assert "--" not in str(refusal.value)
+
+
+def test_what_is_no_plan_file(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="No such file"):
+        read_plan(tmp_path / "none.toml")
+    with pytest.raises(ArgumentError, match="Is a directory"):
+        read_plan(tmp_path)
+    with pytest.raises(ArgumentError, match="null byte"):
+        read_plan(Path("a\0b"))
+    (tmp_path / "plan.toml").write_bytes(b'models = ["\xe9"]')
+    with pytest.raises(ArgumentError, match="not written in UTF-8"):
+        read_plan(tmp_path / "plan.toml")
+
+
+VALUES = st.recursive(
+    st.none().map(lambda _: "nan")
+    | st.integers().map(str)
+    | st.booleans().map(lambda value: str(value).lower())
+    | st.floats(allow_nan=False, allow_infinity=False).map(repr)
+    | st.text(max_size=8).map(lambda value: json.dumps(value, ensure_ascii=True)),
+    lambda inner: st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    entries=st.dictionaries(st.sampled_from([*KEYS, "other"]), VALUES, max_size=5), tail=st.text(max_size=5)
+)
+def test_whatever_is_written_is_a_plan_or_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, entries: dict[str, str], tail: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    content = "".join(f"{key} = {value}\n" for key, value in entries.items()) + tail
+    path = folder / "fuzz.toml"
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
+    refusal = ""
+    try:
+        read_plan(path)
+    except ArgumentError as error:
+        refusal = str(error)
+    assert not refusal or refusal.startswith(("plan: ", "fuzz.toml: "))
+
+
+# ---- the command
+
+
+@pytest.fixture
+def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def command(*arguments: str, tools: Any = None) -> Result:
+        monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+        chosen = tools or make_tools()[0]
+        monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: chosen)
+        capsys.readouterr()
+        code = main(("study", *arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+def test_a_study_is_carried_out_and_not_begun_twice(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = str(written(tmp_path, SMALL))
+    code, out, _ = howsmooth(plan)
+    assert code == 0
+    assert "45 measurements made" in out
+    assert (tmp_path / "plan-out" / "report.html").exists()
+    before = rows_of(tmp_path / "plan-out")
+    code, _, err = howsmooth(plan)
+    assert code == 2
+    assert "holds a study already. Add --resume" in err
+    tools, work = make_tools()
+    code, out, _ = howsmooth(plan, "--resume", tools=tools)
+    assert code == 0
+    assert work.measured == []
+    assert "45 were there already" in out
+    assert rows_of(tmp_path / "plan-out") == before
+
+
+def test_resume_begins_where_nothing_is(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    code, out, _ = howsmooth(str(written(tmp_path, SMALL)), "--resume", "--json")
+    assert code == 0
+    assert json.loads(out)["measurements"]["measured"] == 45
+
+
+def test_out_on_the_command_line_comes_first(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    assert howsmooth(str(written(tmp_path, SMALL)), "--out", str(tmp_path / "mine"), "--quiet") == (0, "", "")
+    assert len(rows_of(tmp_path / "mine")) == 45
+    assert not (tmp_path / "plan-out").exists()
+
+
+def test_threads_of_the_plan_are_set(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        howsmooth(str(written(tmp_path, f"{SMALL}threads = 1")))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = str(written(tmp_path, SMALL.replace('"small"', '"missing", "small"')))
+    code, out, err = howsmooth(plan)
+    assert code == 3
+    assert "45 measurements made" in out
+    assert "1 failed, the first because of: model: 'missing' is not known." in err
+    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
+    code, out, _ = howsmooth(plan, "--status")
+    assert code == 0
+    assert "missing" in out
+    assert "?" in out
+    assert "once: model: 'missing' is not known." in out
+    models = {"small": FakeModel(), "missing": FakeModel(fingerprint=digest("found"))}
+    code, _, err = howsmooth(plan, "--resume", "--quiet", tools=make_tools(models=models)[0])
+    assert (code, err) == (0, "")
+    code, out, _ = howsmooth(plan, "--status")
+    assert "All is measured." in out
+    assert "times" not in out
+
+
+def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    def interrupt(calls: int) -> None:
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    plan = str(written(tmp_path, SMALL))
+    code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
+    assert code == 130
+    assert "interrupted: 20 of 45 measurements are kept" in err
+    command = shlex.split(err.splitlines()[-1])
+    assert command == ["howsmooth", "study", plan, "--resume"]
+    code, out, _ = howsmooth(plan, "--status", "--json")
+    status = json.loads(out)
+    assert status["parts"] == [
+        {"model": "small", "text": "prose", "scope": "attention", "planned": 45, "done": 20, "failed": 0}
+    ]
+    assert status["finished"] is None
+    assert status["running"] is False
+    assert status["rate"] > 0
+    assert status["remaining"] > 0
+    assert howsmooth(*command[2:])[0] == 0
+    assert len(rows_of(tmp_path / "plan-out")) == 45
+
+
+def test_status_before_during_and_after(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = written(
+        tmp_path, SMALL.replace('"small"', '"small", "later"') + 'scopes = ["attention", "head"]\n'
+    )
+    models = {"small": FakeModel()}
+    code, out, _ = howsmooth(str(plan), "--status")
+    assert code == 0
+    assert "Not begun." in out
+    assert not (tmp_path / "plan-out").exists()
+
+    tries = iter(range(1000))
+
+    def bad(calls: int) -> None:
+        # The fifth batch, and after it each of its five samples by itself.
+        if 4 <= next(tries) < 10:
+            raise ModelError("too hot.")
+
+    assert howsmooth(str(plan), tools=make_tools(models=models, before_measure=bad)[0])[0] == 3
+    _, out, _ = howsmooth(str(plan), "--status", "--json")
+    parts = json.loads(out)["parts"]
+    assert [part["planned"] for part in parts] == [45, 90, None, None]
+    assert [part["done"] for part in parts[2:]] == [0, 0]
+    assert parts[0]["done"] + parts[1]["done"] + parts[0]["failed"] + parts[1]["failed"] == 135
+    assert parts[0]["failed"] + parts[1]["failed"] == 5
+    with Store.open(tmp_path / "plan-out"):
+        _, out, _ = howsmooth(str(plan), "--status")
+    assert "Running since 20" in out
+    _, out, _ = howsmooth(str(plan), "--status")
+    assert "Not running: the run of 20" in out
+    assert "5 times: too hot." in out
+
+
+def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    howsmooth(str(written(tmp_path, SMALL)))
+    code, _, err = howsmooth(str(written(tmp_path, f"{SMALL}seed = 3")), "--status")
+    assert code == 2
+    assert "made with seed 0, not 3" in err
+
+
+MISUSES: dict[str, tuple[tuple[str, ...], str]] = {
+    "two plans": (("a.toml", "b.toml"), "plan: expected one plan file, got 2. Several stores need --merge."),
+    "merge and status": (("a", "--merge", "--status"), "merge: expected --merge alone"),
+    "merge without out": (("a", "--merge"), "out: expected a folder for the merged study"),
+    "merge of nothing": (("a", "--merge", "--out", "b"), "merge: expected folders with a store, got a"),
+    "no plan": ((), "Missing argument"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_misuse_is_refused(
+    howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, message = MISUSES[case]
+    code, out, err = howsmooth(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
