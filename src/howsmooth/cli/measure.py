@@ -10,16 +10,14 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.progress import Display, choose
+from howsmooth.cli.progress import choose
+from howsmooth.cli.watch import INTERRUPTED, Watch
 from howsmooth.study.names import encodable
-from howsmooth.study.progress import Outcome, Progress
 
 __all__ = ["TYPED", "measure"]
 
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The words after ``howsmooth``, as typed."""
-
-INTERRUPTED = 130
 
 Scope = StrEnum("Scope", ["head", "heads", "attention", "residual", "block"])
 Dtype = StrEnum("Dtype", ["float32", "float64"])
@@ -33,6 +31,7 @@ _EXAMPLES = (
     "[cyan]howsmooth measure ./my-model --text alice.txt --scope head --heads 0:3 --layers 2[/]  four heads",
     "[cyan]howsmooth measure gpt2 --random-init --text alice.txt --layers 6[/]  the architecture, untrained",
     "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
+    "[cyan]howsmooth measure builtin-encoder --as-published all[/]  beside what the paper's code computes",
     "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  for a machine",
     "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
     "layers, heads, scopes, texts and models can be added to a folder at any time.",
@@ -111,6 +110,16 @@ def measure(
             "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
         ),
     ] = False,
+    as_published: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|ITEMS",
+            help="Measure what the paper's published code computes beside the corrected constant, into "
+            "published.csv. Items: output, block, unmasked, dropout, stopping; all takes those that apply.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     rtol: Annotated[
         float, typer.Option(help="Relative width of the interval to reach.", rich_help_panel=HOW)
     ] = 1e-4,
@@ -173,8 +182,13 @@ def measure(
         torch.set_num_threads(threads)
     command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
     display = choose(quiet=quiet)
-    watch = _Watch(display)
+    watch = Watch(display, command)
     try:
+        if as_published is not None:
+            from howsmooth.cli.published import measure_as_published
+
+            measure_as_published(plan, as_published, out, display, watch, as_json=json, quiet=quiet)
+            return 0
         with display:
             display.phase("Reading texts and models")
             outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
@@ -184,7 +198,7 @@ def measure(
                 out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}")
             )
     except KeyboardInterrupt:
-        typer.echo(watch.interrupted(out, command), err=True)
+        typer.echo(watch.interrupted(out), err=True)
         return INTERRUPTED
     if json:
         from howsmooth.cli.result import as_json
@@ -195,40 +209,6 @@ def measure(
 
         show(plan, outcome, published, out)
     return 0
-
-
-class _Watch:
-    """Hears how far the run is, shows it, and remembers it for the message after Ctrl-C."""
-
-    def __init__(self, display: Display) -> None:
-        self._display = display
-        self._last: Progress | None = None
-        self.finished: Outcome | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        if self._last is None:
-            kept = f" ({progress.kept} more are in the store already)" if progress.kept else ""
-            self._display.phase(f"Measuring {progress.planned} constants{kept}")
-        self._last = progress
-        words = f"{progress.done} of {progress.planned}, {progress.model}, n = {progress.n}"
-        self._display.advance(progress.cost_done, progress.cost_planned, words)
-
-    def interrupted(self, folder: Path, command: str) -> str:
-        """Say what was kept, and how to go on."""
-        if self.finished is not None:
-            done = self.finished.measured + self.finished.kept
-            return (
-                f"interrupted while drawing: all {done} measurements are kept in {folder}. "
-                f"Draw with the same command:\n  {command}"
-            )
-        if self._last is None:
-            return "interrupted: nothing had been measured yet."
-        done = self._last.done + self._last.kept
-        planned = self._last.planned + self._last.kept
-        return (
-            f"interrupted: {done} of {planned} measurements are kept in {folder}. "
-            f"Continue with the same command:\n  {command}"
-        )
 
 
 measure.__dict__["examples"] = "\n\n".join(_EXAMPLES)
