@@ -112,7 +112,7 @@ def test_a_model_gives_one_table_a_layer_with_the_radius_of_its_norm(howsmooth: 
     assert "Bounding" in err
 
 
-def test_the_sequence_is_the_first_that_measure_picks(
+def test_the_sequence_is_a_window_that_the_seed_decides(
     howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from howsmooth.study.plan import derive_seed

@@ -145,6 +145,22 @@ def test_a_store_cut_in_a_way_that_is_not_known_is_refused(tmp_path: Path) -> No
         run(make_plan(), tmp_path, make_tools()[0])
 
 
+def test_a_text_that_is_full_does_not_stop_the_others(tmp_path: Path) -> None:
+    texts = {"prose": words(75), "more": words(400)}
+    run(make_plan(texts=tuple(texts)), tmp_path, make_tools(texts=texts)[0])
+    before = rows_of(tmp_path)
+    outcome = run(
+        make_plan(texts=tuple(texts), lengths=(2, 3)), tmp_path, make_tools(texts=texts)[0], keep_going=True
+    )
+    assert (outcome.measured, outcome.kept, outcome.failed) == (15, 15, 1)
+    added = rows_of(tmp_path) - before
+    assert {(row[1], row[5]) for row in added} == {("more", 3)}
+    with Store.open(tmp_path, write=False) as store:
+        (failure,) = store.failures().to_dict("records")
+    assert (failure["model"], failure["text"]) == ("small", "prose")
+    assert "too short for more" in failure["error"]
+
+
 def test_a_text_that_is_full_is_refused_before_anything_more_is_measured(tmp_path: Path) -> None:
     run(make_plan(), tmp_path, make_tools(tokens=75)[0])
     before = rows_of(tmp_path)

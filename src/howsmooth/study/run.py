@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from howsmooth.errors import TextError
 from howsmooth.study.environment import environment
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject, capture_sites, place_sequences, prepare
 from howsmooth.study.progress import Outcome, Progress
-from howsmooth.study.sequences import SCHEMES
+from howsmooth.study.sequences import SCHEMES, Sequences
 from howsmooth.study.store import Failure, Key, Measurement, Store
 from howsmooth.study.tools import Estimate, Model, SiteLike, Tools
 
@@ -106,8 +107,11 @@ def run(
             store.check(plan.identity)
         for one in subjects:
             store.check_input(one.model, one.text, one.fingerprint, tokenizer_source=one.tokenizer_source)
+        placed = list(_placed(plan, subjects, store, impossible if keep_going else None))
+        if not placed:
+            raise impossible[0][2]
         store.add_study(plan.identity)
-        for one in subjects:
+        for one, _ in placed:
             store.add_input(
                 one.model,
                 one.text,
@@ -115,9 +119,9 @@ def run(
                 tokenizer_source=one.tokenizer_source,
                 tokens=len(one.tokens),
             )
-        batches = list(work(plan, subjects, store))
+        batches = list(work(plan, placed, store))
         planned = sum(len(batch.missing) for batch in batches)
-        kept = sum(count_planned(plan, one) for one in subjects) - planned
+        kept = sum(count_planned(plan, one) for one, _ in placed) - planned
         measured = unconverged = failures = 0
         reason = ""
         if batches or impossible:
@@ -202,12 +206,27 @@ def _as_stored(plan: Plan, store: Store) -> Plan:
     return replace(plan, windows=scheme) if scheme in SCHEMES else plan
 
 
-def work(plan: Plan, subjects: list[Subject], store: Store) -> Iterator[Batch]:
-    """List what is left to do, subject by subject, from short to long."""
+def _placed(
+    plan: Plan,
+    subjects: list[Subject],
+    store: Store,
+    impossible: list[tuple[ModelSpec, str | None, Exception]] | None,
+) -> Iterator[tuple[Subject, Sequences]]:
+    """Say where the sequences of each subject lie; without room for them, it is impossible."""
     for subject in subjects:
-        known = store.known(subject.model.label, subject.text.name)
         held = store.sequences(subject.model.label, subject.text.name)
-        placed = place_sequences(plan, subject, held)
+        try:
+            yield subject, place_sequences(plan, subject, held)
+        except TextError as error:
+            if impossible is None:
+                raise
+            impossible.append((subject.spec, subject.text.name, error))
+
+
+def work(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Batch]:
+    """List what is left to do, subject by subject, from short to long."""
+    for subject, places in placed:
+        known = store.known(subject.model.label, subject.text.name)
         for n in sorted(plan.lengths):
             size = batch_size(subject.model.heads, n, plan.dtype)
             for scope in plan.scopes:
@@ -222,7 +241,7 @@ def work(plan: Plan, subjects: list[Subject], store: Store) -> Iterator[Batch]:
                     missing = frozenset(asked - known)
                     if missing:
                         samples = tuple(sorted({sample for *_, sample in missing}))
-                        starts = {sample: placed[n, sample] for sample in samples}
+                        starts = {sample: places[n, sample] for sample in samples}
                         yield Batch(subject, n, scope, samples, starts, missing)
 
 

@@ -279,7 +279,7 @@ class ModelSource:
         return self._captured(self._start(usual), usual, None, "attention", None)
 
     def _start(self, length: int) -> int:
-        """Pick the first token: that of the first sequence that ``howsmooth measure`` picks."""
+        """Pick the first token: that of a window of the text which the seed, text and model decide."""
         label, most = self.label, self._model.max_length
         if most is not None and length > most:
             raise ArgumentError(
