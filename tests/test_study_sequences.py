@@ -90,6 +90,14 @@ def test_on_a_long_text_every_place_is_about_equally_likely() -> None:
     assert chi_square < 150  # 98 degrees of freedom: exceeded once in 2000
 
 
+def test_what_fits_in_one_way_only_is_found_to_fit() -> None:
+    """Free are 4 and 6 places, for windows of 4, 3 and 3: the 4 must not go where the others have to."""
+    for seed in range(50):
+        places = arrange(14, (3, 4), 2, seed, {(4, 1): 4})
+        assert places[4, 0] == 0
+        assert {places[3, 0], places[3, 1]} == {8, 11}
+
+
 @pytest.mark.parametrize("samples", [12, 14])
 def test_a_short_text_leaves_room_for_what_is_added(samples: int) -> None:
     """As much as Alice has for the tokenizer of BERT: 36703 tokens, of which the protocol takes 25500."""
