@@ -7,14 +7,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 from howsmooth.cli import main
 from howsmooth.errors import StoreError
 from howsmooth.published import ITEMS
+from howsmooth.study import published_run
 from howsmooth.study.published_rows import PUBLISHED_COLUMNS, quantities, read_rows
 from howsmooth.study.published_tables import compare
 
@@ -188,3 +191,40 @@ def test_a_damaged_file_is_refused(made: Path, tmp_path: Path, content: bytes, w
     (tmp_path / "published.csv").write_bytes((made / "published.csv").read_bytes()[:-40])
     with pytest.raises(StoreError, match="published rows"):
         read_rows(tmp_path)
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = published_run.measure_layer, 0
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:  # within the second of three lengths
+            raise KeyboardInterrupt
+        return real(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published_run, "measure_layer", interrupted)
+        assert main([*SMALL, "all", "-q", "--out", str(tmp_path)]) == 130
+    assert "12 of 36 measurements are kept" in capsys.readouterr().err
+    assert len(read_rows(tmp_path)) == 12
+    assert main([*SMALL, "all", "-q", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "published.csv").read_bytes() == (made / "published.csv").read_bytes()
+
+
+def test_two_processes_do_not_write_one_file(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "held"
+    shutil.copytree(made, folder)
+    with FileLock(folder / ".published.lock"):
+        assert "in use by another howsmooth process" in refusal(capsys, *SMALL, "all", "--out", str(folder))
+    assert (folder / "published.csv").read_bytes() == (made / "published.csv").read_bytes()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    assert "expected a writable folder" in refusal(capsys, *SMALL, "output", "--out", out)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.models import LoadedModel
@@ -30,6 +32,7 @@ from howsmooth.study.tools import Tools
 __all__ = ["run_as_published"]
 
 _SETTINGS = "published.json"
+_PATIENCE = 1.0  # seconds
 _KEY = ("model", "text", "layer", "n", "sample", "quantity", "items")
 
 
@@ -86,13 +89,27 @@ def run_as_published(
             got=", ".join(plan.scopes),
             remedy="The published scope is one of its items, block.",
         )
-    kept = read_rows(folder) if (folder / FILE).exists() else pd.DataFrame(columns=list(PUBLISHED_COLUMNS))
-    there = _settings_of(folder, plan) if len(kept) else {}
+    _there(folder, plan)  # what cannot be continued is refused before a model is loaded
     models = Models(plan, tools)
     subjects = prepare(plan, tools, models)
     wanted = [_wanted(one, models, items, plan) for one in subjects]
+    with _only_writer(folder):
+        planned, kept, unsettled = _carry_out(plan, subjects, wanted, folder, models, on_progress)
+    return Outcome(planned, kept, unsettled, time.perf_counter() - began)
+
+
+def _carry_out(
+    plan: Plan,
+    subjects: Sequence[Subject],
+    wanted: Sequence[dict[int, dict[str, tuple[str, ...]]]],
+    folder: Path,
+    models: Models,
+    on_progress: Callable[[Progress], None],
+) -> tuple[int, int, int]:
+    """Measure what is missing; count the rows measured, those there before, and the unconverged."""
+    kept, inputs = _there(folder, plan)
     placed = [place_sequences(plan, one, _held(kept, one)) for one in subjects]
-    _write_settings(folder, plan, subjects, there)
+    _write_settings(folder, plan, subjects, inputs)
     known = set(kept[list(_KEY)].itertuples(index=False, name=None))
     batches = [
         batch
@@ -115,7 +132,35 @@ def run_as_published(
         done, cost = done + batch.rows, cost + batch.cost
         unsettled += int((~rows["settled"] & rows["lower"].notna()).sum())
         on_progress(Progress(done, planned, asked - planned, cost, total, *where, -1))
-    return Outcome(planned, asked - planned, unsettled, time.perf_counter() - began)
+    return planned, asked - planned, unsettled
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from writing its rows."""
+    lock = FileLock(folder / ".published.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout as error:
+        raise StoreError(
+            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _there(folder: Path, plan: Plan) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return the rows that are there, and what they were made of; none of either if there are none."""
+    if not (folder / FILE).exists():
+        return pd.DataFrame(columns=list(PUBLISHED_COLUMNS)), {}
+    return read_rows(folder), _settings_of(folder, plan)
 
 
 def _wanted(
@@ -187,7 +232,6 @@ def _write_settings(folder: Path, plan: Plan, subjects: Sequence[Subject], there
     path = folder / _SETTINGS
     content = json.dumps({"settings": asdict(plan.identity), "inputs": inputs}, indent=2, sort_keys=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
