@@ -126,3 +126,20 @@ def test_dropout_is_random_but_reproducible() -> None:
 def test_tokens_that_are_no_batch_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"tokens: expected token ids of shape \(batch, n\)"):
         published.measure_as_published(tiny("bert"), TWO[0], 0)
+
+
+def test_the_dropout_item_takes_the_tokens_of_training_mode() -> None:
+    model = tiny("gpt2")  # its embeddings have dropout of 0.9
+    model.config.attn_pdrop = model.config.resid_pdrop = 1e-12
+    found = published.measure_as_published(model, TWO, 0, ["output", "dropout"], seed=7)
+    (layer,) = published.capture_layers(model, TWO, [0], seeds=[7, 8])
+    assert layer.training_x is not None
+    for member in range(2):
+        expected, evaluated = (
+            published.power_iteration(
+                layer.attention.map, x[member], output=True, absolute=False, seed=0
+            ).value
+            for x in (layer.training_x, layer.attention.x)
+        )
+        assert float(found.value[member]) == pytest.approx(expected, rel=1e-5)
+        assert abs(expected / evaluated - 1) > 0.01
