@@ -87,6 +87,14 @@ def test_p_is_below_five_per_cent_exactly_if_the_interval_misses_a_quarter(
     assert (fit.quarter < 1 - LEVEL) == (not fit.low <= QUARTER <= fit.high)
 
 
+def test_one_point_far_from_all_others_decides_the_slope_and_the_interval_stays_finite() -> None:
+    n = np.array([1, 10**9, 10**9 + 1, 10**9 + 2])
+    fit = fit_exponent(n, np.array([1.0, 180.0, 170.0, 190.0]), np.ones(4, dtype=bool))
+    assert fit.slope == pytest.approx(0.25, abs=0.01)
+    assert math.isfinite(fit.low)
+    assert fit.low < fit.slope < fit.high
+
+
 def test_p_on_a_line_without_noise_is_one_or_zero() -> None:
     n = np.array([2, 4, 8, 16])
     usable = np.ones(4, dtype=bool)

@@ -219,7 +219,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> _Line:
     residuals = y - intercept - slope * x
     # Each residual is taken as the point would have it if the line had been fitted without the point.
     leverage = 1 / len(x) + centred**2 / square
-    left_out = residuals / (1 - leverage)
+    left_out = residuals / np.maximum(1 - leverage, np.finfo(np.float64).eps)
     return _Line(
         slope=slope,
         intercept=intercept,
