@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote
@@ -26,7 +27,7 @@ SCHEMA_VERSION = 2
 _PATIENCE = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schema:
     """The tables of one kind of store.
 
@@ -189,6 +190,10 @@ def check_schema(
             connection.execute(f"PRAGMA application_id = {schema.application_id}")
             connection.execute(f"PRAGMA user_version = {schema.version}")
         return
+    if tables == 0 and application == 0:
+        raise StoreError(
+            f"{path} is empty: the run that made it was stopped before it wrote anything. Run it again."
+        )
     if application != schema.application_id:
         raise StoreError(f"{path} is not a store of howsmooth {schema.holds}. Choose another --out.")
     if version != schema.version and version not in schema.migrations:
@@ -200,9 +205,30 @@ def check_schema(
     if verdict != "ok":
         raise _damaged(path, verdict)
     if version == schema.version:
+        if _shape(connection) != _wanted_shape(schema):
+            raise _damaged(path, "its tables are not those that were made")
         _check_seals(connection, path, schema)
     elif write:
         _migrate(connection, schema, version)
+
+
+def _shape(connection: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
+    """Describe tables and indices: the seals cover what is in the columns, not what these are called."""
+    found: set[tuple[object, ...]] = set()
+    for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+        found.add((kind, name, "" if kind == "table" else " ".join(str(sql).split())))
+        for pragma in ("table_info", "foreign_key_list"):
+            rows = connection.execute(f"SELECT * FROM pragma_{pragma}(?)", (name,)).fetchall()
+            found |= {(pragma, name, *row[1:]) for row in rows}
+    return frozenset(found)
+
+
+@cache
+def _wanted_shape(schema: Schema) -> frozenset[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for statement in schema.statements:
+            connection.execute(statement)
+        return _shape(connection)
 
 
 def _damaged(path: Path, verdict: str) -> StoreError:
@@ -253,7 +279,7 @@ def _seal(*values: object) -> str:
 
 
 def store_there(folder: Path, schema: Schema) -> bool:
-    """Whether the folder holds something under the name of the store.
+    """Whether the folder holds something under the name of the store; an empty file is nothing yet.
 
     Raises
     ------
@@ -264,7 +290,8 @@ def store_there(folder: Path, schema: Schema) -> bool:
     try:
         if folder.exists() and not folder.is_dir():
             raise StoreError(f"out: expected a folder, got the file {folder}. Choose another --out.")
-        return (folder / schema.file).exists()
+        path = folder / schema.file
+        return path.exists() and not (path.is_file() and path.stat().st_size == 0)
     except OSError as error:
         raise StoreError(
             f"out: expected a usable folder, got {folder} ({reason(error)}). Choose another --out."
