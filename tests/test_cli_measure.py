@@ -354,7 +354,7 @@ CHILD = """
 import sys, time
 import howsmooth.study.tools as tools
 from tests._study import make_tools
-made, _ = make_tools(before_measure=lambda calls: time.sleep(0.05))
+made, _ = make_tools(tokens=10_000, before_measure=lambda calls: time.sleep(0.05))
 tools.default_tools = lambda: made
 from howsmooth.cli import main
 sys.exit(main(sys.argv[1:]))

@@ -284,7 +284,8 @@ def _check_tokens(plan: Plan, subject: Subject) -> None:
     sample = max(plan.lengths) if apart_by_length else sum(plan.lengths)
     needed = plan.samples * sample
     if needed > tokens:
-        of_lengths = f"{sample} tokens" if apart_by_length else f"each of {len(plan.lengths)} lengths"
+        one = apart_by_length or len(plan.lengths) == 1
+        of_lengths = f"{sample} tokens" if one else f"each of {len(plan.lengths)} lengths"
         fitting = tokens // sample
         choices = [f"--samples {fitting} or fewer"] if fitting else []
         choices += ["fewer or shorter --lengths", "a longer text"]
