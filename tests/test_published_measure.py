@@ -93,7 +93,7 @@ def test_dropout_runs_the_tokens_through_training_mode_and_leaves_the_model_as_i
     state = torch.get_rng_state()
     one, two = published.capture_layers(model, TWO, [0, 2], seeds=[5, 6])
     assert torch.equal(state, torch.get_rng_state())
-    assert not any(module.training for module in model.modules())
+    assert not any(module.training or module._forward_pre_hooks for module in model.modules())
     seen = []
     hooks = [model.h[i].ln_1.register_forward_hook(lambda m, a, out: seen.append(out)) for i in (0, 2)]
     with torch.random.fork_rng(), torch.no_grad():
