@@ -264,7 +264,7 @@ def test_lower_bounds_of_the_mean_field_constant() -> None:
 
 
 def test_pre_norm_composition_where_it_is_an_equality() -> None:
-    """A = 0, V = I: the norm alone, whose derivative is √d/s at right angles to the token; 1/√eps near zero."""
+    """A = 0, V = I: the norm alone, of derivative √d/s at right angles to the token; 1/√eps near zero."""
     zero, eye = torch.zeros(1, 1, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)[None]
     f, norm = hs.SelfAttention(zero, zero, eye), hs.RMSNorm(torch.ones(D, dtype=torch.float64), 0.01)
     x = tokens(1, 1, D)
