@@ -258,6 +258,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         raise HowsmoothError("enough")
 
     monkeypatch.setattr("howsmooth.study.run.run", stop)
+    monkeypatch.setattr("howsmooth.study.published_run.run_as_published", stop)
     monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: make_tools()[0])
     for example in examples:
         assert main(shlex.split(example.split(">")[0])[1:]) == 2
