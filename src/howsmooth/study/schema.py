@@ -163,6 +163,9 @@ def translated(path: Path) -> Iterator[None]:
         ) from error
     except sqlite3.IntegrityError:
         raise  # a row twice would be our mistake, not the user's
+    except UnicodeDecodeError as error:
+        # SQLite's own words, about a name that was damaged.
+        raise _damaged(path, "it holds names that are no letters") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(
             f"{path} cannot be read: {error}. Move it away, or choose another --out; nothing was changed."
