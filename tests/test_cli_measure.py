@@ -352,6 +352,9 @@ def test_a_mistake_of_ours_is_not_hidden(howsmooth: Howsmooth, tmp_path: Path) -
 
 
 CHILD = """
+# Where the tests run in the background of a shell, Ctrl-C is ignored, and children would inherit that.
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys, time
 import howsmooth.study.tools as tools
 from tests._study import make_tools
