@@ -134,7 +134,8 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
 
     References
     ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Appendix C.1.
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, the proof of Theorem 3.3,
+    kept at the given tokens.
 
     """
     at = _at(attention, X, "three_terms")
@@ -158,7 +159,7 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
     )
     return _upper(
         "three_terms",
-        _PAPER.format("Appendix C.1 (proof of Theorem 3.3)"),
+        _PAPER.format("proof of Theorem 3.3"),
         0.5 * (math.log(3) + log) + _log(at.head.V_norm),
     )
 

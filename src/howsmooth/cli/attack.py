@@ -25,7 +25,7 @@ _EXAMPLES = (
     "howsmooth bound or howsmooth.models.parameter_files.read_parameter_file.",
     "Examples:",
     "[cyan]howsmooth attack builtin-encoder --layers 0 --lengths 12,24,48 --steps 20 --restarts 4[/]  quick",
-    "[cyan]howsmooth attack builtin-decoder --heads all --out worst[/]  all heads of all layers; takes hours",
+    "[cyan]howsmooth attack builtin-decoder --heads all --out worst[/]  all heads of all layers; takes long",
     "[cyan]howsmooth attack gpt2 --random-init --layers 0,6 --radius data[/]  as long as real tokens are",
     "[cyan]howsmooth attack ./head.npz --radius 4 --lengths 10,100[/]  parameters of your own",
     "The same command again continues where it was interrupted; lengths, layers and heads can be added.",
