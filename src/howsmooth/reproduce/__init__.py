@@ -1,0 +1,1 @@
+"""The paper's figures from one command: what each one measures, draws and says."""

@@ -1,0 +1,1 @@
+"""Pictures of the experiments, drawn from what was measured; nothing here measures."""
