@@ -253,7 +253,7 @@ def _write(content: bytes, name: str = "a.txt") -> Callable[[Path], Path]:
         (lambda folder: folder, r"is a folder without carroll-alice.txt or test.csv\. Give the path"),
         (
             lambda folder: folder / "none.txt",
-            r"neither a known name nor a file\. Use one of python-docs, alice, ag_news",
+            r"neither a known name nor a file\. Use one of python-docs, python-code, alice, ag_news",
         ),
     ],
 )
@@ -336,4 +336,4 @@ def test_ag_news_without_network_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_names_are_the_documented_ones() -> None:
-    assert TEXTS == ("python-docs", "alice", "ag_news")
+    assert TEXTS == ("python-docs", "python-code", "alice", "ag_news")

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 from howsmooth.errors import ArgumentError, TextError
+from howsmooth.texts.python_code import python_code
 from howsmooth.texts.python_docs import python_docs
 
 __all__ = ["TEXTS", "Text", "load_text"]
 
 #: The texts that have a name; anything else is a path.
-TEXTS = ("python-docs", "alice", "ag_news")
+TEXTS = ("python-docs", "python-code", "alice", "ag_news")
 
 #: Files that a folder given as a path may hold, in the order in which they are looked for.
 _KNOWN_FILES = ("carroll-alice.txt", "test.csv")
@@ -62,6 +63,7 @@ def load_text(name: str | Path) -> Text:
     ----------
     name
         ``"python-docs"`` (English prose of the running Python's documentation, no download),
+        ``"python-code"`` (source code of its library, no download),
         ``"alice"`` (*Alice in Wonderland*, through the package nltk), ``"ag_news"`` (the test split of
         AG_NEWS, through the package datasets); or the path of a text file (UTF-8), of a ``.csv`` in
         the format of AG_NEWS (label, title, description; no header), or of a folder that holds
@@ -86,6 +88,9 @@ def load_text(name: str | Path) -> Text:
     if name == "python-docs":
         content, source = python_docs()
         return Text("python-docs", content, source)
+    if name == "python-code":
+        content, source = python_code()
+        return Text("python-code", content, source)
     if name == "alice":
         return _alice()
     if name == "ag_news":
