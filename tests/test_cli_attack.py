@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,18 @@ def test_other_attacks_are_not_mixed_into_a_folder(
     assert code == 2
     assert sentence in err
     pd.testing.assert_frame_equal(summary(), before)
+
+
+def test_attacks_at_sequences_of_an_earlier_kind_are_not_mixed_with_others(howsmooth: Howsmooth) -> None:
+    howsmooth(*SMALL, "--lengths", "4")
+    with contextlib.closing(sqlite3.connect("howsmooth-attack/attacks.sqlite")) as store, store:
+        (words,) = store.execute("SELECT identity FROM studies").fetchone()
+        identity = json.loads(words)
+        assert identity.pop("windows") == "disjoint"
+        store.execute("UPDATE studies SET identity = ?", (json.dumps(identity),))
+    code, _, err = howsmooth(*SMALL, "--lengths", "4,6")
+    assert code == 2
+    assert "made with windows of an earlier kind, not disjoint. Choose another --out.\n" in err
 
 
 def test_rotary_positions_are_attacked_without_constructions_or_bounds(howsmooth: Howsmooth) -> None:

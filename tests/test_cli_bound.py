@@ -17,9 +17,12 @@ from howsmooth.bounds import norm_radius, table, theorem_a
 from howsmooth.cli import main
 from howsmooth.cli.tables import amount
 from howsmooth.models.parameter_files import save_parameters
+from howsmooth.study.run import run as carry_out
+from howsmooth.study.store import Store
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._sources import SmallModel, norm, plain_table, small_tools, tokens
+from tests._study import make_plan, make_tools, words
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -112,24 +115,21 @@ def test_a_model_gives_one_table_a_layer_with_the_radius_of_its_norm(howsmooth: 
     assert "Bounding" in err
 
 
-def test_the_sequence_is_a_window_that_the_seed_decides(
-    howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from howsmooth.study.plan import derive_seed
-    from howsmooth.study.sequences import pick_windows
-    from tests._study import digest, words
-
-    model = SmallModel()
-    draw = derive_seed(purpose="windows", seed=7, text=digest(words(100)), model=model.fingerprint, n=8)
-    start = pick_windows(100, 8, 10, draw)[0]
-    _, out, _ = howsmooth(
-        "bound", "small", "--text", "prose", "--lengths", "8", "--seed", "7", "--layers", "1", "--json", "-q"
-    )
-    (found,) = said(out)["attentions"]
+@pytest.mark.parametrize("lengths", ["8", "5,8,11"])
+def test_the_sequence_is_that_of_measure(howsmooth: Howsmooth, tmp_path: Path, lengths: str) -> None:
+    tools, _ = make_tools(models={"small": SmallModel()}, texts={"prose": words(100)})
+    carry_out(make_plan(lengths=(8,), samples=1, seed=7), tmp_path / "measured", tools)
+    with Store.open(tmp_path / "measured", write=False) as store:
+        (start,) = set(store.measurements()["start"])
+    options = ["--lengths", lengths, "--seed", "7", "--layers", "1", "--json", "-q"]
+    _, out, _ = howsmooth("bound", "small", "--text", "prose", *options)
+    (found,) = [attention for attention in said(out)["attentions"] if attention["n"] == 8]
     x = tokens(torch.arange(start, start + 8)[None])[0].double()
-    f = model.attention(1, 8).to(dtype=torch.float64)
+    f = SmallModel().attention(1, 8).to(dtype=torch.float64)
     true = float(torch.linalg.matrix_norm(dense_jacobian(f, x), 2))
     assert values(found)["measured", "upper"] == pytest.approx(true, rel=1e-5)
+    _, other, _ = howsmooth("bound", "small", "--text", "prose", *options, "--seed", "8")
+    assert values(said(other)["attentions"][0]) != values(said(out)["attentions"][0])
 
 
 def test_heads_are_told_apart_and_written(howsmooth: Howsmooth, tmp_path: Path) -> None:

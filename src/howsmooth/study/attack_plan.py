@@ -62,6 +62,7 @@ class AttackPlan:
             "steps": self.steps,
             "restarts": self.restarts,
             "seed": request.seed,
+            **({"windows": source.windows} if source.windows else {}),
         }
 
 

@@ -126,8 +126,9 @@ class AttackStore:
         for name, wanted in identity.items():
             if stored and stored.get(name) != wanted:
                 raise StoreError(
-                    f"{self.path} holds other attacks: it was made with {name} {stored.get(name)}, not "
-                    f"{wanted}. Choose another --out, or the same {name}."
+                    f"{self.path} holds other attacks: it was made with {name} "
+                    f"{stored.get(name, 'of an earlier kind')}, not {wanted}. "
+                    f"Choose another --out{f', or the same {name}' if name in stored else ''}."
                 )
 
     def add_study(self, identity: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, r
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, derive_seed
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequences import pick_windows, windows_in
+from howsmooth.study.sequences import DISJOINT, arrange, windows_in
 from howsmooth.study.tools import Model, TextLike, Tools
 
 __all__ = ["SCOPES", "FileSource", "Found", "ModelSource", "Request", "Source", "open_source", "shortened"]
@@ -134,6 +134,10 @@ class Source(Protocol):
         """List all heads of all layers, together layer by layer, at the usual length."""
 
     @property
+    def windows(self) -> str:
+        """How sequences are cut from the text, as in a plan; empty without one."""
+
+    @property
     def longest(self) -> int | None:
         """The largest length at which there are tokens; None without any."""
 
@@ -172,6 +176,7 @@ class FileSource:
         self._heads = request.heads.resolve(f.heads, self.label, "heads") if request.scope == "head" else ()
         self.description = f"parameters of {encodable(str(self._file.path))}: {f.describe()}"
         self.text = ""
+        self.windows = ""
 
     @property
     def label(self) -> str:
@@ -213,7 +218,13 @@ class FileSource:
 
 
 class ModelSource:
-    """The attention layers of a model, at the first of the sequences that ``howsmooth measure`` picks."""
+    """The attention layers of a model at sequences of a text.
+
+    Each length has one, the one that ``howsmooth measure`` takes for this length and one sample. It does not
+    depend on what other lengths are asked for, so lengths can be added to an attack.
+    """
+
+    windows = DISJOINT
 
     def __init__(self, request: Request, tools: Tools) -> None:
         self._request = request
@@ -279,7 +290,7 @@ class ModelSource:
         return self._captured(self._start(usual), usual, None, "attention", None)
 
     def _start(self, length: int) -> int:
-        """Pick the first token: that of a window of the text which the seed, text and model decide."""
+        """Place the sequence: seed, text and model decide where it begins."""
         label, most = self.label, self._model.max_length
         if most is not None and length > most:
             raise ArgumentError(
@@ -294,13 +305,12 @@ class ModelSource:
                 f"tokenizer of {label}, and {length} are needed. Use shorter --lengths, or a longer text."
             )
         draw = derive_seed(
-            purpose="windows",
+            purpose="sequences",
             seed=self._request.seed,
             text=self._text.digest,
             model=self._model.fingerprint,
-            n=length,
         )
-        return pick_windows(len(self._tokens), length, 1, draw)[0]
+        return arrange(len(self._tokens), [length], 1, draw)[length, 0]
 
     def _captured(
         self, start: int, length: int, layers: list[int] | None, scope: str, heads: list[int] | None
