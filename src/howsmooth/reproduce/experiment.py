@@ -6,27 +6,19 @@ Each experiment is a module of its own, which :mod:`howsmooth.reproduce.registry
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
-
-from howsmooth.errors import StoreError
+from howsmooth.reproduce.finding import Finding
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.tools import Tools
 
-__all__ = [
-    "TEXTS", "Experiment", "Finding", "OnStep", "Picture", "Request", "Step", "read_note", "write_note",
-]  # fmt: skip
+__all__ = ["TEXTS", "Experiment", "OnStep", "Request", "Step"]
 
 TEXTS = ("python-docs", "python-code")
 """The texts of an experiment if none is asked for: every Python carries them."""
-
-_NOTE = "asked.json"
 
 
 @dataclass(frozen=True)
@@ -81,39 +73,6 @@ OnStep = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A drawn figure: its two files, a caption for the page, and words for the reader who does not see it."""
-
-    pdf: Path
-    png: Path
-    alt: str
-    caption: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Finding:
-    """What an experiment found.
-
-    Attributes
-    ----------
-    pictures
-        Drawn from the folder.
-    seen
-        What is seen, in sentences that are written from the numbers.
-    tables
-        Captions with their tables.
-    made
-        How the numbers came about, as pairs of words: models, texts with their digests, settings.
-
-    """
-
-    pictures: list[Picture]
-    seen: list[str]
-    tables: list[tuple[str, pd.DataFrame]] = field(default_factory=list)
-    made: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Experiment:
     """One of the paper's figures, or a table that belongs to it.
 
@@ -141,42 +100,3 @@ class Experiment:
     about: str
     measure: Callable[[Request, Path, Tools, OnStep], None]
     draw: Callable[[Path], Finding]
-
-
-def write_note(folder: Path, note: Mapping[str, Any]) -> None:
-    """Write down in an experiment's folder what was asked last, so that ``draw`` shows that.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be written.
-
-    """
-    path = folder / _NOTE
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{_NOTE}.partial")
-        partial.write_text(json.dumps(note, indent=2, sort_keys=True), encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-
-
-def read_note(folder: Path) -> dict[str, Any]:
-    """Read what was asked last.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be read.
-
-    """
-    path = folder / _NOTE
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(
-            f"{path} says what was measured here, and cannot be read. Choose another --out."
-        ) from error
