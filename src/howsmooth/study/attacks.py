@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.norms import norm_radius
-from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attack_plan import AttackPlan, AttackProgress, AttackTools
@@ -28,6 +27,7 @@ from howsmooth.study.names import file_stem
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.progress import Outcome
 from howsmooth.study.sources import Found, Source, shortened
+from howsmooth.study.strengths import strengths
 
 __all__ = ["attack", "named_constructions"]
 
@@ -214,24 +214,9 @@ def _head_rows(plan: AttackPlan, source: Source) -> list[HeadRow]:
         radius, _ = _radius(plan.radius, one)
         if one.attention.rotary is not None:
             continue
-        parameters = parameters_of(one.attention)
-        for h, head in enumerate(parameters.heads):
-            values = _real_eigenvalues(head)
-            low, high = (min(values), max(values)) if values else (None, None)
-            gamma = None if low is None or high is None else max(-low, high / 8)
-            # ‖W V‖ by the triangular factor of W: a matrix of value_dim rows instead of d_out.
-            factor = torch.linalg.qr(parameters.outputs[h], mode="r").R
-            v_norm = spectral_norm(factor @ head.V)
-            rows.append(HeadRow(one.layer, h, radius, low, high, gamma, head.A_norm, v_norm))
+        for h, one_head in enumerate(strengths(one.attention)):
+            rows.append(HeadRow(one.layer, h, radius, **asdict(one_head)))
     return rows
-
-
-def _real_eigenvalues(head: Head) -> list[float]:
-    """List the real eigenvalues of A = left right: those of right left, and zero where A is singular."""
-    singular = head.left.shape[1] < head.d
-    small = head.right @ head.left if singular else head.A
-    values = [value.real for value in torch.linalg.eigvals(small).tolist() if value.imag == 0]
-    return [*values, 0.0] if singular else values
 
 
 # ---- one attention at one length
