@@ -117,7 +117,7 @@ def test_import_rule_is_kept(tmp_path: Path) -> None:
         ("newcomer.py", "", "Imports go down only"),
         ("study/plan.py", "from transformers import AutoModel", "transformers"),
         ("lipschitz.py", "import tokenizers", "transformers"),
-        ("study/report.py", "from matplotlib.figure import Figure", "matplotlib"),
+        ("study/report/page.py", "from matplotlib.figure import Figure", "matplotlib"),
         ("study/run.py", "import rich", "typer and rich"),
         ("study/figures/style.py", "from howsmooth.lipschitz import local_lipschitz", "never measure"),
         ("study/attack_tables.py", "from howsmooth.models import capture", "never measure"),

@@ -1,0 +1,119 @@
+"""The page, put together: one file, with its style, its script and its numbers inside.
+
+Its content security policy names the digests of the one style sheet and the one script that it has,
+so that a browser runs and applies nothing else, whatever the data hold.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from howsmooth.study.exponents import LEVEL
+from howsmooth.study.figures import Picture
+from howsmooth.study.names import sentence
+from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
+from howsmooth.study.radius import STRATA
+from howsmooth.study.report import wording
+from howsmooth.study.report.caveats import caveats
+from howsmooth.study.report.data import embedded, scatter
+from howsmooth.study.report.families import families
+from howsmooth.study.report.tables import convergence, exponent_rows, maskings, runs
+from howsmooth.study.sequences import APART_BY_LENGTH
+from howsmooth.study.store import Contents
+
+__all__ = ["render"]
+
+_ASSETS = Path(__file__).parents[1] / "templates" / "report"
+_SCRIPTS = ("page.js", "chooser.js", "axes.js", "colours.js", "scatter.js", "start.js")
+
+
+def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
+    """Write the report.
+
+    Parameters
+    ----------
+    contents
+        Of the store.
+    exponents
+        Fitted from it.
+    pictures
+        Drawn from it; their PNG files are put into the page.
+
+    Returns
+    -------
+    str
+        HTML without a single reference to anything outside.
+
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("howsmooth.study"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": wording.number,
+        "slope": wording.slope,
+        "chance": wording.chance,
+        "plain": wording.plain,
+        "sentence": sentence,
+    }
+    rows = contents.measurements
+    found = families(rows, exponents, pictures)
+    style, script = _style(found), _script()
+    points = scatter(rows, exponents, rows.iloc[:0])
+    shown = len(points["points"]["n"])
+    return environment.get_template("report.html.jinja").render(
+        style=Markup(style),
+        script=Markup(script),
+        style_digest=_digest(style),
+        script_digest=_digest(script),
+        scatter=embedded(points),
+        left_out={"shown": shown, "total": points["total"]} if shown < points["total"] else None,
+        study=contents.study,
+        apart_by_length=contents.study.get("windows") == APART_BY_LENGTH,
+        level=f"{LEVEL * 100:.0f} %",
+        families=found,
+        exponents=exponent_rows(exponents),
+        strata=STRATA,
+        by_radius=bool(exponents["radius_correlation"].notna().any()),
+        convergence=convergence(rows),
+        total=len(rows),
+        unconverged=int((~rows["converged"]).sum()),
+        scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
+        models=wording.records(contents.models),
+        texts=wording.records(contents.texts),
+        inputs=wording.records(contents.inputs),
+        runs=runs(contents.runs),
+        maskings=maskings(rows),
+        seconds=wording.duration(float(rows["seconds"].sum())),
+        caveats=caveats(contents),
+    )
+
+
+def _style(found: Sequence[dict[str, Any]]) -> str:
+    """Read the style sheet, with a rule for each least width: the policy allows no style of an element."""
+    images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
+    least = sorted({int(image["least"]) for image in images})
+    rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
+    return (_ASSETS / "report.css").read_text(encoding="utf-8") + rules
+
+
+def _script() -> str:
+    """Read the script, its parts in one scope of their own."""
+    parts = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+def _digest(content: str) -> str:
+    """Write the digest by which a content security policy names an element's content."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

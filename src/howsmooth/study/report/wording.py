@@ -1,0 +1,60 @@
+"""How numbers, names and times are shown on the page."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pandas as pd
+
+from howsmooth.study.names import decimal, readable
+
+__all__ = ["chance", "duration", "number", "place", "plain", "records", "slope"]
+
+
+def number(value: float | None) -> str:
+    """Show a positive number with three digits, a missing one as nothing."""
+    return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
+
+
+def slope(value: float | None) -> str:
+    """Show an exponent or a correlation."""
+    return "" if value is None or math.isnan(value) else decimal(value, 3)
+
+
+def chance(value: float | None) -> str:
+    """Show a p value; very small ones only as such, since their digits mean nothing."""
+    if value is None or math.isnan(value):
+        return ""
+    return "below 0.001" if value < 0.001 else decimal(value, 3)
+
+
+def plain(value: object) -> str:
+    """Names and paths as they can be shown: no control or direction characters, not endless."""
+    return readable(str(value), longest=300)
+
+
+def place(layer: int, head: int | None) -> str:
+    """Name a layer, or a head of it."""
+    return f"layer {layer}" + ("" if head is None else f", head {head}")
+
+
+def duration(seconds: float) -> str:
+    """Show a time in words."""
+    if seconds < 60:
+        return f"{seconds:.1f} seconds"
+    words = str(timedelta(seconds=round(seconds)))
+    return f"{words} (hours:minutes:seconds)"
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as dictionaries of plain Python values, missing ones None."""
+    return [
+        {str(name): None if _missing(value) else value for name, value in row.items()}
+        for row in table.astype(object).to_dict("records")
+    ]
+
+
+def _missing(value: object) -> bool:
+    return not isinstance(value, list) and bool(pd.isna(value))  # type: ignore[call-overload]
