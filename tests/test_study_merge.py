@@ -18,9 +18,17 @@ from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.sequences import APART_BY_LENGTH
-from howsmooth.study.store import STORE_NAME, Contents, Store
+from howsmooth.study.store import (
+    STORE_NAME,
+    Contents,
+    Failure,
+    Sensitivity,
+    SequenceRecord,
+    Store,
+)
 from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
 from tests.test_study_migration import as_version_1
+from tests.test_study_store import bounding, published, row
 
 
 def study(folder: Path, tools: Any = None, **changes: Any) -> Path:
@@ -123,6 +131,59 @@ def test_failures_come_along_and_a_measurement_of_the_other_makes_them_good(tmp_
         assert failures["resolved"].notna().all()
     assert merge_stores([tmp_path / "a"], tmp_path / "a-b").total == 45
     assert len(contents_of(tmp_path / "a-b").failures) == 15
+
+
+def with_more(folder: Path, **published_changes: Any) -> Path:
+    """Add a sensitivity, a bound and a published value to a store, and a failure of each kind."""
+    place: dict[str, Any] = {"model": "small", "text": "prose", "n": 4, "sample": 0}
+    with Store.open(folder) as store:
+        start = store.sequences("small", "prose")[4, 0]
+        number = store.start_run("more", "cpu", {})
+        one = row(**place, layer=9, start=start)
+        words = SequenceRecord(**place, start=start, place=3, tokens=("a", "b", "c", "d"))
+        of = {**place, "scope": "attention", "head": None, "layer": 9}
+        share = Sensitivity(**of, input_energy=(1.0, 0.0, 0.0, 0.0), output_energy=(0.0,) * 4)
+        store.add([one], number, sensitivities=[share], sequences=[words])
+        store.add_bounds(
+            [bounding(**of, start=start), bounding(**of, start=start, name="b", value=None)], number
+        )
+        store.add_published([published(**place, start=start, **published_changes)], number)
+        store.fail([Failure(**of, kind="E", error="No.", detail="", what="bounds")], number)
+    return folder
+
+
+def test_bounds_published_values_and_sensitivities_come_along(tmp_path: Path) -> None:
+    a, b = with_more(study(tmp_path / "a")), study(tmp_path / "b", layers=layers("1"))
+    for sources in ([a, b], [b, a]):
+        out = tmp_path / "-".join(one.name for one in sources)
+        merged = merge_stores(sources, out)
+        assert (merged.total, merged.published, merged.failures) == (46, 1, 0)
+        there, here = contents_of(a), contents_of(out)
+        for name in ("sensitivities", "bounds", "published"):
+            assert len(getattr(there, name)) >= 1
+            pd.testing.assert_frame_equal(
+                getattr(here, name).drop(columns="run"), getattr(there, name).drop(columns="run")
+            )
+            commands = getattr(here, name)["run"].map(here.runs.set_index("id")["command"])
+            assert set(commands) == {"more"}
+        again = merge_stores([a], out)
+        assert (again.added, again.published) == (0, 0)
+        assert len(contents_of(out).bounds) == 2
+
+
+def test_published_values_that_differ_are_a_conflict(tmp_path: Path) -> None:
+    a = with_more(study(tmp_path / "a"))
+    b = with_more(study(tmp_path / "b"), lower=3.5, lipschitz=3.6, upper=3.7)
+    refused(
+        [a, b], tmp_path / "out", r"\(small, prose, corrected, layer 0, n = 4, sample 0\) has intervals that"
+    )
+    c = with_more(study(tmp_path / "c"), lower=None, upper=None, lipschitz=3.02)
+    d = with_more(study(tmp_path / "d"), lower=None, upper=None, lipschitz=3.2)
+    refused([a, d], tmp_path / "out", r"has values that differ, 3.2 and 3.0")
+    assert not (tmp_path / "out").exists()
+    assert merge_stores([a, c], tmp_path / "out").published == 1
+    e = with_more(study(tmp_path / "e"), map="another map")
+    refused([a, e], tmp_path / "second", r"has map another map and a map")
 
 
 def test_another_identity_is_a_conflict(tmp_path: Path) -> None:

@@ -5,11 +5,26 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from howsmooth.errors import StoreError
 from howsmooth.study.plan import Identity
-from howsmooth.study.store import COLUMNS, STORE_NAME, Measurement, ModelRecord, Store, TextRecord
+from howsmooth.study.records import BOUND_COLUMNS, PUBLISHED_COLUMNS, SENSITIVITY_COLUMNS
+from howsmooth.study.store import (
+    COLUMNS,
+    STORE_NAME,
+    Bounding,
+    Contents,
+    Failure,
+    Measurement,
+    ModelRecord,
+    PublishedValue,
+    Sensitivity,
+    SequenceRecord,
+    Store,
+    TextRecord,
+)
 
 MODEL = ModelRecord("m", "m", False, False, "Here.", 2, 4, None)
 TEXT = TextRecord("t", "0" * 64, "There.", 100)
@@ -25,6 +40,46 @@ def row(**changes: Any) -> Measurement:
         "site": "layer.0", "start": 8,
     }  # fmt: skip
     return Measurement(**(values | changes))
+
+
+def bounding(**changes: Any) -> Bounding:
+    values: dict[str, Any] = {
+        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
+        "start": 8, "radius": 2.0, "name": "theorem_a", "side": "upper", "quantity": "Lip(f on B_R^n)",
+        "value": 7.5, "log_value": 2.0149, "holds": True, "source": "Theorem A",
+    }  # fmt: skip
+    return Bounding(**(values | changes))
+
+
+def published(**changes: Any) -> PublishedValue:
+    values: dict[str, Any] = {
+        "model": "m", "text": "t", "layer": 0, "n": 4, "sample": 0, "quantity": "corrected", "items": "",
+        "lipschitz": 3.0, "lower": 2.9, "upper": 3.1, "settled": True, "steps": 9, "radius_mean": 1.0,
+        "start": 8, "seed": 2**63 - 1, "map": "a map",
+    }  # fmt: skip
+    return PublishedValue(**(values | changes))
+
+
+# What a text may hold: nothing of it may change, or end what stands around it.
+HOSTILE = ("<script>alert(1)</script>", "</", "\u202e\u2028\0\x1b", "", "'; DROP TABLE runs; --", "x" * 10**6)
+
+
+def sequence(tokens: tuple[str, ...] = HOSTILE[:4], **changes: Any) -> SequenceRecord:
+    values: dict[str, Any] = {"model": "m", "text": "t", "n": 4, "sample": 0, "start": 8, "place": 40}
+    return SequenceRecord(**(values | changes), tokens=tokens)
+
+
+def sensitivity(**changes: Any) -> Sensitivity:
+    values: dict[str, Any] = {
+        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
+        "input_energy": (0.5, 0.25, 0.25, 0.0), "output_energy": (1 / 3, 0.0, 2 / 3, 1e-300),
+    }  # fmt: skip
+    return Sensitivity(**(values | changes))
+
+
+def contents_of(folder: Path) -> Contents:
+    with Store.open(folder, write=False) as store:
+        return store.contents()
 
 
 def opened(folder: Path) -> tuple[Store, int]:
@@ -193,3 +248,125 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
         assert len(store.measurements()) == 1
         store.add([row(sample=sample) for sample in range(1, 500)], run)
         assert len(store.measurements()) == 500
+
+
+def test_sensitivities_come_back_with_their_words_and_their_measurement(tmp_path: Path) -> None:
+    store, run = opened(tmp_path)
+    heads = [row(scope="head", head=head, converged=head == 1) for head in (0, 1)]
+    shares = [sensitivity(scope="head", head=head, output_energy=(0.0,) * 4) for head in (0, 1)]
+    long = sequence(tokens=HOSTILE, n=6, place=None)
+    six = sensitivity(n=6, input_energy=(1.0,) + (0.0,) * 5, output_energy=(0.0,) * 6)
+    with store:
+        store.add([row()], run, sensitivities=[sensitivity()], sequences=[sequence()])
+        store.add(
+            heads, run, sensitivities=shares, sequences=[sequence(tokens=("kept", "is", "the", "first"))]
+        )
+        store.add([row(n=6, sample=0)], run, sensitivities=[six], sequences=[long])
+    table = contents_of(tmp_path).sensitivities
+    assert list(table.columns) == list(SENSITIVITY_COLUMNS)
+    assert table["n"].tolist() == [4, 6, 4, 4]
+    assert table["tokens"].tolist() == [list(HOSTILE[:4]), list(HOSTILE), *[list(HOSTILE[:4])] * 2]
+    assert table["place"].isna().tolist() == [False, True, False, False]
+    assert table["converged"].tolist() == [True, True, False, True]
+    assert table["input_energy"][0] == [0.5, 0.25, 0.25, 0.0]
+    assert table["output_energy"][0] == [0.3333333, 0.0, 0.6666667, 1e-300]
+    assert table["output_energy"][2] == [0.0] * 4
+    assert set(table["start"]) == {8}
+
+
+def test_a_sensitivity_without_its_measurement_takes_the_batch_with_it(tmp_path: Path) -> None:
+    store, run = opened(tmp_path)
+    with store:
+        with pytest.raises(sqlite3.IntegrityError):  # its words are missing
+            store.add([row()], run, sensitivities=[sensitivity()])
+        assert store.measurements().empty
+        store.add([row()], run, sensitivities=[sensitivity()], sequences=[sequence()])
+        with pytest.raises(sqlite3.IntegrityError):
+            store.add([row(sample=1)], run, sensitivities=[sensitivity()], sequences=[sequence()])
+        assert len(store.measurements()) == len(store.sensitivities()) == 1
+
+
+def test_bounds_come_back_with_what_does_not_hold_and_what_overflows(tmp_path: Path) -> None:
+    store, run = opened(tmp_path)
+    refused = bounding(name="joint", value=None, log_value=None, holds=False, source="too dear")
+    endless = bounding(name="theorem_3_5", value=float("inf"), log_value=1e4)
+    below = bounding(name="theorem_3_7", side="lower", value=0.0, log_value=float("-inf"))
+    both = bounding(name="theorem_3_7")
+    with store:
+        store.add_bounds([refused, endless, bounding(), below, both], run, worked=3.0)
+        assert store.bounded("m", "t") == {("attention", 0, None, 4, 0)}
+        assert store.bounded("m", "other") == frozenset()
+        with pytest.raises(sqlite3.IntegrityError):
+            store.add_bounds([bounding(n=5), bounding()], run)
+        assert len(store.bounds()) == 5
+    contents = contents_of(tmp_path)
+    table = contents.bounds
+    assert list(table.columns) == list(BOUND_COLUMNS)
+    found = table.set_index(["name", "side"])
+    assert found.loc[("theorem_3_5", "upper"), "value"] == float("inf")
+    assert found.loc[("theorem_3_5", "upper"), "log_value"] == 1e4
+    assert found.loc[("theorem_3_7", "lower"), "value"] == 0.0
+    assert pd.isna(found.loc[("joint", "upper"), "value"])
+    assert table["holds"].tolist() == [True] * 4 + [False]
+    assert table["name"].iloc[-1] == "joint"
+    assert contents.runs["worked"].tolist() == [3.0]
+
+
+def test_published_values_come_back_as_they_went_in(tmp_path: Path) -> None:
+    store, run = opened(tmp_path)
+    rows = [
+        published(),
+        published(quantity="as published", items="output", lower=None, upper=None, settled=False),
+    ]
+    with store:
+        store.add_published(rows, run)
+        assert store.known_published("m", "t") == {
+            (0, 4, 0, "corrected", ""),
+            (0, 4, 0, "as published", "output"),
+        }
+        assert store.sequences("m", "t") == {(4, 0): 8}
+        with pytest.raises(sqlite3.IntegrityError):
+            store.add_published([published(n=5), published()], run)
+    table = contents_of(tmp_path).published
+    assert list(table.columns) == [*PUBLISHED_COLUMNS, "run"]
+    assert table["quantity"].tolist() == ["corrected", "as published"]
+    assert table["lower"].isna().tolist() == [False, True]
+    assert table["settled"].tolist() == [True, False]
+    assert table["seed"].tolist() == [2**63 - 1] * 2
+
+
+def test_a_failure_is_over_when_that_which_failed_is_there_and_nothing_else(tmp_path: Path) -> None:
+    store, run = opened(tmp_path)
+    place: dict[str, Any] = {
+        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
+        "kind": "ModelError", "error": "No.", "detail": "",
+    }  # fmt: skip
+    with store:
+        store.fail([Failure(**place, what=what) for what in ("measurement", "bounds", "published")], run)
+        store.fail([Failure(**(place | {"n": 5}), what="published")], run)
+
+        def left() -> list[str]:
+            table = store.failures()
+            return [str(what) for what in table[table["resolved"].isna()]["what"]]
+
+        store.add([row()], run)
+        assert left() == ["bounds", "published", "published"]
+        store.add_bounds([bounding()], run)
+        store.add_published([published()], run)
+        assert left() == ["published"]
+        store.add_published([published(n=5)], run)
+        assert left() == []
+
+
+@pytest.mark.parametrize("table", ["sequences", "sensitivities", "bounds", "published"])
+def test_every_table_is_sealed(tmp_path: Path, table: str) -> None:
+    store, run = opened(tmp_path)
+    with store:
+        store.add([row()], run, sensitivities=[sensitivity()], sequences=[sequence()])
+        store.add_bounds([bounding()], run)
+        store.add_published([published()], run)
+    with sqlite3.connect(tmp_path / STORE_NAME) as connection:
+        assert connection.execute(f"UPDATE {table} SET n = 9").rowcount == 1
+    connection.close()
+    with pytest.raises(StoreError, match=f"row 1 of {table} is not what was written"):
+        Store.open(tmp_path)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.plan import Identity
 from howsmooth.study.sequences import DISJOINT, overlapping
-from howsmooth.study.store import Contents, Measurement, ModelRecord, Store, TextRecord
+from howsmooth.study.store import (
+    Bounding,
+    Contents,
+    Measurement,
+    ModelRecord,
+    PublishedValue,
+    Sensitivity,
+    SequenceRecord,
+    Store,
+    TextRecord,
+)
 
 __all__ = ["Merged", "merge_stores"]
 
+Row = TypeVar("Row", Measurement, Bounding, PublishedValue)
+
 # What must agree for two rows to be the same measurement, besides where they belong.
 _SAME = ("causal", "seed", "start", "dtype", "method", "masking")
+_SAME_PUBLISHED = ("seed", "start", "map")
+_KEY = ("model", "text", "scope", "layer", "head", "n", "sample")
+_PUBLISHED_KEY = ("model", "text", "layer", "n", "sample", "quantity", "items")
+
+# The published iteration has no interval; its rule may end it a step sooner on another machine.
+_CLOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,8 @@ class Merged:
         Measurements in the store now.
     failures
         Failures in the store that no measurement has made good.
+    published
+        Published values that came in.
 
     """
 
@@ -40,13 +60,15 @@ class Merged:
     same: int
     total: int
     failures: int
+    published: int = 0
 
 
 def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
-    """Copy all measurements, runs and failures of some stores into one.
+    """Copy all measurements, published values, bounds, runs and failures of some stores into one.
 
     A measurement that two stores have is kept once, the one that came first, if both have the same seed and
-    sequence and their intervals overlap.
+    sequence and their intervals overlap; a published value without an interval, if they differ by less than
+    1 %. The first of the bounds and of the sensitivities is kept.
 
     Parameters
     ----------
@@ -85,14 +107,13 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
             union = _Union(*zip(folders, contents, strict=True))
             target = stack.enter_context(Store.open(folder))
             before = target.contents()
-        had = {_key(row) for row in _records(before.measurements)}
+        had = _Had(before)
         with target.transaction():
             target.add_study(union.identity)
             for record, text, given in union.inputs():
                 target.add_input(record, text, **given)
-            failures = {_failure_key(row) for row in _records(before.failures)}
             for one in contents:
-                _copy(target, one, had, failures)
+                had.copy(target, one)
             target.resolve()
         after = target.contents()
     added = len(after.measurements) - len(before.measurements)
@@ -101,6 +122,7 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
         same=sum(len(one.measurements) for one in contents) - added,
         total=len(after.measurements),
         failures=int(after.failures["resolved"].isna().sum()),
+        published=len(after.published) - len(before.published),
     )
 
 
@@ -109,21 +131,72 @@ def _contents(folder: Path) -> Contents:
         return store.contents()
 
 
-def _copy(target: Store, one: Contents, had: set[tuple[Any, ...]], failures: set[tuple[Any, ...]]) -> None:
-    """Write what the target does not have; ``had`` and ``failures`` grow by it."""
-    runs = {row["id"]: target.adopt_run(row) for row in _records(one.runs)}
-    names = [field.name for field in fields(Measurement)]
-    new: dict[int, list[Measurement]] = {}
-    for row in _records(one.measurements):
-        if _key(row) not in had:
-            had.add(_key(row))
-            new.setdefault(runs[row["run"]], []).append(Measurement(**{name: row[name] for name in names}))
-    for run, rows in new.items():
-        target.add(rows, run)
-    for row in _records(one.failures):
-        if _failure_key(row) not in failures:
-            failures.add(_failure_key(row))
+class _Had:
+    """What the target has; it grows by what is copied."""
+
+    def __init__(self, before: Contents) -> None:
+        self._measured = {_key(row) for row in _records(before.measurements)}
+        # All bounds of a sequence are written together, so that they come together too.
+        self._bounded = {_key(row) for row in _records(before.bounds)}
+        self._published = {_published_key(row) for row in _records(before.published)}
+        self._failures = {_failure_key(row) for row in _records(before.failures)}
+
+    def copy(self, target: Store, one: Contents) -> None:
+        """Write what the target does not have."""
+        runs = {row["id"]: target.adopt_run(row) for row in _records(one.runs)}
+        measured = self._new(one.measurements, self._measured, _key)
+        shares = _shares(one.sensitivities)
+        for run, rows in _by_run(measured).items():
+            found = [shares[_key(row)] for row in rows if _key(row) in shares]
+            target.add(
+                _made(Measurement, rows),
+                runs[run],
+                sensitivities=[share for share, _ in found],
+                sequences=list(
+                    {(words.n, words.sample, words.model, words.text): words for _, words in found}.values()
+                ),
+            )
+        for run, rows in _by_run(self._new(one.bounds, self._bounded, _key)).items():
+            target.add_bounds(_made(Bounding, rows), runs[run])
+        for run, rows in _by_run(self._new(one.published, self._published, _published_key)).items():
+            target.add_published(_made(PublishedValue, rows), runs[run])
+        for row in self._new(one.failures, self._failures, _failure_key):
             target.adopt_failure(row, runs[row["run"]])
+
+    @staticmethod
+    def _new(
+        table: pd.DataFrame, had: set[tuple[Any, ...]], key: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    ) -> list[dict[str, Any]]:
+        rows = [row for row in _records(table) if key(row) not in had]
+        had.update(key(row) for row in rows)
+        return rows
+
+
+def _by_run(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["run"], []).append(row)
+    return found
+
+
+def _made(kind: type[Row], rows: Sequence[dict[str, Any]]) -> list[Row]:
+    names = [field.name for field in fields(kind)]
+    return [kind(**{name: row[name] for name in names}) for row in rows]
+
+
+def _shares(table: pd.DataFrame) -> dict[tuple[Any, ...], tuple[Sensitivity, SequenceRecord]]:
+    """Return the sensitivities of measurements, each with the words of its sequence."""
+    lists = ("tokens", "input_energy", "output_energy")
+    plain = _records(table.drop(columns=list(lists)))
+    found = {}
+    for row, (tokens, inputs, outputs) in zip(plain, table[list(lists)].itertuples(index=False), strict=True):
+        place = {name: row[name] for name in _KEY}
+        words = {name: row[name] for name in ("model", "text", "n", "sample", "start", "place")}
+        found[_key(row)] = (
+            Sensitivity(**place, input_energy=tuple(inputs), output_energy=tuple(outputs)),
+            SequenceRecord(**words, tokens=tuple(tokens)),
+        )
+    return found
 
 
 class _Union:
@@ -166,7 +239,11 @@ class _Union:
                 self._inputs.setdefault((model, text), row)
             for row in _records(contents.measurements):
                 self._compare(path, row)
-                self._sequences.setdefault((row["model"], row["text"]), set()).add((row["start"], row["n"]))
+            for row in _records(contents.published):
+                self._compare_published(path, row)
+            for table in (contents.measurements, contents.published, contents.bounds):
+                for model, text, start, n in table[["model", "text", "start", "n"]].itertuples(index=False):
+                    self._sequences.setdefault((model, text), set()).add((int(start), int(n)))
         if not self._identity:
             raise StoreError("there is nothing to merge: no study was begun in any of the stores.")
         self.identity = Identity(**self._identity)
@@ -196,32 +273,57 @@ class _Union:
             )
 
     def _compare(self, path: Path, row: dict[str, Any]) -> None:
-        values = {name: row[name] for name in (*_SAME, "lower", "upper")}
-        first, where = self._first.setdefault(_key(row), (values, path))
-        differing = next((name for name in _SAME if first[name] != values[name]), None)
-        if differing is None and max(first["lower"], values["lower"]) <= min(first["upper"], values["upper"]):
-            return
-        words = (
-            f"intervals that do not meet, [{values['lower']}, {values['upper']}] and "
-            f"[{first['lower']}, {first['upper']}]"
-            if differing is None
-            else f"{differing} {values[differing]} and {first[differing]}"
-        )
         head = "" if row["head"] is None else f", head {row['head']}"
+        what = f"scope {row['scope']}, layer {row['layer']}{head}"
+        first, where = self._first.setdefault(_key(row), (row, path))
+        self._hold(path, where, row, first, what, _SAME)
+
+    def _compare_published(self, path: Path, row: dict[str, Any]) -> None:
+        what = f"{row['quantity']}, layer {row['layer']}"
+        first, where = self._first.setdefault(("published", *_published_key(row)), (row, path))
+        self._hold(path, where, row, first, what, _SAME_PUBLISHED)
+
+    def _hold(
+        self,
+        path: Path,
+        where: Path,
+        row: dict[str, Any],
+        first: dict[str, Any],
+        what: str,
+        same: tuple[str, ...],
+    ) -> None:
+        """Hold two rows against each other that should be the same measurement."""
+        differing = next((name for name in same if first[name] != row[name]), None)
+        if differing is not None:
+            words = f"{differing} {row[differing]} and {first[differing]}"
+        elif row["lower"] is None or first["lower"] is None:
+            if abs(row["lipschitz"] - first["lipschitz"]) <= _CLOSE * abs(first["lipschitz"]):
+                return
+            words = f"values that differ, {row['lipschitz']} and {first['lipschitz']}"
+        else:
+            if max(first["lower"], row["lower"]) <= min(first["upper"], row["upper"]):
+                return
+            words = (
+                f"intervals that do not meet, [{row['lower']}, {row['upper']}] and "
+                f"[{first['lower']}, {first['upper']}]"
+            )
         raise StoreError(
             f"{path} cannot be merged with {where}: the same measurement ({row['model']}, {row['text']}, "
-            f"scope {row['scope']}, layer {row['layer']}{head}, n = {row['n']}, sample {row['sample']}) "
-            f"has {words}. Nothing was written."
+            f"{what}, n = {row['n']}, sample {row['sample']}) has {words}. Nothing was written."
         )
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Tell measurements apart, in the order of the columns of the store's index."""
-    return tuple(row[name] for name in ("model", "text", "scope", "layer", "head", "n", "sample"))
+    return tuple(row[name] for name in _KEY)
+
+
+def _published_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _PUBLISHED_KEY)
 
 
 def _failure_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*_key(row), row["happened"], row["kind"], row["error"], row["detail"])
+    return (*_key(row), row["what"], row["happened"], row["kind"], row["error"], row["detail"])
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:

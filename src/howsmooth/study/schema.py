@@ -1,12 +1,11 @@
-"""The tables of the stores, and what SQLite and the file system may say about the files that hold them."""
+"""The files of the stores: opened, checked, kept from two writers, and what is wrong with them."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -15,120 +14,15 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from howsmooth.errors import StoreError
+from howsmooth.study.tables import ATTACKS, MEASUREMENTS, SCHEMA_VERSION, Schema
 
 __all__ = [
     "ATTACKS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema", "begun", "check_schema", "connected", "in_use",
     "locked", "reason", "sealed_columns", "store_there", "translated",
 ]  # fmt: skip
 
-SCHEMA_VERSION = 2
-
 # Whoever only looks whether a store is in use holds its lock for less than this.
 _PATIENCE = 0.5
-
-
-@dataclass(frozen=True, eq=False)
-class Schema:
-    """The tables of one kind of store.
-
-    ``file`` is its name in a folder, ``holds`` what is in it; ``application_id`` stands in the file and says
-    whose it is. ``migrations`` leads from each earlier version to the next. The rows of the tables ``sealed``
-    carry a digest of their values.
-    """
-
-    file: str
-    holds: str
-    application_id: int
-    version: int
-    statements: tuple[str, ...]
-    migrations: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    sealed: tuple[str, ...] = ()
-
-
-# What is NULL of a failure says how far it reaches: without a text, all of the model failed.
-_FAILURES = """CREATE TABLE failures (
-        id INTEGER PRIMARY KEY, model TEXT NOT NULL, text TEXT, scope TEXT, layer INTEGER, head INTEGER,
-        n INTEGER, sample INTEGER, happened TEXT NOT NULL, kind TEXT NOT NULL, error TEXT NOT NULL,
-        detail TEXT NOT NULL, resolved TEXT, run INTEGER NOT NULL REFERENCES runs (id), seal TEXT)"""
-
-_SEALED = ("studies", "models", "texts", "inputs", "runs", "measurements", "failures")
-
-_FROM_1_TO_2 = (
-    *(f"ALTER TABLE {table} ADD COLUMN seal TEXT" for table in _SEALED if table != "failures"),
-    "ALTER TABLE runs ADD COLUMN token TEXT",
-    "ALTER TABLE runs ADD COLUMN worked REAL",
-    # The same in every copy of the store, so that copies can be merged.
-    "UPDATE runs SET token = (SELECT created FROM studies) || ' ' || started || ' ' || id",
-    _FAILURES,
-)
-
-# Version 2: failures are kept, runs say how long they worked, and rows carry a seal.
-_MEASUREMENT_TABLES = (
-    """CREATE TABLE studies (
-        id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, seed INTEGER NOT NULL,
-        dtype TEXT NOT NULL, rtol REAL NOT NULL, confidence REAL NOT NULL,
-        max_iterations INTEGER NOT NULL, method TEXT NOT NULL, windows TEXT NOT NULL,
-        special_tokens TEXT NOT NULL, seal TEXT)""",
-    """CREATE TABLE models (
-        label TEXT PRIMARY KEY, name TEXT NOT NULL, random_init INTEGER NOT NULL, as_decoder INTEGER NOT NULL,
-        source TEXT NOT NULL, layers INTEGER NOT NULL, heads INTEGER NOT NULL, max_length INTEGER,
-        seal TEXT)""",
-    """CREATE TABLE texts (
-        name TEXT PRIMARY KEY, digest TEXT NOT NULL, source TEXT NOT NULL, characters INTEGER NOT NULL,
-        seal TEXT)""",
-    """CREATE TABLE inputs (
-        model TEXT NOT NULL REFERENCES models (label), text TEXT NOT NULL REFERENCES texts (name),
-        fingerprint TEXT NOT NULL, tokenizer_source TEXT NOT NULL, tokens INTEGER NOT NULL, seal TEXT,
-        PRIMARY KEY (model, text))""",
-    """CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
-        device TEXT NOT NULL, environment TEXT NOT NULL, token TEXT, worked REAL, seal TEXT)""",
-    """CREATE TABLE measurements (
-        model TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL,
-        causal INTEGER NOT NULL, text TEXT NOT NULL, sample INTEGER NOT NULL, n INTEGER NOT NULL,
-        radius_mean REAL NOT NULL, radius_max REAL NOT NULL, lipschitz REAL NOT NULL, lower REAL NOT NULL,
-        upper REAL NOT NULL, confidence REAL NOT NULL, converged INTEGER NOT NULL,
-        iterations INTEGER NOT NULL, seconds REAL NOT NULL, seed INTEGER NOT NULL, dtype TEXT NOT NULL,
-        method TEXT NOT NULL, masking TEXT NOT NULL, site TEXT NOT NULL, start INTEGER NOT NULL,
-        run INTEGER NOT NULL REFERENCES runs (id), seal TEXT,
-        FOREIGN KEY (model, text) REFERENCES inputs (model, text))""",
-    # A NULL head would make every row of a plain UNIQUE constraint different.
-    """CREATE UNIQUE INDEX one_row_a_measurement ON measurements
-        (model, text, scope, layer, ifnull(head, -1), n, sample)""",
-    _FAILURES,
-)
-
-
-_ATTACK_TABLES = (
-    """CREATE TABLE studies (
-        id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, identity TEXT NOT NULL)""",
-    """CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, started TEXT NOT NULL, finished TEXT, command TEXT NOT NULL,
-        environment TEXT NOT NULL)""",
-    """CREATE TABLE heads (
-        layer INTEGER NOT NULL, head INTEGER, radius REAL NOT NULL, gamma_min REAL, gamma_max REAL,
-        gamma REAL, a_norm REAL, v_norm REAL)""",
-    "CREATE UNIQUE INDEX one_row_a_head ON heads (layer, ifnull(head, -1))",
-    """CREATE TABLE attacks (
-        layer INTEGER NOT NULL, head INTEGER, scope TEXT NOT NULL, masking TEXT NOT NULL, n INTEGER NOT NULL,
-        radius REAL NOT NULL, radius_from TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, value REAL,
-        log_value REAL NOT NULL, lower REAL, upper REAL, converged INTEGER NOT NULL, radius_max REAL,
-        seconds REAL NOT NULL, evaluations INTEGER NOT NULL, seed INTEGER NOT NULL, file TEXT,
-        run INTEGER NOT NULL REFERENCES runs (id))""",
-    "CREATE UNIQUE INDEX one_row_an_attack ON attacks (layer, ifnull(head, -1), n, kind, name)",
-)
-
-# The numbers are "hsm1" and "hsa1".
-MEASUREMENTS = Schema(
-    "measurements.sqlite",
-    "measurements",
-    0x68736D31,
-    SCHEMA_VERSION,
-    _MEASUREMENT_TABLES,
-    migrations={1: _FROM_1_TO_2},
-    sealed=_SEALED,
-)
-ATTACKS = Schema("attacks.sqlite", "attacks", 0x68736131, 1, _ATTACK_TABLES)
 
 
 @contextmanager
@@ -207,11 +101,12 @@ def check_schema(
     verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if verdict != "ok":
         raise _damaged(path, verdict)
-    if version == schema.version:
-        if _shape(connection) != _wanted_shape(schema):
+    made_by = schema.statements if version == schema.version else schema.earlier.get(version)
+    if made_by is not None:
+        if _shape(connection) != _wanted_shape(made_by):
             raise _damaged(path, "its tables are not those that were made")
         _check_seals(connection, path, schema)
-    elif write:
+    if version != schema.version and write:
         _migrate(connection, schema, version)
 
 
@@ -227,9 +122,9 @@ def _shape(connection: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
 
 
 @cache
-def _wanted_shape(schema: Schema) -> frozenset[tuple[object, ...]]:
+def _wanted_shape(statements: tuple[str, ...]) -> frozenset[tuple[object, ...]]:
     with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in schema.statements:
+        for statement in statements:
             connection.execute(statement)
         return _shape(connection)
 
@@ -253,7 +148,8 @@ def _migrate(connection: sqlite3.Connection, schema: Schema, version: int) -> No
 
 def _check_seals(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
     """See that the values of every row are those that were written; SQLite checks its own structure only."""
-    for table in schema.sealed:
+    there = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for table in (table for table in schema.sealed if table in there):
         seal = f"seal({_values_of(connection, table)})"
         try:
             row = connection.execute(f"SELECT rowid FROM {table} WHERE seal IS NOT {seal} LIMIT 1").fetchone()

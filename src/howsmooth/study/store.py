@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,23 @@ from filelock import FileLock
 
 from howsmooth.errors import StoreError
 from howsmooth.study.plan import Identity
+from howsmooth.study.records import (
+    BOUND_COLUMNS,
+    COLUMNS,
+    PUBLISHED_COLUMNS,
+    SENSITIVITY_COLUMNS,
+    Bounding,
+    Contents,
+    Failure,
+    Key,
+    Measurement,
+    ModelRecord,
+    PublishedKey,
+    PublishedValue,
+    Sensitivity,
+    SequenceRecord,
+    TextRecord,
+)
 from howsmooth.study.schema import (
     MEASUREMENTS,
     begun,
@@ -35,110 +52,19 @@ from howsmooth.study.schema import (
 )
 
 __all__ = [
-    "COLUMNS", "STORE_NAME", "Contents", "Failure", "Key", "Measurement", "ModelRecord", "Store",
-    "TextRecord",
+    "COLUMNS", "STORE_NAME", "Bounding", "Contents", "Failure", "Key", "Measurement", "ModelRecord",
+    "PublishedValue", "Sensitivity", "SequenceRecord", "Store", "TextRecord",
 ]  # fmt: skip
 
 STORE_NAME = MEASUREMENTS.file
 
-Key = tuple[str, int, int | None, int, int]
-"""Scope, layer, head, n and sample: one measurement of one model on one text."""
-
-COLUMNS = (
-    "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
-    "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
-)  # fmt: skip
-"""The columns of ``measurements.csv``, in their order."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One row: the columns of the design, then what else identifies how it was made.
-
-    ``start`` is the position of the sequence's first token in the tokenised text; ``seconds`` is an
-    equal share of the time that the batch took; ``run`` is filled in by the store.
-    """
-
-    model: str
-    layer: int
-    head: int | None
-    scope: str
-    causal: bool
-    text: str
-    sample: int
-    n: int
-    radius_mean: float
-    radius_max: float
-    lipschitz: float
-    lower: float
-    upper: float
-    confidence: float
-    converged: bool
-    iterations: int
-    seconds: float
-    seed: int
-    dtype: str
-    method: str
-    masking: str
-    site: str
-    start: int
-
-
-@dataclass(frozen=True)
-class ModelRecord:
-    """What the store keeps of a model."""
-
-    label: str
-    name: str
-    random_init: bool
-    as_decoder: bool
-    source: str
-    layers: int
-    heads: int
-    max_length: int | None
-
-
-@dataclass(frozen=True)
-class TextRecord:
-    """What the store keeps of a text."""
-
-    name: str
-    digest: str
-    source: str
-    characters: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What could not be measured, and why.
-
-    What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
-    the class of the error, ``error`` its sentence, ``detail`` where in the program it was raised.
-    """
-
-    model: str
-    text: str | None
-    scope: str | None
-    layer: int | None
-    head: int | None
-    n: int | None
-    sample: int | None
-    kind: str
-    error: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Contents:
-    """All that a store holds, as tables; see the methods of the same names of :class:`Store`."""
-
-    measurements: pd.DataFrame
-    models: pd.DataFrame
-    texts: pd.DataFrame
-    inputs: pd.DataFrame
-    runs: pd.DataFrame
-    failures: pd.DataFrame
-    study: dict[str, Any]
+_KEY = ("model", "text", "scope", "layer", "head", "n", "sample")
+# Which rows show a failure to be over: those of the table that agree in the columns.
+_MADE_GOOD_BY = {
+    "measurement": ("measurements", _KEY),
+    "bounds": ("bounds", _KEY),
+    "published": ("published", ("model", "text", "layer", "n", "sample")),
+}
 
 
 class Store:
@@ -307,23 +233,48 @@ class Store:
 
     def known(self, model: str, text: str) -> frozenset[Key]:
         """List what is measured already of a model on a text."""
-        with translated(self.path):
-            rows = self._connection.execute(
-                "SELECT scope, layer, head, n, sample FROM measurements WHERE model = ? AND text = ?",
-                (model, text),
-            ).fetchall()
+        rows = self._rows(
+            "SELECT scope, layer, head, n, sample FROM measurements WHERE model = ? AND text = ?", model, text
+        )
+        return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
+
+    def known_published(self, model: str, text: str) -> frozenset[PublishedKey]:
+        """List the published values that are measured already of a model on a text."""
+        rows = self._rows(
+            "SELECT layer, n, sample, quantity, items FROM published WHERE model = ? AND text = ?",
+            model,
+            text,
+        )
+        return frozenset((layer, n, sample, quantity, items) for layer, n, sample, quantity, items in rows)
+
+    def bounded(self, model: str, text: str) -> frozenset[Key]:
+        """List the sequences, scopes, layers and heads of a model on a text whose bounds are known."""
+        rows = self._rows(
+            "SELECT DISTINCT scope, layer, head, n, sample FROM bounds WHERE model = ? AND text = ?",
+            model,
+            text,
+        )
         return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Say where the sequences lie that are measured already: their first tokens, by n and sample."""
-        with translated(self.path):
-            rows = self._connection.execute(
-                "SELECT DISTINCT n, sample, start FROM measurements WHERE model = ? AND text = ?",
-                (model, text),
-            ).fetchall()
+        """Say where the sequences lie that were used already: their first tokens, by n and sample."""
+        rows = self._rows(
+            "SELECT n, sample, start FROM measurements WHERE model = ?1 AND text = ?2 "
+            "UNION SELECT n, sample, start FROM published WHERE model = ?1 AND text = ?2",
+            model,
+            text,
+        )
         return {(n, sample): start for n, sample, start in rows}
 
-    def add(self, rows: Sequence[Measurement], run: int, *, worked: float | None = None) -> None:
+    def add(
+        self,
+        rows: Sequence[Measurement],
+        run: int,
+        *,
+        worked: float | None = None,
+        sensitivities: Sequence[Sensitivity] = (),
+        sequences: Sequence[SequenceRecord] = (),
+    ) -> None:
         """Write a batch: all of its rows or, if anything goes wrong, none.
 
         Failures of these measurements count as resolved from now on.
@@ -336,19 +287,36 @@ class Store:
             As :meth:`start_run` returned it.
         worked
             Seconds since that run began, by a clock that does not jump.
+        sensitivities, sequences
+            Of these measurements, and the words of their sequences; those that are known already are kept.
 
         """
-        names = [*(field.name for field in fields(Measurement)), "run"]
         with self._transaction():
-            self._connection.executemany(
-                _insertion("measurements", names), [(*astuple(row), run) for row in rows]
-            )
-            if worked is not None:
-                self._connection.execute("UPDATE runs SET worked = ? WHERE id = ?", (worked, run))
-                self._seal("runs", "id = ?", run)
-            if self._row("SELECT id FROM failures WHERE resolved IS NULL LIMIT 1") is not None:
-                for row in rows:
-                    self._resolve(row)
+            self._add("measurements", rows, run)
+            for one in sequences:
+                self._insert("sequences", {**asdict(one), "tokens": json.dumps(one.tokens)}, "OR IGNORE")
+            for share in sensitivities:
+                energies = {
+                    name: json.dumps([float(f"{value:.7g}") for value in getattr(share, name)])
+                    for name in ("input_energy", "output_energy")
+                }
+                self._insert("sensitivities", {**asdict(share), **energies, "run": run})
+            self._worked(run, worked)
+            self._resolve("measurement", rows)
+
+    def add_bounds(self, rows: Sequence[Bounding], run: int, *, worked: float | None = None) -> None:
+        """Write all bounds of one or several sequences, scopes, layers and heads, or none; as :meth:`add`."""
+        with self._transaction():
+            self._add("bounds", rows, run)
+            self._worked(run, worked)
+            self._resolve("bounds", rows)
+
+    def add_published(self, rows: Sequence[PublishedValue], run: int, *, worked: float | None = None) -> None:
+        """Write all quantities of some sequences and layers, or none; as :meth:`add`."""
+        with self._transaction():
+            self._add("published", rows, run)
+            self._worked(run, worked)
+            self._resolve("published", rows)
 
     def fail(self, failures: Sequence[Failure], run: int) -> None:
         """Record what could not be measured; it is asked for again the next time."""
@@ -384,32 +352,31 @@ class Store:
             self._insert("failures", {**kept, "run": run})
 
     def resolve(self) -> None:
-        """Mark the failures whose measurement is there."""
-        query = (
-            "SELECT id FROM failures AS f WHERE resolved IS NULL AND EXISTS (SELECT 1 FROM measurements AS m "
-            "WHERE m.model = f.model AND m.text = f.text AND m.scope = f.scope AND m.layer = f.layer "
-            "AND m.head IS f.head AND m.n = f.n AND m.sample = f.sample)"
-        )
+        """Mark the failures whose measurement, bounds or published values are there."""
         with self._transaction():
-            for (number,) in self._connection.execute(query).fetchall():
-                self._mark(number)
+            for what, (table, columns) in _MADE_GOOD_BY.items():
+                same = " AND ".join(f"m.{name} IS f.{name}" for name in columns)
+                query = (
+                    f"SELECT id FROM failures AS f WHERE resolved IS NULL AND what = '{what}' "
+                    f"AND EXISTS (SELECT 1 FROM {table} AS m WHERE {same})"
+                )
+                for (number,) in self._connection.execute(query).fetchall():
+                    self._mark(number)
 
     def _mark(self, failure: int) -> None:
         self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (_now(), failure))
         self._seal("failures", "id = ?", failure)
 
-    def _resolve(self, row: Measurement) -> None:
-        """Mark the failures that a measurement shows to be over."""
-        where = (
-            "resolved IS NULL AND model = ? AND ifnull(text, ?) = ? AND ifnull(scope, ?) = ? "
-            "AND ifnull(layer, ?) = ? AND (head IS NULL OR head IS ?) AND ifnull(n, ?) = ? "
-            "AND ifnull(sample, ?) = ?"
-        )
-        doubled = [value for value in (row.text, row.scope, row.layer) for _ in range(2)]
-        values = [row.model, *doubled, row.head, row.n, row.n, row.sample, row.sample]
-        found = self._connection.execute(f"SELECT id FROM failures WHERE {where}", values).fetchall()
-        for (number,) in found:
-            self._mark(number)
+    def _resolve(self, what: str, rows: Sequence[Measurement | Bounding | PublishedValue]) -> None:
+        """Mark the failures that rows show to be over, also those that reached further."""
+        if self._row("SELECT id FROM failures WHERE resolved IS NULL LIMIT 1") is None:
+            return
+        _, columns = _MADE_GOOD_BY[what]
+        where = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in columns)
+        query = f"SELECT id FROM failures WHERE resolved IS NULL AND what = ? AND {where}"
+        for values in {tuple(getattr(row, name) for name in columns) for row in rows}:
+            for (number,) in self._connection.execute(query, (what, *values)).fetchall():
+                self._mark(number)
 
     # ---- reading
 
@@ -440,6 +407,35 @@ class Store:
         frame = self._table("SELECT * FROM failures ORDER BY id")
         return pd.DataFrame(frame.astype(dict.fromkeys(("layer", "head", "n", "sample"), "Int64")))
 
+    def sensitivities(self) -> pd.DataFrame:
+        """Tabulate which tokens the constant depends on, see :class:`~howsmooth.study.records.Contents`."""
+        frame = self._table(
+            "SELECT s.*, q.start, q.place, q.tokens, m.converged FROM sensitivities AS s "
+            "JOIN sequences AS q USING (model, text, n, sample) JOIN measurements AS m "
+            "ON m.model = s.model AND m.text = s.text AND m.scope = s.scope AND m.layer = s.layer "
+            "AND ifnull(m.head, -1) = ifnull(s.head, -1) AND m.n = s.n AND m.sample = s.sample "
+            "ORDER BY s.model, s.text, s.scope, s.layer, s.head, s.n, s.sample"
+        )
+        for name in ("tokens", "input_energy", "output_energy"):
+            frame[name] = frame[name].map(json.loads)
+        types = {"head": "Int64", "place": "Int64", "converged": "bool"}
+        return pd.DataFrame(frame.astype(types)[list(SENSITIVITY_COLUMNS)])
+
+    def bounds(self) -> pd.DataFrame:
+        """Tabulate the bounds; where one does not hold, its value is missing and its source says why."""
+        frame = self._table(
+            "SELECT * FROM bounds "
+            "ORDER BY model, text, scope, layer, head, n, sample, NOT holds, log_value, name"
+        )
+        types = {"head": "Int64", "holds": "bool", "value": "float64", "log_value": "float64"}
+        return pd.DataFrame(frame.astype(types)[list(BOUND_COLUMNS)])
+
+    def published(self) -> pd.DataFrame:
+        """Tabulate the published quantities, sorted by model, text, layer, n and sample, then as measured."""
+        frame = self._table("SELECT * FROM published ORDER BY model, text, layer, n, sample, rowid")
+        types = {"settled": "bool", "lower": "float64", "upper": "float64"}
+        return pd.DataFrame(frame.astype(types)[[*PUBLISHED_COLUMNS, "run"]])
+
     def study(self) -> dict[str, Any]:
         """Return the identity and the time of creation; empty if nothing was ever measured."""
         row = self._row("SELECT * FROM studies") or {}
@@ -458,6 +454,9 @@ class Store:
                     runs=self.runs(),
                     failures=self.failures(),
                     study=self.study(),
+                    sensitivities=self.sensitivities(),
+                    bounds=self.bounds(),
+                    published=self.published(),
                 )
             finally:
                 self._connection.execute("COMMIT")
@@ -470,6 +469,10 @@ class Store:
             names = [column[0] for column in cursor.description]
             return pd.DataFrame(cursor.fetchall(), columns=names).drop(columns="seal", errors="ignore")
 
+    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        with translated(self.path):
+            return self._connection.execute(query, values).fetchall()
+
     def _row(self, query: str, *values: str) -> dict[str, Any] | None:
         with translated(self.path):
             cursor = self._connection.execute(query, values)
@@ -479,6 +482,18 @@ class Store:
     def _insert(self, table: str, values: Mapping[str, object], conflict: str = "") -> int:
         cursor = self._connection.execute(_insertion(table, list(values), conflict), tuple(values.values()))
         return int(cursor.lastrowid or 0)
+
+    def _add(self, table: str, rows: Sequence[Measurement | Bounding | PublishedValue], run: int) -> None:
+        """Insert rows of one kind; a list that is interrupted while it is read adds nothing."""
+        values = [(*astuple(row), run) for row in rows]
+        if values:
+            names = [*(field.name for field in fields(rows[0])), "run"]
+            self._connection.executemany(_insertion(table, names), values)
+
+    def _worked(self, run: int, worked: float | None) -> None:
+        if worked is not None:
+            self._connection.execute("UPDATE runs SET worked = ? WHERE id = ?", (worked, run))
+            self._seal("runs", "id = ?", run)
 
     def _seal(self, table: str, where: str, value: object) -> None:
         """Seal rows again that were changed."""
