@@ -45,8 +45,8 @@ def embedded(value: object) -> Markup:
 def rounded(values: Iterable[Any], digits: int = _DIGITS) -> list[float | None]:
     """Shorten numbers; what is no finite number becomes None."""
     return [
-        float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
-        for value in (float(value) for value in values)
+        None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+        for value in values
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,23 @@ from howsmooth.study.names import sentence
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.radius import STRATA
 from howsmooth.study.report import wording
+from howsmooth.study.report.bounding import bounds_beside, sharpest
 from howsmooth.study.report.caveats import caveats
 from howsmooth.study.report.data import embedded, scatter
 from howsmooth.study.report.families import families
+from howsmooth.study.report.published import beside, items_of
 from howsmooth.study.report.tables import convergence, exponent_rows, maskings, runs
+from howsmooth.study.report.tokens import first_shown, sensitive
 from howsmooth.study.sequences import APART_BY_LENGTH
 from howsmooth.study.store import Contents
 
 __all__ = ["render"]
 
 _ASSETS = Path(__file__).parents[1] / "templates" / "report"
-_SCRIPTS = ("page.js", "chooser.js", "axes.js", "colours.js", "scatter.js", "start.js")
+_SCRIPTS = (
+    "page.js", "chooser.js", "axes.js", "colours.js", "scatter.js", "bounds.js", "tokens.js", "start.js",
+)  # fmt: skip
+_MOST_BOUNDS = 60
 
 
 def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
@@ -70,15 +76,30 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
     rows = contents.measurements
     found = families(rows, exponents, pictures)
     style, script = _style(found), _script()
-    points = scatter(rows, exponents, rows.iloc[:0])
-    shown = len(points["points"]["n"])
+    from howsmooth.study.published_tables import (
+        compare,
+    )  # which writes files beside the page, as publish does
+
+    published = contents.published
+    compared = compare(published)
+    data = {
+        "scatter": scatter(rows, exponents, published) if len(rows) or len(published) else None,
+        "bounds": bounds_beside(contents.bounds, rows),
+        "tokens": sensitive(contents.sensitivities),
+    }
     return environment.get_template("report.html.jinja").render(
         style=Markup(style),
         script=Markup(script),
         style_digest=_digest(style),
         script_digest=_digest(script),
-        scatter=embedded(points),
-        left_out={"shown": shown, "total": points["total"]} if shown < points["total"] else None,
+        data=[(name, embedded(value)) for name, value in data.items() if value is not None],
+        left_out=_left_out(data["scatter"], lambda found: len(found["points"]["n"])),
+        published=beside(compared),
+        items=items_of(compared),
+        sharpest=sharpest(data["bounds"]) if data["bounds"] else [],
+        most_bounds=_MOST_BOUNDS,
+        first=first_shown(data["tokens"]) if data["tokens"] else None,
+        tokens_left_out=_left_out(data["tokens"], lambda found: len(found["rows"])),
         study=contents.study,
         apart_by_length=contents.study.get("windows") == APART_BY_LENGTH,
         level=f"{LEVEL * 100:.0f} %",
@@ -98,6 +119,15 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         seconds=wording.duration(float(rows["seconds"].sum())),
         caveats=caveats(contents),
     )
+
+
+def _left_out(
+    found: dict[str, Any] | None, counted: Callable[[dict[str, Any]], int]
+) -> dict[str, int] | None:
+    """Say how many of how many the page shows, if it does not show all."""
+    if found is None or counted(found) == found["total"]:
+        return None
+    return {"shown": counted(found), "total": found["total"]}
 
 
 def _style(found: Sequence[dict[str, Any]]) -> str:

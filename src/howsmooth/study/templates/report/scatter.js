@@ -48,7 +48,8 @@ class Scatter {
 
     this.box.addEventListener("pointermove", (event) => this.pointed(event));
     this.box.addEventListener("pointerdown", (event) => this.pointed(event));
-    this.box.addEventListener("pointerleave", () => this.show(-1));
+    // A finger that is lifted leaves, too; what it has chosen stays.
+    this.box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") this.show(-1); });
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.box.addEventListener("blur", () => this.show(-1));
     darkness.addEventListener("change", () => this.paint());

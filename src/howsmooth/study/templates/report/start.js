@@ -1,7 +1,12 @@
 // ---- what needs a script is shown once it runs
 
-const scatterData = read("scatter-data");
-if (scatterData !== null && scatterData.points.n.length > 0) {
-  find("explore").hidden = false;
-  new Scatter(scatterData);
+function begin(id, section, kind) {
+  const data = read(id);
+  if (data === null) return;
+  find(section).hidden = false;
+  new kind(data);
 }
+
+begin("scatter-data", "explore", Scatter);
+begin("bounds-data", "bounds-explore", Bounds);
+begin("tokens-data", "tokens-fields", Tokens);
