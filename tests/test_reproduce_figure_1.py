@@ -14,7 +14,7 @@ import torch
 from howsmooth.errors import HowsmoothError, StoreError
 from howsmooth.reproduce.columns import columns_of
 from howsmooth.reproduce.drawing.figure_1 import draw
-from howsmooth.reproduce.drawing.panels import quarter_line
+from howsmooth.reproduce.drawing.panels import panel_table, panel_words, quarter_line, read_panels
 from howsmooth.reproduce.experiment import Request, Step
 from howsmooth.reproduce.figure_1 import FIGURE_1
 from howsmooth.reproduce.loading import remembering
@@ -65,6 +65,12 @@ def measured(folder: Path, tools: Tools, **changes: Any) -> list[Step]:
     steps: list[Step] = []
     FIGURE_1.measure(request(**changes), folder, tools, steps.append)
     return steps
+
+
+def said_of(folder: Path) -> tuple[list[str], pd.DataFrame]:
+    """What is said of a figure and its table, without drawing it."""
+    panels = [panel for column in read_panels(folder)[0] for panel in column]
+    return panel_words(panels), panel_table(panels)
 
 
 # ---------------------------------------------------------------- columns
@@ -154,8 +160,7 @@ def test_remembered_models_of_another_name_are_let_go() -> None:
 def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
     tools, _ = tools_of_figure_1(slope=0.25)
     measured(tmp_path, tools, lengths=(2, 4, 8, 16, 32), samples=10)
-    said = draw(tmp_path)
-    table = said.tables[0][1]
+    seen, table = said_of(tmp_path)
     note = json.loads((tmp_path / "asked.json").read_text())
     folders = {one["model"]: one["folder"] for one in note["columns"]}
     for row in table.itertuples():
@@ -164,10 +169,10 @@ def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
         rows = rows[rows["text"] == row.text]
         slope = np.polyfit(np.log(rows["n"]), np.log(rows["lipschitz"]), 1)[0]
         assert row.exponent == pytest.approx(slope, abs=1e-12)
-        words = next(one for one in said.seen if one.startswith(f"{row.model}, layer") and row.text in one)
+        words = next(one for one in seen if one.startswith(f"{row.model}, layer") and row.text in one)
         assert f"n to the power {slope:.2f} (95 % interval {row.low:.2f} to {row.high:.2f})" in words
     inside = int(((table["low"] <= 0.25) & (table["high"] >= 0.25)).sum())
-    assert f"The interval contains 1/4 in {inside} of 6 panels" in said.seen[-1]
+    assert f"The interval contains 1/4 in {inside} of 6 panels" in seen[0]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,7 @@ def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
 def test_other_exponents_are_told_from_a_quarter(tmp_path: Path, slope: float, words: str) -> None:
     tools, _ = tools_of_figure_1(slope=slope)
     measured(tmp_path, tools, lengths=(2, 4, 8, 16, 32), samples=10)
-    said = draw(tmp_path).seen[-1]
+    said = said_of(tmp_path)[0][0]
     assert "contains 1/4 in 0 of 6 panels" in said
     assert words in said
 
@@ -185,7 +190,7 @@ def test_the_figure_shows_what_was_asked_last_and_not_all_that_is_there(tmp_path
     tools, _ = tools_of_figure_1()
     measured(tmp_path, tools, lengths=(2, 4, 8, 16, 32), samples=6)
     measured(tmp_path, tools, lengths=(2, 4, 8), samples=2, texts=("python-code",))
-    table = draw(tmp_path).tables[0][1]
+    _, table = said_of(tmp_path)
     assert list(table["text"].unique()) == ["python-code"]
     assert list(table["sequences"]) == [6, 6, 6]
 
@@ -201,10 +206,10 @@ def test_unconverged_measurements_are_counted_and_neither_drawn_nor_fitted(tmp_p
         return SimpleNamespace(**{**vars(found), "converged": converged, "value": value, "upper": value * 3})
 
     measured(tmp_path, Tools(tools.load_model, tools.load_text, tools.capture, loose))
-    said = draw(tmp_path)
-    assert all("4 measurements are left out" in words for words in said.seen[:-1])
-    assert list(said.tables[0][1]["sequences"]) == [8] * 6
-    assert said.tables[0][1]["exponent"].abs().max() < 2
+    seen, table = said_of(tmp_path)
+    assert all("4 measurements are left out" in words for words in seen[1:])
+    assert list(table["sequences"]) == [8] * 6
+    assert table["exponent"].abs().max() < 2
 
 
 def test_the_line_of_slope_a_quarter_has_the_factor_of_least_squares() -> None:

@@ -11,6 +11,7 @@ import typer
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.names import encodable, readable
@@ -51,6 +52,7 @@ app.command("measure", epilog=measure.__dict__["examples"])(measure)
 app.command("study", epilog=study.__dict__["examples"])(study)
 app.command("bound", epilog=bound.__dict__["examples"])(bound)
 app.command("attack", epilog=attack.__dict__["examples"])(attack)
+app.command("reproduce", epilog=reproduce.__dict__["examples"])(reproduce)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -131,8 +131,8 @@ def quarter_line(n: np.ndarray, lipschitz: np.ndarray) -> tuple[float, float]:
 
 
 def panel_words(panels: list[Panel]) -> list[str]:
-    """Say what is seen in the panels: one paragraph each, and how many exponents may be 1/4."""
-    seen = [_words(panel) for panel in panels]
+    """Say what is seen in the panels: how many exponents may be 1/4, and then of each panel what it shows."""
+    seen = []
     fitted = [panel for panel in panels if not panel.fit.note]
     if fitted:
         inside = [panel for panel in fitted if panel.fit.low <= QUARTER <= panel.fit.high]
@@ -148,7 +148,7 @@ def panel_words(panels: list[Panel]) -> list[str]:
             p for p in theirs if p.published_fit and p.published_fit.low <= QUARTER <= p.published_fit.high
         ]
         seen.append(f"As published, the interval contains 1/4 in {len(inside)} of {len(theirs)} panels.")
-    return seen
+    return seen + [_words(panel) for panel in panels]
 
 
 def _words(panel: Panel) -> str:
