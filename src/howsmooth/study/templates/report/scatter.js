@@ -137,7 +137,7 @@ class Scatter {
   paint() {
     const width = Math.floor(this.box.clientWidth);
     if (width < 50) return;
-    const height = Math.round(Math.min(540, Math.max(300, 0.58 * width)));
+    const height = Math.round(Math.min(540, Math.max(340, 0.58 * width)));
     this.ratio = devicePixelRatio || 1;
     for (const canvas of [this.base, this.top]) {
       canvas.width = Math.round(width * this.ratio);
