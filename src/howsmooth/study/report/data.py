@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.study.exponents import GROUP, fit_exponent
+from howsmooth.study.exponents import GROUP, LEVEL, fit_exponent
 from howsmooth.study.report.wording import plain
 
 __all__ = ["MEASURED", "MOST_POINTS", "embedded", "rounded", "scatter"]
@@ -66,7 +66,8 @@ def scatter(measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.D
     -------
     dict
         ``names`` of models, texts, scopes and quantities; ``groups``, one entry for each thing that is fitted
-        apart, with the fit; ``points`` by column; ``total``, the number of points that there are.
+        apart, with the fit; ``points`` by column; ``total``, the number of points that there are;
+        ``level``, that of the fits' intervals.
 
     """
     rows = _measured(measurements)
@@ -112,6 +113,7 @@ def scatter(measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.D
             "converged": [int(done) for done in kept["converged"]],
         },
         "total": len(rows),
+        "level": f"{LEVEL * 100:.0f} %",
     }
 
 

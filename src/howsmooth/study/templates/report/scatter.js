@@ -12,7 +12,7 @@ class Scatter {
     this.names = data.names;
     this.groups = data.groups;
     this.points = data.points;
-    this.total = data.total;
+    this.level = data.level;
     this.x = "n";
     this.current = -1;
     this.base = find("scatter-points");
@@ -112,7 +112,7 @@ class Scatter {
 
   exponent(fit) {
     const p = fit.quarter < 0.001 ? "below 0.001" : fixed(fit.quarter, 3);
-    return `${fixed(fit.slope, 3)}, 95 % interval ${fixed(fit.low, 3)} to ${fixed(fit.high, 3)}, p for 1/4 ${p}`;
+    return `${fixed(fit.slope, 3)}, ${this.level} interval ${fixed(fit.low, 3)} to ${fixed(fit.high, 3)}, p for 1/4 ${p}`;
   }
 
   describe(index) {

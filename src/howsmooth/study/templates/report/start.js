@@ -1,12 +1,12 @@
 // ---- what needs a script is shown once it runs
 
-function begin(id, section, kind) {
+function begin(id, sections, kind) {
   const data = read(id);
   if (data === null) return;
-  find(section).hidden = false;
+  for (const section of sections) find(section).hidden = false;
   new kind(data);
 }
 
-begin("scatter-data", "explore", Scatter);
-begin("bounds-data", "bounds-explore", Bounds);
-begin("tokens-data", "tokens-fields", Tokens);
+begin("scatter-data", ["explore", "to-explore"], Scatter);
+begin("bounds-data", ["bounds-explore"], Bounds);
+begin("tokens-data", ["tokens-fields"], Tokens);
