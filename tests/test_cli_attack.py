@@ -312,6 +312,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such head": ([*SMALL, "--heads", "3"], "heads of small, which has 3"),
     "heads of another scope": ([*SMALL, "--scope", "heads", "--heads", "1"], "Add --scope head"),
     "no steps": ([*SMALL, "--steps", "0"], "steps: expected at least 1, got 0"),
+    "too many restarts": ([*SMALL, "--restarts", "9" * 30], "restarts: expected at most 1000000, got 999"),
     "restarts": ([*SMALL, "--restarts", "-1"], "restarts: expected at least 0, got -1"),
     "no such model": (["attack", "nothing", "--text", "prose"], "'nothing' is not known"),
     "no file": (["attack", "none.safetensors"], "There is no parameter file"),

@@ -234,6 +234,7 @@ def test_as_decoder_refused(tmp_path: Path) -> None:
         ("builtin-encoder", {"seed": True}, "seed"),
         ("builtin-encoder", {"device": "cuda:99"}, "cuda:99"),
         ("builtin-encoder", {"device": "abacus"}, "abacus"),
+        ("builtin-encoder", {"device": "meta"}, "a device that holds numbers"),
     ],
 )
 def test_arguments(name: Any, arguments: dict[str, Any], word: str) -> None:
@@ -308,6 +309,13 @@ def test_relative_folder_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "docs").mkdir()
     with pytest.raises(ModelError, match="holds no model"):
         load_model("docs")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 5000, "a\0b"])
+def test_names_that_no_file_system_takes(name: str) -> None:
+    with pytest.raises(ModelError, match="There is no model") as error:
+        load_model(name)
+    assert len(str(error.value)) < 400
 
 
 def test_hub_out_of_reach() -> None:

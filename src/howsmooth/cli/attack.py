@@ -135,7 +135,7 @@ def attack(
     ] = False,
 ) -> int:
     """Look for the tokens at which attention is steepest, within the ball that its tokens lie in."""
-    from howsmooth.cli.parsing import parse_radius
+    from howsmooth.cli.parsing import parse_radius, use_threads
     from howsmooth.cli.tables import attacks_as_json, show_attacks
     from howsmooth.study.attack_plan import AttackPlan, attack_tools
     from howsmooth.study.attack_tables import publish_attacks
@@ -163,10 +163,7 @@ def attack(
         steps=steps,
         restarts=restarts,
     )
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    use_threads(threads)
     command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
     display = choose(quiet=quiet)
     watch = _Watch(display)

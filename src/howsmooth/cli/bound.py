@@ -125,7 +125,7 @@ def bound(
 ) -> int:
     """Bound the Lipschitz constant of attention by every theorem there is, beside the measured constant."""
     from howsmooth.bounds import table
-    from howsmooth.cli.parsing import parse_radius
+    from howsmooth.cli.parsing import parse_radius, use_threads
     from howsmooth.cli.tables import bounds_as_json, show_bounds
     from howsmooth.study.bounding import bound_all, bounds_frame
     from howsmooth.study.publish import write_table
@@ -145,10 +145,7 @@ def bound(
     )
     asked = Ranges.parse(lengths, "lengths").values() if lengths is not None else ()
     ball = parse_radius(radius, words=("auto",))
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    use_threads(threads)
     display = choose(quiet=quiet)
     with display:
         display.phase("Reading")

@@ -9,10 +9,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 
-__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan", "parse_radius"]
+__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan", "parse_radius", "use_threads"]
 
 DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 DEFAULT_TEXTS = ("python-docs",)
+
+# PyTorch takes what fits into an int, and then tries to start them.
+_MOST_THREADS = 4096
 
 
 def build_plan(
@@ -81,3 +84,21 @@ def parse_radius(text: str, words: Sequence[str]) -> float | str:
             "radius", expected=f"a finite number > 0, or {' or '.join(words)}", got=repr(text)
         )
     return value
+
+
+def use_threads(count: int | None) -> None:
+    """Let PyTorch use so many threads; ``None`` leaves it as it is.
+
+    Raises
+    ------
+    howsmooth.errors.ArgumentError
+        If no machine has so many.
+
+    """
+    if count is None:
+        return
+    if not 1 <= count <= _MOST_THREADS:
+        raise ArgumentError("threads", expected=f"a number from 1 to {_MOST_THREADS}", got=str(count))
+    import torch
+
+    torch.set_num_threads(count)

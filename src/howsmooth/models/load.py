@@ -21,6 +21,7 @@ from howsmooth.models.inputs import check_model, max_length, vocabulary_size
 from howsmooth.models.places import Place, find
 from howsmooth.models.recording import AttentionLayer, attention_layers
 from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
+from howsmooth.models.trust import check_files, forget_implementations
 
 __all__ = ["LoadedModel", "builtin_names", "load_model"]
 
@@ -143,6 +144,8 @@ def _device(device: str | torch.device) -> torch.device:
         raise ArgumentError(
             "device", expected="a device of this machine, such as 'cpu' or 'cuda'", got=str(device)
         ) from error
+    if target.type == "meta":
+        raise ArgumentError("device", expected="a device that holds numbers, such as 'cpu'", got=str(device))
     return target
 
 
@@ -172,6 +175,7 @@ def _config(place: Place) -> Any:
             f"{place.name!r} is an encoder-decoder model ({config.model_type}), which is not captured yet. "
             "Choose an encoder or a decoder."
         )
+    forget_implementations(config)
     return config
 
 
@@ -192,6 +196,7 @@ def _built(
                 # In float32 first, so that both precisions start from the same numbers.
                 model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
             else:
+                check_files(place, config)
                 model, info = AutoModel.from_pretrained(
                     place.location,
                     config=config,

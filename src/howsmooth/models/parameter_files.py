@@ -164,6 +164,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         return _npz(path)
+    except MemoryError as error:
+        # A few bytes are enough to announce an array of any size.
+        raise ModelError(f"The parameter file {path} cannot be read: it does not fit into memory.") from error
     except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ModelError(f"The parameter file {path} cannot be read: {_reason(error)}.") from error
 

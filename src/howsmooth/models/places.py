@@ -69,6 +69,14 @@ def find(name: str, *, random_init: bool) -> Place:
     if name in BUILTIN_MODELS:
         return Place(name, str(builtin_folder(name)), f"the built-in model {name}", local_files_only=True)
     path = Path(name).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # such as a name that is too long, or has a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
+        raise ModelError(f"There is no model {shown}: {reason}. {_REMEDY}") from None
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
     if path.is_dir() and (folder := _model_folder(path)) is not None:
         _check_weights(name, folder, random_init)

@@ -11,6 +11,9 @@ from howsmooth.study.sources import Request, Source
 
 __all__ = ["AttackPlan", "AttackProgress", "AttackTools", "attack_tools"]
 
+# More than would ever end.
+_MOST = 1_000_000
+
 
 @dataclass(frozen=True)
 class AttackPlan:
@@ -45,10 +48,11 @@ class AttackPlan:
                 expected="numbers of at least 2, since one token alone is always V x",
                 got=str(min(self.lengths)) if self.lengths else "none",
             )
-        for name in ("steps", "restarts"):
-            if getattr(self, name) < (1 if name == "steps" else 0):
-                expected = "at least 1" if name == "steps" else "at least 0"
-                raise ArgumentError(name, expected=expected, got=str(getattr(self, name)))
+        for name, least in (("steps", 1), ("restarts", 0)):
+            value = getattr(self, name)
+            if not least <= value <= _MOST:
+                expected = f"at least {least}" if value < least else f"at most {_MOST}"
+                raise ArgumentError(name, expected=expected, got=str(value))
 
     def identity(self, source: Source) -> dict[str, Any]:
         """Return what all attacks of one store must have in common."""

@@ -23,7 +23,7 @@ def file_stem(*parts: str) -> str:
     slug = re.sub(r"[^a-z0-9.-]+", "-", plain).strip("-.")[:_LONGEST_STEM]
     if slug and slug == words:
         return slug
-    return f"{slug}-{hashlib.sha256(words.encode()).hexdigest()[:6]}".lstrip("-")
+    return f"{slug}-{hashlib.sha256(words.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}".lstrip("-")
 
 
 def encodable(words: str) -> str:

@@ -148,6 +148,15 @@ def _ag_news() -> Text:
 
 
 def _from_path(path: Path) -> Text:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a name that is too long
+        reason = error.strerror or type(error).__name__
+        raise TextError(f"text {_short(str(path))} cannot be read: {reason}. {_choices()}") from None
+    except ValueError:
+        raise TextError(f"text {_short(str(path))} is no name of a file. {_choices()}") from None
     if path.is_dir():
         known = [path / file for file in _KNOWN_FILES if (path / file).is_file()]
         if not known:
@@ -166,6 +175,10 @@ def _from_path(path: Path) -> Text:
             path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}."
         )
     return Text(path.stem, content, f"The local file {path.name} (sha256 {digits}...).")
+
+
+def _short(words: str) -> str:
+    return repr(words if len(words) <= 80 else f"{words[:77]}...")
 
 
 def _read(path: Path) -> str:

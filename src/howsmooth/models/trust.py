@@ -1,0 +1,112 @@
+"""What is refused or ignored of a model from elsewhere, before transformers reads its weights.
+
+``trust_remote_code=False`` and ``use_safetensors=True`` are not enough: a configuration can name a pickle as
+its weights, an index of parts can list pickles, and an attention implementation can be the name of a
+repository with compiled code, which transformers fetches and runs if the package kernels is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from howsmooth.errors import ModelError
+from howsmooth.models.places import Place
+
+__all__ = ["check_files", "forget_implementations"]
+
+_INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+
+
+def forget_implementations(config: Any) -> None:
+    """Let transformers choose how attention is computed, whatever the configuration says.
+
+    Parameters
+    ----------
+    config
+        Of a model; changed, with the configurations inside it.
+
+    """
+    config._attn_implementation = None
+    config._experts_implementation = None
+
+
+def check_files(place: Place, config: Any) -> None:
+    """Refuse weights in anything but safetensors, and adapters.
+
+    Parameters
+    ----------
+    place, config
+        The model, and its configuration.
+
+    Raises
+    ------
+    ModelError
+        If the configuration or the index of the weights names a file that is no safetensors file, or one
+        outside the model's folder; or if there is an adapter, which transformers adds to the model or leaves
+        out, depending on what else is installed.
+
+    """
+    if place.location is None:
+        return
+    index: object = _INDEX
+    named = getattr(config, "transformers_weights", None)
+    if named is not None:
+        _check_name(place, named, "its configuration", (".safetensors", ".safetensors.index.json"))
+        index = named if str(named).endswith(".json") else None
+    if index is not None:
+        for part in _parts(place, str(index)):
+            _check_name(place, part, "the index of its weights", (".safetensors",))
+    if _file(place, _ADAPTER) is not None:
+        raise ModelError(
+            f"{place.name!r} holds an adapter ({_ADAPTER}), which is not read. Merge it into the model, and "
+            "give the folder of the merged one."
+        )
+
+
+def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]) -> None:
+    if not isinstance(name, str) or not name.endswith(endings):
+        raise ModelError(
+            f"{place.name!r} cannot be loaded: {where} names the weights {str(name)[:100]!r}, and howsmooth "
+            "reads safetensors only, never a pickle. Convert them to safetensors."
+        )
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
+        raise ModelError(
+            f"{place.name!r} cannot be loaded: {where} names the weights {name[:100]!r}, outside the model's "
+            "folder."
+        )
+
+
+def _parts(place: Place, index: str) -> set[object]:
+    """Return the names of the files of weights, none if there is no index of them."""
+    found = _file(place, index)
+    if found is None:
+        return set()
+    try:
+        listed = json.loads(found.read_text(encoding="utf-8"))["weight_map"]
+        return set(listed.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{place.name!r} cannot be loaded: its {index[:100]} is not an index of weights "
+            f"({type(error).__name__})."
+        ) from error
+
+
+def _file(place: Place, name: str) -> Path | None:
+    """Find a file of the model, None if it has none of this name."""
+    try:
+        found = cached_file(
+            place.location,
+            name,
+            local_files_only=place.local_files_only,
+            _raise_exceptions_for_missing_entries=False,
+            # Offline, what is not in the cache cannot be read later either.
+            _raise_exceptions_for_connection_errors=not place.local_files_only,
+        )
+    except Exception as error:  # as when the model itself is read
+        raise place.failure(error) from error
+    return None if found is None else Path(found)

@@ -1,0 +1,495 @@
+"""What comes from elsewhere is data: nothing of it is run, unpickled or unpacked, or names where to write.
+
+Models, parameter files, texts, plans and stores of strangers are met here as they might be made by someone
+who wants them to do harm. Each bomb makes a file if it goes off.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import pickle
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+import howsmooth
+from howsmooth.cli import main
+from howsmooth.errors import ModelError
+from howsmooth.models import load_model
+from howsmooth.study import attack_plan, tools
+from howsmooth.study.merge import merge_stores
+from howsmooth.study.names import file_stem
+from howsmooth.study.plan import ModelSpec
+from howsmooth.study.publish import publish
+from howsmooth.study.run import run as carry_out
+from tests._sources import AttackWork, SmallModel, plain_table, small_tools
+from tests._study import make_plan, make_tools, words
+from tests._tiny_models import tiny
+
+BOMB = "went-off"
+"""The file that is there if something of a stranger's was run."""
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / BOMB
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of torch.load, which must not happen at all: not even with weights_only."""
+    calls: list[str] = []
+    real = torch.load
+
+    def spy(source: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(str(source))
+        return real(source, *arguments, **options)
+
+    monkeypatch.setattr(torch, "load", spy)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("gpt2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: PreTrainedModel) -> Path:
+    """A good model of the caller's own."""
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | values))
+
+
+def test_the_bombs_work(mark: Path) -> None:
+    pickle.loads(pickle.dumps(Bomb(mark))).close()
+    assert mark.exists()
+
+
+# ---- weights
+
+
+def only_a_pickle(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"w": Bomb(mark)}, folder / "pytorch_model.bin")
+
+
+def a_pickle_called_safetensors(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
+
+
+def a_torch_archive_called_safetensors(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    torch.save({"w": Bomb(mark)}, folder / "model.safetensors")
+
+
+def a_pickle_among_the_parts(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
+    torch.save(model.state_dict(), folder / "w.bin")
+    change(folder / "model.safetensors.index.json", weight_map=dict.fromkeys(model.state_dict(), "w.bin"))
+
+
+def a_pickle_named_by_the_configuration(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    torch.save(model.state_dict(), folder / "adapter_model.bin")
+    change(folder / "config.json", transformers_weights="adapter_model.bin")
+
+
+def parts_outside(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "w.safetensors")
+    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
+    there = "../w.safetensors"
+    change(folder / "model.safetensors.index.json", weight_map=dict.fromkeys(model.state_dict(), there))
+
+
+def weights_outside(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    change(folder / "config.json", transformers_weights=str(folder / "model.safetensors"))
+
+
+def no_index(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
+def an_adapter(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    change(folder / "adapter_config.json", base_model_name_or_path="somebody/else")
+    torch.save({"w": Bomb(mark)}, folder / "adapter_model.bin")
+
+
+def a_configuration_that_is_a_pickle(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    (folder / "config.json").write_bytes(pickle.dumps(Bomb(mark)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (only_a_pickle, "weights are pickled, which howsmooth never reads; convert them to safetensors"),
+        (a_pickle_called_safetensors, "cannot be read: SafetensorError"),
+        (a_torch_archive_called_safetensors, "cannot be read: SafetensorError"),
+        (
+            a_pickle_among_the_parts,
+            "index of its weights names the weights 'w.bin', and howsmooth reads safe",
+        ),
+        (a_pickle_named_by_the_configuration, "configuration names the weights 'adapter_model.bin', and how"),
+        (parts_outside, "'../w.safetensors', outside the model's folder"),
+        (weights_outside, "outside the model's folder"),
+        (no_index, "is not an index of weights (RecursionError)"),
+        (an_adapter, "holds an adapter (adapter_config.json), which is not read. Merge it"),
+        (a_configuration_that_is_a_pickle, "cannot be read: "),
+    ],
+)
+def test_weights_in_anything_but_safetensors(
+    folder: Path,
+    model: PreTrainedModel,
+    mark: Path,
+    unpickled: list[str],
+    spoil: Callable[[Path, PreTrainedModel, Path], None],
+    sentence: str,
+) -> None:
+    spoil(folder, model, mark)
+    with pytest.raises(ModelError) as error:
+        load_model(folder)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+    assert unpickled == []
+    assert not mark.exists()
+
+
+def test_parts_in_safetensors_are_read(folder: Path, model: PreTrainedModel) -> None:
+    whole = load_model(folder).fingerprint
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    index = dict.fromkeys(model.state_dict(), "part.safetensors")
+    change(folder / "model.safetensors.index.json", metadata={}, weight_map=index)
+    assert load_model(folder).fingerprint == whole
+
+
+def test_pickles_beside_the_weights_are_left_alone(folder: Path, mark: Path, unpickled: list[str]) -> None:
+    for name in ("training_args.bin", "pytorch_model.bin", "optimizer.pt", "tokenizer.json", "vocab.pkl"):
+        torch.save(Bomb(mark), folder / name)
+    (folder / "tokenizer.model").write_bytes(pickle.dumps(Bomb(mark)))
+    loaded = load_model(folder)
+    assert loaded.tokenizer_source == "none"
+    assert unpickled == []
+    assert not mark.exists()
+
+
+# ---- code
+
+
+def put_code(folder: Path, mark: Path) -> None:
+    """Put a module into the folder that makes the mark when it is imported."""
+    for name in ("code.py", "modeling.py", "custom_generate/generate.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(
+            f"open({str(mark)!r}, 'w')\nclass C:\n    pass\ndef generate(*a):\n    pass\n"
+        )
+
+
+AUTO_MAP = dict.fromkeys(("AutoConfig", "AutoModel", "AutoTokenizer", "AutoModelForCausalLM"), "code.C")
+
+
+def test_code_for_a_type_that_transformers_does_not_know_is_refused(folder: Path, mark: Path) -> None:
+    put_code(folder, mark)
+    change(folder / "config.json", model_type="of-its-own", auto_map=AUTO_MAP)
+    for random_init in (False, True):
+        with pytest.raises(
+            ModelError, match="needs code that comes with the model, which howsmooth never runs"
+        ):
+            load_model(folder, random_init=random_init)
+    assert not mark.exists()
+
+
+def test_code_beside_a_known_type_is_ignored(folder: Path, mark: Path) -> None:
+    plain = load_model(folder)
+    put_code(folder, mark)
+    change(folder / "config.json", auto_map=AUTO_MAP, architectures=["C"], custom_pipelines={"x": "code.C"})
+    change(
+        folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.C", None]}, tokenizer_class="C"
+    )
+    loaded = load_model(folder)
+    assert type(loaded.model) is type(plain.model)
+    for ours, theirs in zip(loaded.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_named_by_the_configuration_are_not_fetched(
+    folder: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    plain = load_model(folder)
+    change(folder / "config.json", **{key: "somebody/kernel"})
+
+    def fetch(*_: Any, **__: Any) -> None:
+        mark.touch()
+        raise ImportError("kernels")
+
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fetch)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", fetch)
+    loaded = load_model(folder)
+    assert loaded.model.config._attn_implementation == plain.model.config._attn_implementation
+    assert not mark.exists()
+
+
+# ---- parameter files
+
+
+def npz_of_objects(path: Path, mark: Path) -> None:
+    np.savez(path, A=np.array([Bomb(mark)], dtype=object), V=np.eye(1))
+
+
+def npz_that_is_a_pickle(path: Path, mark: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb(mark)))
+
+
+def npz_with_a_member_elsewhere(path: Path, mark: Path) -> None:
+    saved = io.BytesIO()
+    np.save(saved, np.eye(1))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"../{BOMB}", saved.getvalue())
+        archive.writestr(f"../{BOMB}.npy", saved.getvalue())
+
+
+def npz_that_announces_too_much(path: Path, mark: Path) -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (10000000000000,), }".ljust(117) + b"\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("A.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+
+
+def safetensors_that_is_a_pickle(path: Path, mark: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb(mark)))
+
+
+@pytest.mark.parametrize("command", ["bound", "attack"])
+@pytest.mark.parametrize(
+    ("make", "name", "sentence"),
+    [
+        (npz_of_objects, "a.npz", "A is a pickled object, which is never read"),
+        (npz_that_is_a_pickle, "a.npz", "it is no archive as numpy.savez writes it"),
+        (npz_with_a_member_elsewhere, "a.npz", "expected the tensors query, key and value"),
+        (npz_that_announces_too_much, "a.npz", "it does not fit into memory"),
+        (safetensors_that_is_a_pickle, "a.safetensors", "cannot be read"),
+    ],
+)
+def test_parameter_files(
+    tmp_path: Path,
+    mark: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    make: Callable[[Path, Path], None],
+    name: str,
+    sentence: str,
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    make(Path(name), mark)
+    assert main([command, name, "--lengths", "4", "--radius", "1", "-q", "--out", "out"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", name]
+
+
+# ---- names
+
+
+HOSTILE = {
+    "up": "../../up",
+    "absolute": "/tmp/absolute-name",
+    "nothing": "a\0b",
+    "a device": "CON",
+    "bidi and unicode": "\u202egnp.exe \u0000 Ärger 漢字 \U0001f4a5",
+    "odd bytes": "odd\udcff\ud800",
+    "another device": "nul",
+    "up as windows writes it": "..\\..\\up",
+    "drive": "C:\\Windows\\x",
+    "dots": "..",
+    "long": "long" * 1000,
+    "lines": "two\nlines\r\n\tand a tab",
+    "shell": "$(touch went-off); `touch went-off`",
+    "markup": "</script><img src=x onerror=alert(1)>",
+    "stream": "x.txt::$DATA",
+    "dash": "--out=elsewhere",
+}
+
+_TWO = list(zip(list(HOSTILE)[::2], list(HOSTILE)[1::2], strict=True))
+names = pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        pytest.param(HOSTILE[a], HOSTILE[b], id=f"{a}, {b}", marks=[pytest.mark.slow] if place > 2 else [])
+        for place, (a, b) in enumerate(_TWO)
+    ],
+)
+"""Two names a test, one of a model and one of a text; drawing takes long."""
+
+DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
+
+
+def check_names(root: Path, inside: str) -> None:
+    """All files of a root are in one folder, under names that any file system takes."""
+    found = files_below(root)
+    assert len(found) > 2
+    for path in found:
+        assert path.parts[0] == inside
+        for part in path.parts:
+            assert re.fullmatch(r"\.?[a-z0-9][a-z0-9.-]*[a-z0-9]", part), part
+            assert not DEVICES.fullmatch(part), part
+            assert len(part) <= 150
+        assert not (root / path).is_symlink()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with room above it, that only one folder in it may be written to."""
+    # Where figures go is asked, not what is drawn, which takes long.
+    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: Path(target).write_bytes(b"%"))
+    place = tmp_path / "a" / "b" / "root"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    return place
+
+
+def nothing_above(root: Path) -> None:
+    above = root.parents[2]
+    assert sorted(
+        path.relative_to(above).as_posix() for path in above.rglob("*") if root not in path.parents
+    ) == [
+        "a",
+        "a/b",
+        "a/b/root",
+    ]
+    assert not Path("/tmp/absolute-name").exists()
+
+
+@names
+def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str) -> None:
+    made, _ = make_tools(models={model: SmallModel()}, texts={text: words(400)})
+    plan = make_plan(models=(ModelSpec(model),), texts=(text,), lengths=(2, 4), samples=2)
+    carry_out(plan, Path("theirs"), made)
+    # Another's store is merged with the names that are in it.
+    merge_stores([Path("theirs")], Path("out"))
+    shutil.rmtree("theirs")
+    publish(Path("out"))
+    check_names(root, "out")
+    nothing_above(root)
+
+
+@names
+def test_names_of_models_and_texts_in_bounds_and_attacks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, text: str
+) -> None:
+    made = small_tools()
+    given = tools.Tools(
+        lambda _, **options: made.load_model("small", **options),
+        lambda _: make_tools(texts={text: words(100)})[0].load_text(text),
+        made.capture,
+        made.measure,
+    )
+    monkeypatch.setattr(tools, "default_tools", lambda: given)
+    monkeypatch.setattr(attack_plan, "attack_tools", AttackWork().tools)
+    monkeypatch.setattr("howsmooth.bounds.table", plain_table)
+    options = ["--text", text, "--layers", "0", "--lengths", "4", "--out", "out", "-q"]
+    assert main(["attack", *options, "--", model]) == 0, capsys.readouterr().err
+    assert main(["bound", *options, "--", model]) == 0, capsys.readouterr().err
+    check_names(root, "out")
+    nothing_above(root)
+
+
+def test_names_that_differ_have_files_that_differ() -> None:
+    stems = [file_stem(name) for name in [*HOSTILE.values(), *map(str.swapcase, HOSTILE.values())]]
+    assert len(set(stems)) == 2 * len(HOSTILE) - 1  # of dots there is one case
+
+
+# ---- what no part of the library uses
+
+FORBIDDEN = set(
+    """
+    pickle _pickle cPickle dill cloudpickle joblib shelve marshal tarfile torch.load torch.jit.load torch.hub
+    shutil.unpack_archive eval exec compile __import__ os.system pandas.read_pickle pd.read_pickle yaml.load
+    """.split()  # noqa: SIM905 - a column of names would be harder to read
+)
+"""Modules and functions that unpickle, unpack or run what they are given."""
+
+
+def dotted(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def offences(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call):
+            names = [dotted(node.func)]
+            if names[0].rpartition(".")[2] in ("extract", "extractall"):
+                found.append(names[0])
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            found += [word for word in ("trust_remote_code", "allow_all_kernels") if given.get(word)]
+            if names[0] in ("np.load", "numpy.load") and given.get("allow_pickle", True):
+                found.append(names[0])
+            if names[0].endswith("AutoModel.from_pretrained") and given.get("use_safetensors") is not True:
+                found.append(names[0])
+        found += [name for name in names if name in FORBIDDEN or name.partition(".")[0] in FORBIDDEN]
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "from shutil import unpack_archive",
+        "import torch\ntorch.load('x')",
+        "np.load('x')",
+        "np.load('x', allow_pickle=True)",
+        "archive.extractall()",
+        "f(trust_remote_code=True)",
+        "AutoModel.from_pretrained('x')",
+        "eval('1')",
+    ],
+)
+def test_an_offence_is_seen(source: str) -> None:
+    assert offences(source)
+
+
+def test_no_module_unpickles_unpacks_or_runs_what_it_reads() -> None:
+    modules = list(Path(howsmooth.__file__).parent.rglob("*.py"))
+    assert len(modules) > 100
+    assert {str(path): found for path in modules if (found := offences(path.read_text("utf-8")))} == {}
