@@ -50,3 +50,59 @@ function polygon(context, corners) {
   corners.forEach(([x, y], index) => (index ? context.lineTo(x, y) : context.moveTo(x, y)));
   context.closePath();
 }
+
+// How the points of a plot are coloured by a key: each has a kind, which is drawn once, a colour and a shape.
+function scaleOfColours(key, { names, groups, points, visible }) {
+  if (key in names) {
+    return {
+      bar: false,
+      of: (index, group) => [group[key], named(group[key]), SHAPES[group[key] % SHAPES.length]],
+      ofGroup: (group) => named(group[key]),
+    };
+  }
+  const ofPoints = key in points;
+  const scaled = ofPoints ? Math.log : (value) => value;
+  const missing = (value) => value === null || (ofPoints && value <= 0);
+  const of = (index, group) => (ofPoints ? points[key][index] : group[key]);
+  let [low, high] = [Infinity, -Infinity];
+  for (const index of visible) {
+    const value = of(index, groups[points.group[index]]);
+    if (missing(value)) continue;
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  const share = (value) => (high > low ? (scaled(value) - scaled(low)) / (scaled(high) - scaled(low)) : 0.4);
+  const bin = (value) => (missing(value) ? 0 : Math.round(share(value) * (BINS - 1)));
+  return {
+    bar: high >= low,
+    label: { radius: "R", n: "n", layer: "layer", head: "head" }[key],
+    ticks: ofPoints && high > 1.05 * low ? ticksBetween(low, high, 7) : wholeTicks(low, ofPoints ? low : high),
+    share,
+    of: (index, group) => {
+      const place = bin(of(index, group));
+      return [place, continuous(place / (BINS - 1)), "circle"];
+    },
+    ofGroup: (group) => (ofPoints ? null : continuous(bin(group[key]) / (BINS - 1))),
+  };
+}
+
+function drawBar(context, { label, ticks, share }, { right, top, bottom }) {
+  const [x, from, to] = [right + 16, top + 18, bottom];
+  const step = (to - from) / BINS;
+  for (let place = 0; place < BINS; place++) {
+    context.fillStyle = continuous(place / (BINS - 1));
+    context.fillRect(x, to - (place + 1) * step, 12, step + 0.5);
+  }
+  context.fillStyle = themed("ink");
+  context.textAlign = "left";
+  context.textBaseline = "middle";
+  context.fillText(label, x, top + 6);
+  for (const tick of ticks) context.fillText(shown(tick), x + 17, to - share(tick) * (to - from), 44);
+}
+
+function wholeTicks(low, high) {
+  const step = Math.max(1, Math.ceil((high - low) / 8));
+  const found = [];
+  for (let tick = low; tick <= high; tick += step) found.push(tick);
+  return found;
+}

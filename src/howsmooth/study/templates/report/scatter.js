@@ -146,7 +146,7 @@ class Scatter {
     this.box.style.height = `${height}px`;
     this.width = width;
     this.radius = width < 500 ? 2.6 : 3.6;
-    this.colours = this.scaleOfColours();
+    this.colours = scaleOfColours(this.colour, this);
     this.frame = { left: 62, right: width - (this.colours.bar ? 78 : 14), top: 14, bottom: height - 48 };
     const context = this.base.getContext("2d");
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -168,7 +168,7 @@ class Scatter {
     this.drawPoints(context);
     if (this.x === "n") this.drawFits(context);
     context.restore();
-    if (this.colours.bar) this.drawBar(context);
+    if (this.colours.bar) drawBar(context, this.colours, this.frame);
     this.show(this.current);
   }
 
@@ -288,58 +288,7 @@ class Scatter {
     return canvas;
   }
 
-  // ---- colours
-
-  scaleOfColours() {
-    const key = this.colour;
-    const ofPoints = key in this.points;
-    const logs = ofPoints ? Math.log : (value) => value;
-    const of = (index, group) => (ofPoints ? this.points[key][index] : group[key]);
-    if (key in this.names) {
-      return {
-        bar: false,
-        of: (index, group) => [group[key], named(group[key]), SHAPES[group[key] % SHAPES.length]],
-        ofGroup: (group) => named(group[key]),
-      };
-    }
-    let [low, high] = [Infinity, -Infinity];
-    for (const index of this.visible) {
-      const value = of(index, this.groups[this.points.group[index]]);
-      if (value === null || (ofPoints && value <= 0)) continue;
-      low = Math.min(low, value);
-      high = Math.max(high, value);
-    }
-    const share = (value) => (high > low ? (logs(value) - logs(low)) / (logs(high) - logs(low)) : 0.4);
-    const bin = (value) => (value === null || (ofPoints && value <= 0) ? 0 : Math.round(share(value) * (BINS - 1)));
-    return {
-      bar: high >= low,
-      label: { radius: "R", n: "n", layer: "layer", head: "head" }[key],
-      ticks: ofPoints && high > 1.05 * low ? ticksBetween(low, high, 7) : wholeTicks(low, high, ofPoints),
-      share,
-      of: (index, group) => {
-        const place = bin(of(index, group));
-        return [place, continuous(place / (BINS - 1)), "circle"];
-      },
-      ofGroup: (group) => (ofPoints ? null : continuous(bin(group[key]) / (BINS - 1))),
-    };
-  }
-
-  drawBar(context) {
-    const { right, top, bottom } = this.frame;
-    const [x, from, to] = [right + 16, top + 18, bottom];
-    const step = (to - from) / BINS;
-    for (let place = 0; place < BINS; place++) {
-      context.fillStyle = continuous(place / (BINS - 1));
-      context.fillRect(x, to - (place + 1) * step, 12, step + 0.5);
-    }
-    context.fillStyle = themed("ink");
-    context.textAlign = "left";
-    context.textBaseline = "middle";
-    context.fillText(this.colours.label, x, top + 6);
-    for (const tick of this.colours.ticks) {
-      context.fillText(shown(tick), x + 17, to - this.colours.share(tick) * (to - from), 44);
-    }
-  }
+  // ---- the legend
 
   legend() {
     const items = [];
@@ -446,12 +395,4 @@ function line(context, ends) {
   context.beginPath();
   ends.forEach(([x, y], index) => (index ? context.lineTo(x, y) : context.moveTo(x, y)));
   context.stroke();
-}
-
-function wholeTicks(low, high, one) {
-  if (one || low === high) return [low];
-  const step = Math.ceil((high - low) / 8);
-  const found = [];
-  for (let tick = low; tick <= high; tick += step) found.push(tick);
-  return found;
 }
