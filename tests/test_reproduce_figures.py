@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.parameters import Head
+from howsmooth.bounds.parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.reproduce import quadratic_growth
 from howsmooth.reproduce.drawing.gamma_radius import over_texts
+from howsmooth.reproduce.drawing.gpt2_growth import Series
 from howsmooth.reproduce.drawing.quadratic_growth import FAR, IDENTITY, exponents_in_radius
 from howsmooth.reproduce.experiment import Experiment, Request, Step
 from howsmooth.reproduce.finding import Finding, read_note
 from howsmooth.reproduce.gamma_radius import GAMMA_RADIUS
+from howsmooth.reproduce.gpt2_growth import GPT2_GROWTH
 from howsmooth.reproduce.kept import Kept
 from howsmooth.reproduce.quadratic_growth import QUADRATIC_GROWTH, balanced
 from howsmooth.reproduce.registry import EXPERIMENTS
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.study.names import decimal
+from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import run
+from howsmooth.study.store import Store
 
 from ._reproduce import TEXT, Words, dense_norm, tiny_tools
 from ._tiny_models import tiny
@@ -51,7 +58,9 @@ def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def units(folder: Path) -> pd.DataFrame:
-    return Kept(folder / "units").table(read_note(folder)["units"])
+    note = read_note(folder)
+    parts = note.get("models", note.get("columns", [note]))
+    return Kept(folder / "units").table([unit for part in parts for unit in part["units"]])
 
 
 def checked(finding: Finding) -> Finding:
@@ -104,12 +113,6 @@ def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(tmp_path:
 
 def _windows(model: str, n: int, samples: int) -> Tensor:
     """The sequences that ``howsmooth measure`` takes, found by measuring with it."""
-    import tempfile
-
-    from howsmooth.study.plan import Plan
-    from howsmooth.study.run import run
-    from howsmooth.study.store import Store
-
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan((ModelSpec(model),), ("prose",), (n,), samples, layers=Ranges.parse("0", "layers"))
         run(plan, Path(folder), tiny_tools())
@@ -198,8 +201,6 @@ def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int)
 
 
 def _head(f: SelfAttention) -> Head:
-    from howsmooth.bounds.parameters import parameters_of
-
     return parameters_of(f).folded(0)
 
 
@@ -334,5 +335,52 @@ def test_progress_goes_from_nothing_to_all(experiment: Experiment, tmp_path: Pat
 def test_the_experiments_are_registered_in_the_order_of_the_paper() -> None:
     names = [one.name for one in EXPERIMENTS]
     assert len(set(names)) == len(names)
-    ours = ["figure-1", "gamma-r2", "quadratic-growth"]
+    ours = ["figure-1", "gamma-r2", "quadratic-growth", "gpt2"]
     assert [name for name in names if name in ours] == ours
+
+
+# ---- GPT-2
+
+
+def test_the_norms_are_those_of_the_models_own_hidden_states(tmp_path: Path) -> None:
+    rows = measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9), samples=2), tmp_path)
+    assert len(rows) == 2 * 3 * 3 * 2
+    with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
+        held, table = store.sequences("gpt2", "prose"), store.measurements()
+    model, ids = tiny("gpt2"), Words()(TEXT)
+    for layer in (0, 1, 2):
+        tokens = torch.tensor([ids[held[9, sample] : held[9, sample] + 9] for sample in range(2)])
+        entering = model(tokens, output_hidden_states=True).hidden_states[layer].double()
+        attended = model.h[layer].ln_1(entering.float()).double()
+        own = rows[(rows["text"] == "prose") & (rows["layer"] == layer) & (rows["n"] == 9)]
+        expected = entering.norm(dim=-1).square().mean(dim=1).sqrt()
+        assert own["radius"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+        given = table[(table["text"] == "prose") & (table["layer"] == layer) & (table["n"] == 9)]
+        expected = attended.norm(dim=-1).square().mean(dim=1).sqrt()
+        assert given["radius_mean"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_gpt2_is_drawn_and_told(tmp_path: Path) -> None:
+    measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9)), tmp_path)
+    finding = checked(GPT2_GROWTH.draw(tmp_path))
+    table = finding.tables[0][1]
+    assert table[["layer", "text"]].to_numpy().tolist() == [
+        [layer, text] for layer in (0, 1, 2) for text in ("prose", "other")
+    ]
+    first = table.iloc[0]
+    assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
+    assert f"{decimal(first['correlation, entering the layer'], 2)} (95 % interval" in finding.seen[0]
+    # What was asked last is shown, and no more.
+    measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9), texts=("other",), samples=1), tmp_path)
+    table = GPT2_GROWTH.draw(tmp_path).tables[0][1]
+    assert table["text"].tolist() == ["other"] * 3
+    assert table["sequences"].tolist() == [3] * 3
+
+
+def test_norms_that_are_all_the_same_have_no_correlation(tmp_path: Path) -> None:
+    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
+    fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), np.ones(4, dtype=bool))
+    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
+    series = Series("m", 0, "prose", rows, fit, growing)
+    assert math.isnan(series.attended_correlation.value)
+    assert series.entering_correlation.value == pytest.approx(1)

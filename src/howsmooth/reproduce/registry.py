@@ -5,9 +5,10 @@ from __future__ import annotations
 from howsmooth.reproduce.experiment import Experiment
 from howsmooth.reproduce.figure_1 import FIGURE_1
 from howsmooth.reproduce.gamma_radius import GAMMA_RADIUS
+from howsmooth.reproduce.gpt2_growth import GPT2_GROWTH
 from howsmooth.reproduce.quadratic_growth import QUADRATIC_GROWTH
 
 __all__ = ["EXPERIMENTS"]
 
-EXPERIMENTS: tuple[Experiment, ...] = (FIGURE_1, GAMMA_RADIUS, QUADRATIC_GROWTH)
+EXPERIMENTS: tuple[Experiment, ...] = (FIGURE_1, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH)
 """All experiments, in the order of the paper."""

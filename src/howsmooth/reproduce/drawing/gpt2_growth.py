@@ -1,0 +1,279 @@
+"""Appendix E.2, drawn from its studies: constant and norm of the tokens; nothing here measures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from howsmooth.reproduce.drawing.paper import PAPER, WIDTH, save_picture
+from howsmooth.reproduce.finding import Finding, Picture, read_note
+from howsmooth.reproduce.kept import Kept
+from howsmooth.reproduce.words import power
+from howsmooth.study.exponents import LEVEL, Exponent, fit_exponent
+from howsmooth.study.figures.style import literal, new_figure, set_axis
+from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.radius import Correlation, radius_correlation
+from howsmooth.study.store import Store
+
+__all__ = ["Series", "draw"]
+
+_COLOURS = ("#440154", "#e07b00", "#21918c", "#3b528b")
+_MARKERS = ("o", "^", "s", "D")
+_STEADY = 1.001
+_MOST_ACROSS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One layer on one text.
+
+    Attributes
+    ----------
+    model, layer, text
+        What it is.
+    rows
+        Its measurements.
+    fit
+        The power of n fitted to the converged ones.
+    entering
+        Norms of the tokens that enter the layer, with columns ``n`` and ``radius``; empty if they could not
+        be captured.
+
+    """
+
+    model: str
+    layer: int
+    text: str
+    rows: pd.DataFrame
+    fit: Exponent
+    entering: pd.DataFrame
+
+    @property
+    def attended_correlation(self) -> Correlation:
+        """Correlation of log norm and log n, for the tokens that attention is given."""
+        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
+
+    @property
+    def entering_correlation(self) -> Correlation:
+        """Correlation of log norm and log n, for the tokens that enter the layer."""
+        return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
+
+
+def draw(folder: Path) -> Finding:
+    """Draw the figures from what ``folder`` holds, and say what is seen in them.
+
+    Raises
+    ------
+    StoreError
+        If something cannot be read or written.
+
+    """
+    note = read_note(folder)
+    pictures: list[Picture] = []
+    everything: list[Series] = []
+    seen: list[str] = []
+    for one in note["models"]:
+        series = _read(folder, one, note)
+        with rc_context(PAPER):
+            pictures += _pictures(series, one, note["texts"], folder)
+        seen += [_words(each) for each in series]
+        if one["reason"]:
+            seen.append(
+                f"{readable(one['model'])}: the tokens that enter a layer are not shown. {one['reason']}"
+            )
+        everything += series
+    table = pd.DataFrame([_row(each) for each in everything])
+    made = [(what, words) for what, words in note["made"]]
+    return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)], made)
+
+
+def _read(folder: Path, one: dict[str, Any], note: dict[str, Any]) -> list[Series]:
+    with Store.open(folder / one["store"], write=False) as store:
+        rows = store.measurements()
+    rows = rows[rows["n"].isin(note["lengths"]) & (rows["sample"] < note["samples"])]
+    kept = Kept(folder / "units")
+    entering = {unit["text"]: kept.table([unit]) for unit in one["units"]}
+    nothing = pd.DataFrame({"layer": [], "n": [], "radius": []}, dtype="float64")
+    found = []
+    for layer in one["layers"]:
+        for text in note["texts"]:
+            part = rows[(rows["layer"] == layer) & (rows["text"] == text)]
+            norms = entering.get(text, nothing)
+            fit = fit_exponent(
+                part["n"].to_numpy(), part["lipschitz"].to_numpy(), part["converged"].to_numpy(dtype=bool)
+            )
+            found.append(Series(one["model"], layer, text, part, fit, norms[norms["layer"] == layer]))
+    return found
+
+
+# ---- the pictures
+
+
+def _pictures(series: list[Series], one: dict[str, Any], texts: list[str], folder: Path) -> list[Picture]:
+    layers = one["layers"]
+    return [
+        _picture([s for s in series if s.layer in layers[first : first + _MOST_ACROSS]], one, texts, folder)
+        for first in range(0, len(layers), _MOST_ACROSS)
+    ]
+
+
+def _picture(series: list[Series], one: dict[str, Any], texts: list[str], folder: Path) -> Picture:
+    layers = list(dict.fromkeys(each.layer for each in series))
+    figure = new_figure(WIDTH if len(layers) > 1 else 0.5 * WIDTH, 4.3)
+    axes = figure.subplots(2, len(layers), squeeze=False, sharex="col", sharey="row")
+    norms = [each.entering["radius"] for each in series] + [each.rows["radius_mean"] for each in series]
+    for place, layer in enumerate(layers):
+        above, below = axes[0, place], axes[1, place]
+        here = [each for each in series if each.layer == layer]
+        titles = [f"layer {layer}"]
+        for each in here:
+            look = texts.index(each.text) % len(_COLOURS)
+            _constants(above, each, _COLOURS[look], _MARKERS[look])
+            _norms(below, each, _COLOURS[look], _MARKERS[look])
+            if not each.fit.note:
+                low, high = decimal(each.fit.low, 2), decimal(each.fit.high, 2)
+                titles.append(f"{_short(each.text)}: $n^{{{decimal(each.fit.slope, 2)}}}$ [{low}, {high}]")
+        above.set_title("\n".join(titles))
+        below.set_title("\n".join(_correlated(each) for each in here))
+        below.set_xlabel("sequence length $n$")
+        set_axis(below, "x", pd.concat([each.rows["n"] for each in here]), whole=True)
+        set_axis(above, "y", pd.concat([each.rows["lipschitz"] for each in series]))
+        set_axis(below, "y", pd.concat(norms))
+    axes[0, 0].set_ylabel("local Lipschitz constant")
+    axes[1, 0].set_ylabel("norm of the tokens")
+    figure.legend(handles=_handles(texts), loc="outside lower center", ncols=4)
+    name = readable(one["model"])
+    figure.suptitle(literal(name))
+    stem = file_stem("gpt2", one["model"], *(f"layer-{layer:02d}" for layer in layers))
+    pdf, png = save_picture(figure, folder, stem, f"Appendix E.2: {name}")
+    alt = (
+        f"{name}: constants above and norms of the tokens below, against the length on log axes. "
+        + " ".join(f"Layer {each.layer}, {readable(each.text)}: {power(each.fit)}." for each in series)
+    )
+    caption = (
+        f"{name}. Above, the local Lipschitz constant of attention, with the fitted exponent and its 95 % "
+        "interval. Below, the root mean square norm of a sequence's tokens, filled for those that attention "
+        "is given and hollow for those that enter the layer, and the correlation of the latter's logarithm "
+        "with that of n."
+    )
+    return Picture(pdf, png, alt, caption)
+
+
+def _constants(axis: Axes, each: Series, colour: str, marker: str) -> None:
+    rows = each.rows[each.rows["lipschitz"] > 0]
+    axis.scatter(
+        rows["n"],
+        rows["lipschitz"],
+        s=9,
+        marker=marker,
+        facecolors=[colour if good else "white" for good in rows["converged"]],
+        edgecolors=colour,
+        linewidths=0.4,
+        alpha=0.7,
+        zorder=3,
+    )
+    if not each.fit.note:
+        ends = [float(each.fit.n_min), float(each.fit.n_max)]
+        axis.plot(ends, [each.fit.at(n) for n in ends], color=colour, linewidth=1.2, zorder=4)
+
+
+def _norms(axis: Axes, each: Series, colour: str, marker: str) -> None:
+    axis.scatter(
+        each.rows["n"], each.rows["radius_mean"], s=9, marker=marker, color=colour, linewidths=0, zorder=3
+    )
+    axis.scatter(
+        each.entering["n"],
+        each.entering["radius"],
+        s=9,
+        marker=marker,
+        facecolors="none",
+        edgecolors=colour,
+        linewidths=0.5,
+        zorder=3,
+    )
+
+
+def _handles(texts: list[str]) -> list[Line2D]:
+    looks = [(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i in range(len(texts))]
+    return [
+        Line2D([], [], color=colour, marker=marker, markersize=3.5, linestyle="none",
+               label=literal(_short(text)))
+        for text, (colour, marker) in zip(texts, looks, strict=True)
+    ] + [
+        Line2D([], [], color="0.3", marker="o", markersize=3.5, linestyle="none", label="given to attention"),
+        Line2D([], [], color="0.3", marker="o", markersize=3.5, linestyle="none", markerfacecolor="none",
+               label="entering the layer"),
+    ]  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return readable(text, 24)
+
+
+def _correlated(each: Series) -> str:
+    found = each.entering_correlation
+    if math.isnan(found.value):
+        return f"{_short(each.text)}: no correlation"
+    low, high = decimal(found.low, 2), decimal(found.high, 2)
+    return f"{_short(each.text)}: $r = {decimal(found.value, 2)}$ [{low}, {high}]"
+
+
+# ---- the words
+
+
+def _words(each: Series) -> str:
+    where = f"{readable(each.model)}, layer {each.layer}, on {readable(each.text)}: "
+    words = f"{where}the constant grows like {power(each.fit)}"
+    if each.fit.note:
+        words = f"{where}there is no exponent, {each.fit.note}"
+    words += f", from {each.fit.n_points} sequences of {each.fit.n_min} to {each.fit.n_max} tokens."
+    attended = _norm_words(each.rows["radius_mean"].to_numpy(np.float64), each.attended_correlation)
+    words += f" The norm of the tokens that attention is given {attended}."
+    if len(each.entering):
+        entering = _norm_words(each.entering["radius"].to_numpy(np.float64), each.entering_correlation)
+        words += f" That of the tokens that enter the layer {entering}."
+    if each.fit.left_out:
+        words += f" {each.fit.left_out} measurements are left out, as they did not converge or are zero."
+    return words
+
+
+def _norm_words(radius: np.ndarray, found: Correlation) -> str:
+    if not len(radius):
+        return "was not measured"
+    if radius.max() <= _STEADY * radius.min():
+        return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
+    words = f"goes from {radius.min():.3g} to {radius.max():.3g}"
+    if math.isnan(found.value):
+        return words
+    return (
+        f"{words}, and the correlation of its logarithm with that of n is {decimal(found.value, 2)} "
+        f"({LEVEL * 100:.0f} % interval {decimal(found.low, 2)} to {decimal(found.high, 2)})"
+    )
+
+
+def _row(each: Series) -> dict[str, Any]:
+    attended, entering = each.attended_correlation, each.entering_correlation
+    return {
+        "model": each.model,
+        "layer": each.layer,
+        "text": each.text,
+        "exponent": each.fit.slope,
+        "low": each.fit.low,
+        "high": each.fit.high,
+        "p of 1/4": each.fit.quarter,
+        "sequences": each.fit.n_points,
+        "correlation, given to attention": attended.value,
+        "its low": attended.low,
+        "its high": attended.high,
+        "correlation, entering the layer": entering.value,
+        "from": entering.low,
+        "to": entering.high,
+    }
