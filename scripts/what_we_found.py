@@ -1,0 +1,358 @@
+r"""Measure for the docs page "What we found": corrected and published, over all layers of a few models.
+
+    python scripts/what_we_found.py --text alice.txt --text ag_news.csv \
+        --minilm all-MiniLM-L6-v2 --stories stories260k --capp capp_gpt --sst2 bert_tiny_sst2_encoder \
+        --gpt2 gpt2 --work found                            # about an hour and a half on one CPU core
+
+The options name folders (``--gpt2`` a folder or a Hub id, for its configuration and tokenizer); the built-in
+models and ``python-docs`` are always measured, what is not named is left out. One process, one thread; the
+same command goes on where it stopped. At the end the tables are written to ``--to``, by default those of the
+docs; ``--tables`` writes them from what is there. ``scripts/what_we_found_page.py`` turns them into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models as tokenizer_models
+from tokenizers import pre_tokenizers
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import howsmooth as hs
+from howsmooth.models import LoadedModel
+from howsmooth.models.tokenizers import Tokenizer
+from howsmooth.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
+from howsmooth.study.environment import environment
+from howsmooth.study.exponents import exponents, fit_exponent
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.progress import Progress
+from howsmooth.study.published_rows import CORRECTED, PUBLISHED, quantities, read_rows
+from howsmooth.study.published_run import run_as_published
+from howsmooth.study.published_tables import compare
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import run
+from howsmooth.study.store import Store
+from howsmooth.study.tools import Tools, default_tools
+from howsmooth.texts import Text
+
+LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96)
+FEWER = (4, 8, 16, 32, 64)
+SHORT = 16  # up to here, and from the next length on, exponents are fitted apart as well
+DOCS = "python-docs"
+PARTS = "parts"
+PART_LENGTHS = (4, 8, 12, 16, 24, 32)  # a part with its processes has 10 to 37 tokens
+RADII = (15.5, 21.5, 100.0)
+ADVERSARIAL_LENGTHS = (12, 24, 50, 100, 200, 392)
+TABLES = Path(__file__).resolve().parents[1] / "docs" / "_static" / "what-we-found"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model on one text: both quantities, or the corrected one in several scopes."""
+
+    spec: ModelSpec
+    text: str
+    lengths: tuple[int, ...] = LENGTHS
+    samples: int = 10
+    layers: str = "all"
+    scopes: tuple[str, ...] = ()
+    """Empty for corrected and published."""
+    items: tuple[str, ...] | None = None
+    """Of the published code; None for all that apply."""
+
+    @property
+    def folder(self) -> str:
+        """Where its results lie: one folder a model, so that jobs of one text can come before another's."""
+        name = "-".join("".join(c if c.isalnum() else " " for c in self.spec.label).split())
+        return f"{'scopes' if self.scopes else 'published'}/{name}"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a study."""
+        return Plan(
+            models=(self.spec,),
+            texts=(self.text,),
+            lengths=self.lengths,
+            samples=self.samples,
+            scopes=self.scopes or ("attention",),
+            layers=Ranges.parse(self.layers, "layers"),
+        )
+
+
+def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
+    """List what is measured, the most telling first."""
+    small = [
+        (ModelSpec("builtin-encoder"), ("output", "block")),
+        (ModelSpec("builtin-encoder", as_decoder=True), ("output", "block", "unmasked")),
+        (ModelSpec("builtin-decoder"), ("output",)),
+        *([(ModelSpec(str(options.stories)), ("output",))] if options.stories else []),
+        *([(ModelSpec(str(options.minilm)), ("output", "block"))] if options.minilm else []),
+    ]
+    capp = [ModelSpec(str(options.capp))] if options.capp else []
+    gpt2 = [ModelSpec(options.gpt2, random_init=True)] if options.gpt2 else []
+    large: dict[str, Any] = {"layers": "0,6,11", "lengths": (4, 8, 16, 32, 64, 96), "samples": 5}
+    first, *others = [*options.text, DOCS]
+    for text in (first, *others):
+        for spec, items in small:
+            # Together with output, stopping changes nothing: what the iteration returns is there at its
+            # first step. Alone it takes most of the time, so it is measured on one text, for small models.
+            alone = text == first and spec.name != str(options.minilm)
+            yield Job(spec, text, items=None if alone else items)
+        yield from (Job(spec, text, **large) for spec in gpt2)
+        if text == first:
+            yield from (Job(spec, PARTS, PART_LENGTHS) for spec in capp)
+        for scopes, samples in ((("attention", "heads", "residual", "block"), 6), (("head",), 4)):
+            if scopes == ("head",) and text != first:
+                continue  # there are many heads
+            yield from (Job(spec, text, FEWER, samples, scopes=scopes) for spec, _ in small)
+            if text == first:
+                yield from (Job(spec, text, FEWER, samples, "6", scopes) for spec in gpt2)
+                yield from (Job(spec, PARTS, FEWER[:4], samples, scopes=scopes) for spec in capp)
+
+
+def carry_out(job: Job, work: Path, tools: Tools) -> None:
+    """Measure what a job has left."""
+    began = told = time.monotonic()
+
+    def tell(progress: Progress) -> None:
+        nonlocal told
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            say(f"    {progress.done} of {progress.planned}, n = {progress.n}")
+
+    if job.scopes:
+        outcome = run(job.plan, work / job.folder, tools, keep_going=True, on_progress=tell)
+    else:
+        outcome = run_as_published(job.plan, job.items, work / job.folder, tools, on_progress=tell)
+    words = (
+        f"{job.folder} on {Path(job.text).stem}: {outcome.measured} measured, {outcome.kept} there already"
+    )
+    say(f"{words}, {outcome.unconverged} unsettled, {time.monotonic() - began:.0f} s")
+
+
+def say(words: str) -> None:
+    """Print with the time, at once."""
+    print(time.strftime("%H:%M:%S"), words, flush=True)
+
+
+def tools_with(capp: Path | None) -> Tools:
+    """Return the library's own functions; for capp_gpt with its language and its parts."""
+    usual = default_tools()
+
+    def load_text(name: str) -> Text:
+        return parts_of(capp) if capp and name == PARTS else usual.load_text(name)
+
+    def load_model(name: str, **options: Any) -> Any:
+        loaded = usual.load_model(name, **options)
+        assert isinstance(loaded, LoadedModel)
+        return with_own_words(loaded, capp) if capp and Path(name) == capp else loaded
+
+    return replace(usual, load_model=load_model, load_text=load_text)
+
+
+def parts_of(folder: Path, count: int = 400) -> Text:
+    """Write the inputs of different parts, drawn at random, each with the processes that the model gives."""
+    words: dict[str, int] = json.loads((folder / "token_mappings.json").read_text())["token2id"]
+    kinds = json.loads((folder / "part_encoding_and_process_list.json").read_text())["part_encoding"]
+    every = list(itertools.product(*([words[f"{kind}_{one}"] for one in of] for kind, of in kinds.items())))
+    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:count]
+    asked = torch.tensor([[*every[i], words["<SOS>"]] for i in drawn])
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        answered = model.generate(
+            asked,
+            attention_mask=torch.ones_like(asked),
+            max_new_tokens=200,
+            do_sample=False,
+            eos_token_id=words["<EOS>"],
+            pad_token_id=words["<PAD>"],
+        )
+    names = {number: word for word, number in words.items()}
+    lines = [names[int(i)] for row in answered for i in row if int(i) != words["<PAD>"]]
+    return Text(PARTS, "\n".join(lines) + "\n", f"{count} parts with the processes that the model gives.")
+
+
+def with_own_words(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    """Give capp_gpt a tokenizer: its words, one a line."""
+    words = json.loads((folder / "token_mappings.json").read_text())["token2id"]
+    backend = Backend(tokenizer_models.WordLevel(words, unk_token="<PAD>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "removed")  # type: ignore[assignment, unused-ignore]
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    return replace(loaded, tokenizer=tokenizer, tokenizer_source="its own words")
+
+
+def embedded(folder: Path, longest: int = 512) -> pd.DataFrame:
+    """Measure the SST-2 encoder at its sentences, which are there as embedded tokens only."""
+    model: Any = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval().requires_grad_(False)
+    # The embedding tables are placeholders; the tokens have been through the real ones, norm included.
+    model.config.max_position_embeddings = longest
+    layer = model.embeddings
+    layer.position_embeddings = torch.nn.Embedding(longest, model.config.hidden_size)
+    torch.nn.init.zeros_(layer.position_embeddings.weight)
+    torch.nn.init.zeros_(layer.token_type_embeddings.weight)
+    layer.position_ids = torch.arange(longest)[None]
+    layer.token_type_ids = torch.zeros(1, longest, dtype=torch.int64)
+    layer.LayerNorm = torch.nn.Identity()
+    rows = []
+    for name, x in sorted(load_file(folder / "sequences.safetensors").items()):
+        if len(x) > longest:
+            continue
+        inputs = {"inputs_embeds": x[None]}
+        sites = zip(hs.capture(model, inputs), hs.capture(model, inputs, scope="block"), strict=True)
+        for found in (PublishedLayer(attention, block, None, None) for attention, block in sites):
+            if found.attention.layer == 0 and not torch.equal(found.attention.x[0], x):
+                raise RuntimeError(f"{name}: the first layer was not given the embedded tokens")
+            for quantity, items in quantities(items_that_apply(found)).items():
+                value = measure_layer(found, items, seeds=[0])
+                rows.append(
+                    {
+                        "model": folder.name,
+                        "sentence": name,
+                        "n": x.shape[0],
+                        "layer": found.attention.layer,
+                        "quantity": quantity,
+                        "lipschitz": float(value.value),
+                        "lower": float(value.lower),
+                        "upper": float(value.upper),
+                        "settled": bool(value.settled),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def slices(name: str, layers: list[int], tools: Tools, *, random_init: bool) -> Iterator[dict[str, Any]]:
+    """Measure heads at the tokens of Section 5.2, made of their own matrices and of wrong slices."""
+    label = ModelSpec(name, random_init=random_init).label
+    model: Any = tools.load_model(name, random_init=random_init)
+    for layer in layers:
+        (site,) = hs.capture(model, torch.arange(8)[None], layers=[layer])
+        whole: Any = site.map
+        sliced = wrong_slices(whole)
+        for head, radius, n in itertools.product(range(whole.heads), RADII, ADVERSARIAL_LENGTHS):
+            for tokens, source in (("own", whole), ("wrong slices", sliced)):
+                x = hs.adversarial.two_cluster(source, n, radius, head=head).x
+                found = hs.local_lipschitz(whole.head(head), x)
+                yield {
+                    "model": label,
+                    "layer": layer,
+                    "head": head,
+                    "radius": radius,
+                    "n": n,
+                    "tokens": tokens,
+                    "lipschitz": float(found.value),
+                    "lower": float(found.lower),
+                    "upper": float(found.upper),
+                    "converged": bool(found.converged),
+                }
+
+
+def attention_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit the exponents of corrected and published rows: all lengths, short and long ones, by radius."""
+    fits = compare(rows)
+    for name, part in (("short", rows[rows["n"] <= SHORT]), ("long", rows[rows["n"] > SHORT])):
+        apart = compare(part)[["model", "text", "layer", "quantity", "slope", "low", "high"]]
+        renamed = apart.rename(columns={one: f"{name}_{one}" for one in ("slope", "low", "high")})
+        fits = fits.merge(renamed, on=["model", "text", "layer", "quantity"], how="left")
+    right = rows[rows["quantity"] == CORRECTED].rename(columns={"settled": "converged"})
+    by_radius = exponents(right.assign(scope="attention", head=None))
+    kept = [name for name in by_radius.columns if "radius" in name]
+    by_radius["quantity"] = CORRECTED
+    return fits.merge(by_radius[["model", "text", "layer", "quantity", *kept]], how="left")
+
+
+def medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median constants a length, corrected and as published, and the mean radius."""
+    both = rows[rows["quantity"].isin([CORRECTED, PUBLISHED])]
+    place = ["model", "text", "layer", "n"]
+    wide = both.pivot_table("lipschitz", place, "quantity", "median").reset_index()
+    radius = rows[rows["quantity"] == CORRECTED].groupby(place, as_index=False)["radius_mean"].median()
+    return wide.merge(radius, on=place)
+
+
+def scopes_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Fit the exponents of every scope, and of the median over the heads of a layer."""
+    fits = exponents(measured)
+    heads = measured[measured["scope"] == "head"]
+    rows = []
+    for (model, text, layer), family in heads.groupby(["model", "text", "layer"]):
+        of = family.groupby(["n", "sample"], as_index=False).agg(
+            lipschitz=("lipschitz", "median"), converged=("converged", "all")
+        )
+        fit = fit_exponent(of["n"].to_numpy(), of["lipschitz"].to_numpy(), of["converged"].to_numpy())
+        names = ("slope", "low", "high", "quarter", "n_points", "n_min", "n_max", "note")
+        found = {name: getattr(fit, name) for name in names}
+        rows.append({"model": model, "text": text, "scope": "head (median)", "layer": layer, **found})
+    columns = ["model", "text", "scope", "layer", "head", "slope", "low", "high", "quarter", "n_points"]
+    return pd.concat([fits, pd.DataFrame(rows)])[[*columns, "n_min", "n_max", "note"]]
+
+
+def collect(work: Path, to: Path) -> None:
+    """Write the tables from what has been measured so far."""
+    to.mkdir(parents=True, exist_ok=True)
+    folders = sorted(folder for folder in (work / "published").iterdir() if folder.is_dir())
+    rows = pd.concat([read_rows(folder) for folder in folders])
+    write(attention_table(rows), to / "attention.csv")
+    write(medians(rows), to / "medians.csv")
+    measured, inputs = [], []
+    for folder in sorted(folder for folder in work.glob("scopes/*") if folder.is_dir()):
+        with Store.open(folder, write=False) as store:
+            measured.append(store.measurements())
+            inputs.append(store.inputs())
+    if measured:
+        write(scopes_table(pd.concat(measured)), to / "scopes.csv")
+        write(pd.concat(inputs), to / "inputs.csv")
+    for name in ("slices", "embedded"):
+        if (work / f"{name}.csv").exists():
+            write(pd.read_csv(work / f"{name}.csv"), to / f"{name}.csv")
+
+
+def write(table: pd.DataFrame, path: Path) -> None:
+    """Write a table with as many digits as mean something."""
+    table.to_csv(path, index=False, float_format="%.5g", lineterminator="\n")
+    say(f"{path.name}: {len(table)} rows")
+
+
+def main() -> None:
+    """Measure what is left, then write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--text", action="append", default=[])
+    for name in ("minilm", "stories", "capp", "sst2"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--gpt2")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--to", type=Path, default=TABLES)
+    parser.add_argument("--tables", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tools = tools_with(options.capp)
+    options.work.mkdir(parents=True, exist_ok=True)
+    if not options.tables:
+        (options.work / "environment.json").write_text(json.dumps(environment("cpu"), indent=2))
+        if options.sst2 and not (options.work / "embedded.csv").exists():
+            embedded(options.sst2).to_csv(options.work / "embedded.csv", index=False)
+        for job in jobs_of(options):
+            carry_out(job, options.work, tools)
+        adversarial = options.work / "slices.csv"
+        if not adversarial.exists():
+            found: list[dict[str, Any]] = []
+            if options.gpt2:
+                found += slices(options.gpt2, [6], tools, random_init=True)
+            if options.capp:
+                found += slices(str(options.capp), [0, 1, 2, 3], tools, random_init=False)
+            pd.DataFrame(found).to_csv(adversarial, index=False)
+    collect(options.work, options.to)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""Draw the picture of the docs page "What we found", and write its tables, from those of what_we_found.py.
+
+    python scripts/what_we_found_page.py
+
+A table of the page stands between ``<!-- table NAME -->`` and ``<!-- end -->``, and is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from scipy import stats
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TABLES = DOCS / "_static" / "what-we-found"
+PAGE = DOCS / "what-we-found.md"
+MODELS = (
+    "builtin-encoder",
+    "builtin-encoder (as decoder)",
+    "builtin-decoder",
+    "stories260k",
+    "all-MiniLM-L6-v2",
+    "capp_gpt",
+    "gpt2 (random init)",
+)
+TEXTS = {"alice": "Alice", "ag_news": "AG_NEWS", "python-docs": "python-docs", "parts": "parts"}
+PARTS = "parts"
+LEVEL = 0.05
+QUANTITIES = {"corrected": ("#0b5fa5", "#7ab8f5", "o"), "as published": ("#b35900", "#ffab5e", "^")}
+
+
+def read(name: str) -> pd.DataFrame:
+    """Read one of the tables."""
+    return pd.read_csv(TABLES / f"{name}.csv")
+
+
+def in_order(table: pd.DataFrame, column: str, order: Sequence[str]) -> list[str]:
+    """List the values of a column that are there, in a given order."""
+    return [value for value in order if value in set(table[column])]
+
+
+def holm(p: pd.Series, level: float = LEVEL) -> pd.Series:
+    """Tell which hypotheses Holm's procedure refuses: a true one among them in at most 5 % of cases."""
+    ordered = p.sort_values()
+    left = len(p) - np.arange(len(p))
+    return (ordered * left <= level).cummin().reindex(p.index)
+
+
+def spread_of_exponents(fits: pd.DataFrame) -> float:
+    """Estimate the standard deviation of the true exponents: that of the fitted ones, less their errors."""
+    quantile = stats.t.ppf(1 - LEVEL / 2, fits["n_points"] - 2)
+    error = (fits["high"] - fits["low"]) / (2 * quantile)
+    return max(0.0, float(fits["slope"].var() - (error**2).mean())) ** 0.5
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([_row(head), _row(["---"] * len(head)), *(_row(row) for row in rows)])
+
+
+def _slope(fit: Any) -> str:
+    return f"{fit.slope:.2f} ({fit.low:.2f} to {fit.high:.2f})"
+
+
+def _holds(fits: pd.DataFrame) -> int:
+    return int((fits["quarter"] >= LEVEL).sum())
+
+
+def answer() -> str:
+    """Write the counts that the answer rests on, as sentences."""
+    fits = read("attention")
+    right, there = (fits[fits["quantity"] == quantity] for quantity in QUANTITIES)
+    apart = right[["short_low", "short_high", "long_low", "long_high"]].dropna()
+    bent = (apart["short_low"] > apart["long_high"]) | (apart["long_low"] > apart["short_high"])
+    lines = [
+        f"**Corrected**, {_spread(right)}",
+        f"**As published**, {_spread(there)}",
+        f"The corrected constant grows with $n$ in {_share(right['low'] > 0)} fits (the whole interval is "
+        f"above zero), and more slowly than $\\sqrt{{n}}$ in {_share(right['high'] < 0.5)} (below 1/2).",
+        "Fitted to $n \\le 16$ and to $n \\ge 24$ apart, the two corrected intervals have nothing in "
+        f"common in {_share(bent)} cases.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def radius() -> str:
+    """Write what radius and length have to do with each other, and what is left at about one radius."""
+    fits = read("attention")
+    right = fits[fits["quantity"] == "corrected"]
+    strong = right["radius_correlation"].abs() > 0.5
+    middle = right[right["middle_radius_slope"].notna()]
+    least, most = right["radius_correlation"].min(), right["radius_correlation"].max()
+    low, high = middle["middle_radius_slope"].min(), middle["middle_radius_slope"].max()
+    return (
+        "- Radius and length go together in text: the correlation of their logarithms lies between "
+        f"{least:.2f} and {most:.2f}, and beyond ±0.5 in {_share(strong)} fits. Part of an exponent may be "
+        f"the radius's. Within the middle third of the radii of each layer the corrected exponents go from "
+        f"{low:.2f} to {high:.2f}: they differ there as well."
+    )
+
+
+def texts() -> str:
+    """Write how much the text matters."""
+    fits = read("attention")
+    fits = (
+        fits[fits["quantity"] == "corrected"].set_index(["model", "layer", "text"])["slope"].unstack("text")
+    )
+    both = (fits["alice"] - fits["ag_news"]).abs().dropna()
+    return (
+        "The text matters less than the layer: between Alice and AG_NEWS the corrected exponent of a layer "
+        f"moves by {both.median():.2f} in the median and {both.max():.2f} at most ({len(both)} layers)."
+    )
+
+
+def _share(which: pd.Series) -> str:
+    return f"{int(which.sum())} of {len(which)}"
+
+
+def _spread(fits: pd.DataFrame) -> str:
+    ends = [fits.loc[fits["slope"].idxmin()], fits.loc[fits["slope"].idxmax()]]
+    low, high = (
+        f"{end['slope']:.2f} (`{end['model']}`, layer {end['layer']}, {TEXTS[end['text']]})" for end in ends
+    )
+    near = ((fits["slope"] - 0.25).abs() <= 0.03).sum()
+    return (
+        f"{len(fits)} fits of a layer on a text: exponents from {low} to {high}, median "
+        f"{fits['slope'].median():.2f}. Within 0.03 of 1/4 are {near}. 1/4 is in the 95 % interval of "
+        f"{_holds(fits)}, and refused in {int(holm(fits['quarter']).sum())} by Holm's procedure over all "
+        f"{len(fits)}."
+    )
+
+
+def summary() -> str:
+    """Write one row a text and quantity."""
+    fits = read("attention")
+    rows = []
+    for text in in_order(fits, "text", list(TEXTS)):
+        for quantity in QUANTITIES:
+            of = fits[(fits["text"] == text) & (fits["quantity"] == quantity)]
+            rows.append(
+                [
+                    TEXTS[text],
+                    quantity,
+                    str(len(of)),
+                    f"{of['slope'].min():.2f} to {of['slope'].max():.2f}",
+                    f"{of['slope'].median():.2f}",
+                    f"{spread_of_exponents(of):.2f}",
+                    str(_holds(of)),
+                    str(int(holm(of["quarter"]).sum())),
+                ]
+            )
+    head = [
+        "text",
+        "quantity",
+        "layers",
+        "exponents",
+        "median",
+        "spread",
+        "1/4 in the interval",
+        "1/4 refused",
+    ]
+    return _table(head, rows)
+
+
+def models() -> str:
+    """Write one row a model and text."""
+    fits = read("attention")
+    rows = []
+    for model in in_order(fits, "model", MODELS):
+        for text in in_order(fits[fits["model"] == model], "text", list(TEXTS)):
+            of = fits[(fits["model"] == model) & (fits["text"] == text)]
+            cells = []
+            for quantity in QUANTITIES:
+                part = of[of["quantity"] == quantity]
+                cells += [
+                    f"{part['slope'].min():.2f} to {part['slope'].max():.2f}",
+                    f"{_holds(part)} of {len(part)}",
+                ]
+            ratio = of[of["quantity"] == "as published"]["ratio"]
+            rows.append([f"`{model}`", TEXTS[text], *cells, f"{ratio.min():.2f} to {ratio.max():.2f}"])
+    return _table(
+        ["model", "text", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows
+    )
+
+
+def layers() -> str:
+    """Write one row a layer, with both exponents on every text."""
+    fits = read("attention").set_index(["model", "layer", "text", "quantity"])
+    texts = [text for text in TEXTS if text != "parts"]
+    rows = []
+    for model in MODELS:
+        for layer in sorted({key[1] for key in fits.index if key[0] == model}):
+            on = [PARTS] if model == "capp_gpt" else texts
+            for quantity in QUANTITIES:
+                cells = []
+                for text in on:
+                    key = (model, layer, text, quantity)
+                    cells.append(_slope(fits.loc[key]) if key in fits.index else "")
+                cells += [""] * (len(texts) - len(cells))
+                name = f"`{model}`" + (" on its parts" if model == "capp_gpt" else "")
+                rows.append([name, str(layer), quantity, *cells])
+    return _table(["model", "layer", "quantity", *(TEXTS[text] for text in texts)], rows)
+
+
+def items() -> str:
+    """Write one row an item: what it does alone, in the median over layers and texts, model by model."""
+    fits = read("attention")
+    keys = ["model", "text", "layer"]
+    right = fits[fits["quantity"] == "corrected"][[*keys, "slope"]]
+    both = fits.merge(right, on=keys, suffixes=("", "_right"))
+    both["change"] = both["slope"] - both["slope_right"]
+    names = ["only output", "only block", "only unmasked", "only dropout", "only stopping", "as published"]
+    rows = []
+    for model in in_order(fits, "model", MODELS):
+        cells = []
+        for name in names:
+            of = both[(both["model"] == model) & (both["quantity"] == name)]
+            cells.append(f"×{of['ratio'].median():.2f}, {of['change'].median():+.2f}" if len(of) else "")
+        rows.append([f"`{model}`", *cells])
+    return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
+
+
+def scopes() -> str:
+    """Write one row a model: the range of exponents over the layers in every scope."""
+    fits = read("scopes")
+    order = ["head", "head (median)", "heads", "attention", "residual", "block"]
+    rows = []
+    for model in in_order(fits, "model", MODELS):
+        for text in in_order(fits[fits["model"] == model], "text", list(TEXTS)):
+            cells = []
+            for scope in order:
+                of = fits[(fits["model"] == model) & (fits["text"] == text) & (fits["scope"] == scope)]
+                of = of[of["slope"].notna()]
+                cells.append(
+                    f"{of['slope'].min():.2f} to {of['slope'].max():.2f} ({_holds(of)} of {len(of)})"
+                    if len(of)
+                    else ""
+                )
+            if any(cells):
+                rows.append([f"`{model}`", TEXTS[text], *cells])
+    return _table(["model", "text", *order], rows)
+
+
+def slices() -> str:
+    """Write one row a model, radius and length: medians over heads at both kinds of tokens."""
+    found = read("slices")
+    rows = []
+    for model in in_order(found, "model", MODELS):
+        for radius in sorted(found["radius"].unique()):
+            of = found[(found["model"] == model) & (found["radius"] == radius)]
+            wide = of.pivot_table("lipschitz", "n", "tokens", aggfunc=["min", "median", "max"])
+            cells = []
+            for tokens in ("own", "wrong slices"):
+                for n in (12, 100, 392):
+                    low, middle, high = (wide.loc[n, (name, tokens)] for name in ("min", "median", "max"))
+                    cells.append(f"{middle:.3g} ({low:.3g} to {high:.3g})")
+            rows.append([f"`{model}`", f"{radius:g}", *cells])
+    head = [f"{tokens}, $n$ = {n}" for tokens in ("own", "wrong") for n in (12, 100, 392)]
+    return _table(["model", "$R$", *head], rows)
+
+
+def sst2() -> str:
+    """Write one row a sentence and layer."""
+    found = read("embedded")
+    wide = found.pivot_table("lipschitz", ["n", "sentence", "layer"], "quantity").reset_index()
+    names = ["corrected", "only output", "only block", "only stopping", "as published"]
+    rows = [
+        [f"`{row['sentence']}`", str(row["n"]), str(row["layer"]), *(f"{row[name]:.2f}" for name in names)]
+        for _, row in wide.iterrows()
+    ]
+    return _table(["sentence", "$n$", "layer", *names], rows)
+
+
+TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
+    "answer": answer,
+    "radius": radius,
+    "texts": texts,
+    "summary": summary,
+    "models": models,
+    "layers": layers,
+    "items": items,
+    "scopes": scopes,
+    "slices": slices,
+    "sst2": sst2,
+}
+
+
+def fill(page: str) -> str:
+    """Replace the tables of the page."""
+
+    def filled(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES_OF_THE_PAGE[found[2]]()}\n\n{found[3]}"
+
+    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", filled, page, flags=re.DOTALL)
+
+
+def forest(*, dark: bool) -> Figure:
+    """Draw every exponent with its interval, a panel for each text."""
+    ink, back, grid = ("#e6e6e6", "#131416", "#3a3d42") if dark else ("#1a1a1a", "#ffffff", "#dcdcdc")
+    fits = read("attention")
+    fits = fits[fits["quantity"].isin(QUANTITIES)]
+    texts = in_order(fits, "text", [text for text in TEXTS if text != PARTS])
+    places = []
+    for model in in_order(fits, "model", MODELS):
+        places += [(model, layer) for layer in sorted(fits[fits["model"] == model]["layer"].unique())]
+    gaps = np.cumsum([i > 0 and places[i][0] != places[i - 1][0] for i in range(len(places))])
+    y = {place: i + 0.9 * gap for i, (place, gap) in enumerate(zip(places, gaps, strict=True))}
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.edgecolor": grid,
+        "axes.facecolor": back,
+        "figure.facecolor": back,
+        "savefig.facecolor": back,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(2.4 + 2.5 * len(texts), 1.2 + 0.2 * max(y.values())), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, len(texts), sharey=True, sharex=True, squeeze=False)[0]
+        for axis, text in zip(axes, texts, strict=True):
+            # The parts of capp_gpt are its only text, and stand in the first panel.
+            shown = fits[(fits["text"] == text) | ((fits["text"] == PARTS) & (text == texts[0]))]
+            axis.axvline(0.25, color=ink, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
+            axis.axvline(0, color=grid, linewidth=1, zorder=0)
+            axis.axvline(0.5, color=grid, linewidth=1, zorder=0)
+            for quantity, (on_light, on_dark, marker) in QUANTITIES.items():
+                colour = on_dark if dark else on_light
+                of = shown[shown["quantity"] == quantity]
+                at = np.array([y[place] for place in zip(of["model"], of["layer"], strict=True)])
+                at = at + (-0.17 if quantity == "corrected" else 0.17)
+                ends = np.array([of["slope"] - of["low"], of["high"] - of["slope"]])
+                axis.errorbar(
+                    of["slope"],
+                    at,
+                    xerr=ends,
+                    fmt=marker,
+                    color=colour,
+                    markersize=4,
+                    linewidth=1.3,
+                    zorder=3,
+                )
+            axis.set_title(TEXTS[text], fontsize=10)
+            axis.grid(visible=True, axis="y", linewidth=0.4, color=grid)
+            axis.tick_params(length=0)
+            for side in ("top", "right", "left"):
+                axis.spines[side].set_visible(False)
+        axes[0].set_yticks([y[place] for place in places], [f"layer {layer}" for _, layer in places])
+        axes[0].set_ylim(max(y.values()) + 0.8, -1.3)
+        axes[0].set_xticks([0, 0.25, 0.5, 0.75], ["0", "1/4", "1/2", "3/4"])
+        axes[0].set_xlim(float(fits["low"].min()) - 0.03, float(fits["high"].max()) + 0.03)
+        for model in dict.fromkeys(model for model, _ in places):
+            first = min(y[place] for place in places if place[0] == model)
+            words = model + (", on its parts" if model == "capp_gpt" else "")
+            axes[0].text(
+                -0.26,
+                first - 0.75,
+                words,
+                transform=axes[0].get_yaxis_transform(),
+                weight="bold",
+                fontsize=8.5,
+            )
+        handles = [
+            Line2D([], [], color=colours[dark], marker=colours[2], markersize=5, linewidth=1.3, label=name)
+            for name, colours in QUANTITIES.items()
+        ]
+        figure.supxlabel("exponent s of the fit c·nˢ, with its 95 % interval", fontsize=9)
+        figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def main() -> None:
+    """Draw, and fill the page."""
+    for dark in (False, True):
+        path = TABLES / f"exponents-{'dark' if dark else 'light'}.png"
+        forest(dark=dark).savefig(path, dpi=150, metadata={"Software": "howsmooth"})
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

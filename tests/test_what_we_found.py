@@ -1,0 +1,249 @@
+"""The page "What we found": its numbers are those of its tables, and the tables are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+from tests._shared import shared_data
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "what-we-found.md").read_text(encoding="utf-8")
+TABLES = ROOT / "docs" / "_static" / "what-we-found"
+
+
+def _script(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+page = _script("what_we_found_page")
+measuring = _script("what_we_found")
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows of a table of the page, without its head."""
+    found = re.search(rf"<!-- table {name} -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
+    assert found is not None
+    lines = [line for line in found[1].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def attention() -> pd.DataFrame:
+    return pd.read_csv(TABLES / "attention.csv")
+
+
+def test_the_page_is_what_the_tables_give() -> None:
+    assert page.fill(PAGE) == PAGE
+    assert page.fill(PAGE.replace("as published | ", "as published | 9")) == PAGE
+
+
+def test_every_exponent_of_the_page_is_in_the_table_and_the_other_way_round() -> None:
+    fits = attention()
+    fits = fits[fits["quantity"].isin(["corrected", "as published"])]
+    texts = ["alice", "ag_news", "python-docs"]
+    shown = []
+    for model, layer, quantity, *cells in table("layers"):
+        on = ["parts"] if model.endswith("on its parts") else texts
+        for text, cell in zip(on, cells, strict=False):
+            if cell:
+                shown.append((model.split("`")[1], int(layer), text, quantity, *_numbers(cell)))
+    known = [
+        (row.model, row.layer, row.text, row.quantity, row.slope, row.low, row.high)
+        for row in fits.itertuples()
+    ]
+    assert len(shown) == len(known) == len(set(shown))
+    for one, other in zip(sorted(shown), sorted(known), strict=True):
+        assert one[:4] == other[:4]
+        assert np.allclose(one[4:], other[4:], atol=0.0051)
+
+
+def _numbers(words: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", words)]
+
+
+def test_counts_of_the_summary() -> None:
+    fits = attention()
+    names = {"Alice": "alice", "AG_NEWS": "ag_news", "python-docs": "python-docs", "parts": "parts"}
+    rows = table("summary")
+    assert len(rows) == 2 * fits["text"].nunique()
+    for text, quantity, layers, ends, median, _, inside, refused in rows:
+        of = fits[(fits["text"] == names[text]) & (fits["quantity"] == quantity)]
+        assert int(layers) == len(of)
+        assert np.allclose(_numbers(ends), [of["slope"].min(), of["slope"].max()], atol=0.0051)
+        assert np.allclose(float(median), of["slope"].median(), atol=0.0051)
+        assert int(inside) == ((of["low"] <= 0.25) & (of["high"] >= 0.25)).sum()
+        # Holm: from the smallest p on, refuse while p times the number left is at most 5 %
+        count = 0
+        for p in sorted(of["quarter"]):
+            if p * (len(of) - count) > 0.05:
+                break
+            count += 1
+        assert int(refused) == count
+
+
+def test_counts_of_the_answer() -> None:
+    fits = attention()
+    for words, quantity in (("**Corrected**", "corrected"), ("**As published**", "as published")):
+        of = fits[fits["quantity"] == quantity]
+        found = re.search(rf"- {re.escape(words)}, (\d+) fits .* Within 0.03 of 1/4 are (\d+)\. ", PAGE)
+        assert found is not None
+        assert int(found[1]) == len(of)
+        assert int(found[2]) == (of["slope"].between(0.22, 0.28)).sum()
+        inside = re.search(rf"- {re.escape(words)}.* interval of (\d+)", PAGE)
+        assert inside is not None
+        assert int(inside[1]) == ((of["low"] <= 0.25) & (of["high"] >= 0.25)).sum()
+    right = fits[fits["quantity"] == "corrected"]
+    growth = re.search(r"grows with \$n\$ in (\d+) of (\d+) fits .* in (\d+) of (\d+) \(below", PAGE)
+    assert growth is not None
+    counts = [(right["low"] > 0).sum(), len(right), (right["high"] < 0.5).sum(), len(right)]
+    assert [int(one) for one in growth.groups()] == counts
+
+
+def test_what_the_page_says_in_words() -> None:
+    fits = attention()
+    fits["inside"] = (fits["low"] <= 0.25) & (fits["high"] >= 0.25)
+    right = fits[fits["quantity"] == "corrected"]
+    there = fits[fits["quantity"] == "as published"]
+    # "most of their intervals leave out 1/4", "slower than √n in nearly every layer", "around a fifth"
+    assert right["inside"].mean() < 0.3
+    assert (right["low"] > 0).mean() > 0.9
+    assert (right["high"] < 0.5).mean() > 0.9
+    assert 0.17 <= right["slope"].median() <= 0.23
+    # "differ by several times their errors", within one model and on one text
+    for _, of in right[~right["model"].str.contains("capp|gpt2")].groupby(["model", "text"]):
+        assert of["slope"].max() - of["slope"].min() > 1.5 * ((of["high"] - of["low"]) / 4).median()
+    # "most of the middle layers of all-MiniLM-L6-v2" on Alice
+    minilm = right[(right["model"] == "all-MiniLM-L6-v2") & (right["text"] == "alice")]
+    assert minilm[minilm["layer"].between(1, 4)]["inside"].sum() >= 3
+    # "most exponents are close to 1/4, and in the post-norm models trained here all of them are"
+    assert ((there["slope"] - 0.25).abs() < 0.04).mean() > 0.6
+    own = there[there["model"].str.startswith("builtin-encoder")]
+    assert ((own["slope"] - 0.25).abs() < 0.03).all()
+    # "output is what makes the difference": the published exponent moves as with output alone
+    item = {name: of.set_index(["model", "text", "layer"])["slope"] for name, of in fits.groupby("quantity")}
+    moved = {name: (slope - item["corrected"]).abs().median() for name, slope in item.items()}
+    assert moved["only output"] > 2 * moved["only block"]
+    assert moved["only stopping"] < 0.005
+
+
+def test_fits_are_consistent_in_themselves() -> None:
+    fits = attention()
+    inside = (fits["low"] <= 0.25) & (fits["high"] >= 0.25)
+    assert (inside == (fits["quarter"] >= 0.05)).all()
+    assert ((fits["low"] < fits["slope"]) & (fits["slope"] < fits["high"])).all()
+    assert fits["note"].isna().all()
+    assert (fits[fits["quantity"] == "corrected"]["ratio"] == 1).all()
+    # One fit for each layer, text and quantity, and no layer left out
+    assert not fits.duplicated(["model", "text", "layer", "quantity"]).any()
+    layers = fits.groupby(["model", "text"])["layer"].agg(lambda found: sorted(set(found)))
+    expected = {"stories260k": 5, "all-MiniLM-L6-v2": 6}
+    for (model, _), found in layers.items():
+        assert found == ([0, 6, 11] if "gpt2" in model else list(range(expected.get(model, 4))))
+
+
+def test_slopes_agree_with_the_medians() -> None:
+    """A fit through nine medians is another estimate of the same exponent."""
+    fits, middle = attention(), pd.read_csv(TABLES / "medians.csv")
+    differences = []
+    known = fits.set_index(["model", "text", "layer", "quantity"])["slope"]
+    for place, of in middle.groupby(["model", "text", "layer"]):
+        for quantity in ("corrected", "as published"):
+            slope = np.polyfit(np.log(of["n"]), np.log(of[quantity]), 1)[0]
+            differences.append(abs(slope - known[(*place, quantity)]))
+    assert np.median(differences) < 0.02
+    assert max(differences) < 0.15
+
+
+def test_the_spread_of_exponents_is_found_again() -> None:
+    generator = np.random.default_rng(0)
+    errors = generator.uniform(0.01, 0.05, 2000)
+    half = errors * stats.t.ppf(0.975, 88)
+    for true in (0.0, 0.1):
+        slope = 0.3 + true * generator.standard_normal(2000) + errors * generator.standard_normal(2000)
+        fits = pd.DataFrame({"slope": slope, "low": slope - half, "high": slope + half, "n_points": 90})
+        assert abs(page.spread_of_exponents(fits) - true) < 0.012
+
+
+def test_holm_on_a_textbook_case() -> None:
+    # Holm (1979): .01 and .005 are refused at .05; .03 fails at .05/2, so .04 stands too
+    assert list(page.holm(pd.Series([0.01, 0.04, 0.03, 0.005]))) == [True, False, False, True]
+
+
+def test_the_picture_has_every_exponent() -> None:
+    fits = attention()
+    fits = fits[fits["quantity"].isin(["corrected", "as published"])]
+    figure = page.forest(dark=False)
+    drawn = [
+        x for axis in figure.axes for container in axis.containers for x in container.lines[0].get_xdata()
+    ]
+    assert np.allclose(sorted(drawn), sorted(fits["slope"]))
+    for name in ("light", "dark"):
+        assert (TABLES / f"exponents-{name}.png").stat().st_size > 10_000
+        assert f"exponents-{name}.png" in PAGE
+
+
+def test_tables_from_known_rows() -> None:
+    n = np.repeat([4, 8, 16, 32, 64], 4)
+    noise = 1 + 0.01 * np.random.default_rng(0).standard_normal(n.size)
+    rows = pd.DataFrame(
+        {
+            "model": "m", "text": "t", "layer": 0, "n": n, "sample": np.tile(range(4), 5), "items": "",
+            "lower": 1.0, "upper": 1.0, "settled": True, "radius_mean": 3.0 * noise,
+        }
+    )  # fmt: skip
+    right = rows.assign(quantity="corrected", lipschitz=2 * n**0.4 * noise)
+    there = rows.assign(quantity="as published", lipschitz=3 * n**0.25 * noise, lower=np.nan)
+    fits = measuring.attention_table(pd.concat([right, there])).set_index("quantity")
+    assert np.allclose(fits["slope"], [0.4, 0.25], atol=0.01)
+    assert np.allclose(fits["short_slope"], [0.4, 0.25], atol=0.03)
+    heads = pd.concat(
+        [right.assign(scope="head", head=head, converged=True) for head in range(3)]
+    )  # fmt: skip
+    heads.loc[heads["head"] == 2, "lipschitz"] *= 100.0 / n
+    found = measuring.scopes_table(heads).set_index(["scope", "head"])["slope"]
+    assert found["head", 0] == pytest.approx(0.4, abs=0.01)
+    assert found["head", 2] == pytest.approx(-0.6, abs=0.01)
+    # The median of two equal heads and a third one is one of the two
+    assert found.xs("head (median)").item() == pytest.approx(0.4, abs=0.01)
+
+
+def test_parts_are_sequences_of_the_models_own_language() -> None:
+    folder = shared_data("capp_gpt")
+    text = measuring.parts_of(folder, count=20)
+    tools = measuring.tools_with(folder)
+    tokens = tools.load_model(str(folder)).tokenizer(text.content)
+    start, end = 49, 51
+    assert max(tokens) < 52
+    assert tokens.count(start) == tokens.count(end) == 20
+    ends = [-1, *(place for place, token in enumerate(tokens) if token == end)]
+    # six properties, in the order of the model's inputs, before each start
+    for place in ends[:-1]:
+        assert tokens[place + 7] == start
+        assert sorted(tokens[place + 1 : place + 7]) == tokens[place + 1 : place + 7]
+    assert torch.tensor(tokens).max() > start
+
+
+def test_embedded_sentences_are_measured_where_the_encoder_gets_them() -> None:
+    folder = shared_data("bert_tiny_sst2_encoder")
+    found = measuring.embedded(folder, longest=10)
+    kept = pd.read_csv(TABLES / "embedded.csv")
+    keys = ["sentence", "layer", "quantity"]
+    both = found.merge(kept, on=keys, suffixes=("", "_kept"))
+    assert len(both) == len(found) == 10
+    assert len(kept) == 50
+    assert np.allclose(both["lipschitz"], both["lipschitz_kept"], rtol=1e-3)
