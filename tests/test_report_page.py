@@ -501,6 +501,70 @@ def test_the_tokens_are_shown_with_their_shares(page: Any) -> None:
     assert "half of the input energy is on 5 of the 16 tokens" in page.locator("#tokens-said").inner_text()
 
 
+def test_unconverged_and_vanishing_constants_are_said(
+    browser: Any, contents: Contents, tmp_path: Path
+) -> None:
+    rows = contents.measurements.copy()
+    first = (rows["model"] == "other") & (rows["text"] == "prose") & (rows["scope"] == "attention")
+    rows.loc[first & (rows["sample"] == 0), "converged"] = False
+    rows.loc[first & (rows["sample"] == 0), "upper"] *= 2
+    rows.loc[first & (rows["sample"] == 1) & (rows["layer"] == 1), ["lipschitz", "lower", "upper"]] = 0.0
+    file = tmp_path / "report.html"
+    changed = dataclasses.replace(contents, measurements=rows)
+    file.write_text(render(changed, exponents(rows), []), encoding="utf-8")
+    with opened(browser, file) as (page, heard):
+        said = page.locator("#scatter-summary").inner_text()
+        assert said.startswith(
+            "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
+        )
+        choose(page, "scatter-fields", "layer", "layer 0")
+        page.locator("#scatter").focus()
+        shown = set()
+        for key in ["Home"] + ["ArrowUp"] * 4:
+            page.keyboard.press(key)
+            shown.add("not converged" in page.locator("#scatter-tip").inner_text())
+        assert shown == {True, False}
+        assert_silent(page, heard)
+
+
+def test_published_values_alone_can_be_explored(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    nothing = contents.measurements.iloc[:0]
+    alone = dataclasses.replace(contents, measurements=nothing)
+    alone = dataclasses.replace(
+        alone, bounds=contents.bounds.iloc[:0], sensitivities=contents.sensitivities.iloc[:0]
+    )
+    file = tmp_path / "report.html"
+    file.write_text(render(alone, exponents(nothing), []), encoding="utf-8")
+    with opened(browser, file) as (page, heard):
+        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents")
+        assert page.locator("#sensitive, #bounds").count() == 0
+        choose(page, "scatter-fields", "quantity", "as published")
+        choose(page, "scatter-fields", "layer", "layer 1")
+        page.locator("#scatter").focus()
+        page.keyboard.press("End")
+        assert "no interval" in page.locator("#scatter-tip").inner_text()
+        assert_silent(page, heard)
+
+
+def test_tokens_that_are_not_together_the_text_stand_apart(
+    browser: Any, contents: Contents, tmp_path: Path
+) -> None:
+    pieces = contents.sensitivities.assign(place=pd.NA)
+    file = tmp_path / "report.html"
+    changed = dataclasses.replace(contents, sensitivities=pieces)
+    file.write_text(render(changed, exponents(contents.measurements), []), encoding="utf-8")
+    with opened(browser, file) as (page, heard):
+        spans = page.locator("#tokens-input.apart span")
+        assert spans.count() == 16
+        gap = (
+            spans.nth(1).bounding_box()["x"]
+            - spans.nth(0).bounding_box()["x"]
+            - spans.nth(0).bounding_box()["width"]
+        )
+        assert gap > 4
+        assert_silent(page, heard)
+
+
 def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     choose(page, "bounds-fields", "n", "n = 8")
     lines = page.locator("#bounds-rows tr").evaluate_all(
@@ -526,6 +590,7 @@ def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     assert place["measured"] == pytest.approx(line, abs=0.1)
     assert place["enormous"] is None
     step = (place["far"] - line) / math.log(8)
+    assert step > 20
     assert place["near"] - line == pytest.approx(step * math.log(1.25), abs=0.1)
 
 
@@ -741,5 +806,7 @@ def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> N
         assert page.locator("img").count() == 0
         assert page.locator("svg[onload], [onerror], iframe").count() == 0
         assert page.locator("script").count() == 4
-        assert page.evaluate("document.documentElement.scrollWidth") == 1100
+        for width in (1100, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") == width
         assert_silent(page, heard)
