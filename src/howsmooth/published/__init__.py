@@ -11,7 +11,7 @@ from howsmooth.published.iteration import PowerIteration, power_iteration
 from howsmooth.published.layers import PublishedLayer, capture_layers
 from howsmooth.published.maps import DropoutAttention, unmasked, with_dropout
 from howsmooth.published.measure import AsPublished, measure_as_published, measure_layer
-from howsmooth.published.slices import wrong_slices
+from howsmooth.published.slices import has_fused_weight, wrong_slices
 
 __all__ = [
     "ITEMS",
@@ -21,6 +21,7 @@ __all__ = [
     "PublishedLayer",
     "c_3_as_coded",
     "capture_layers",
+    "has_fused_weight",
     "items_that_apply",
     "measure_as_published",
     "measure_layer",

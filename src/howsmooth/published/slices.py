@@ -8,12 +8,27 @@ query part. The published code takes the block of *rows* with the same numbers: 
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
 
-__all__ = ["wrong_slices"]
+__all__ = ["has_fused_weight", "wrong_slices"]
+
+
+def has_fused_weight(attention: nn.Module) -> bool:
+    """Tell whether a model's attention module keeps queries, keys and values in one transposed weight.
+
+    Only then does the published code slice as :func:`wrong_slices` does.
+    """
+    for part in attention.children():
+        weight = getattr(part, "weight", None)
+        # By the class's name: transformers is imported in another room.
+        if type(part).__name__ == "Conv1D" and isinstance(weight, Tensor):
+            d, width = weight.shape
+            if width == 3 * d:
+                return True
+    return False
 
 
 def wrong_slices(attention: SelfAttention) -> SelfAttention:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from howsmooth.reproduce.adversarial_figure import ADVERSARIAL
+from howsmooth.reproduce.all_bounds import ALL_BOUNDS
 from howsmooth.reproduce.experiment import Experiment
 from howsmooth.reproduce.figure_1 import FIGURE_1
 from howsmooth.reproduce.gamma_radius import GAMMA_RADIUS
@@ -10,5 +12,12 @@ from howsmooth.reproduce.quadratic_growth import QUADRATIC_GROWTH
 
 __all__ = ["EXPERIMENTS"]
 
-EXPERIMENTS: tuple[Experiment, ...] = (FIGURE_1, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    FIGURE_1,
+    ADVERSARIAL,
+    GAMMA_RADIUS,
+    QUADRATIC_GROWTH,
+    GPT2_GROWTH,
+    ALL_BOUNDS,
+)
 """All experiments, in the order of the paper."""
