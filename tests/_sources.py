@@ -86,7 +86,7 @@ def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
             ]
         return sites
 
-    return Tools(made.load_model, made.load_text, capture, made.measure)
+    return Tools(made.load_model, made.load_text, capture, made.measure, made.bound)
 
 
 class AttackWork:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +15,29 @@ import torch
 
 from howsmooth.errors import ModelError, TextError
 from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.records import SiteBound, SiteBounds
 from howsmooth.study.tools import Tools
 
 
 def digest(words: str) -> str:
     return hashlib.sha256(words.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FakeTokenizer:
+    """Words such as ``w17`` are tokens."""
+
+    knows_places: bool = True
+
+    def __call__(self, text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    def located(self, text: str) -> tuple[list[int], list[int]]:
+        places = [match.start() for match in re.finditer(r"\S+", text)]
+        return self(text), places if self.knows_places else []
+
+    def decoded(self, ids: list[int]) -> list[str]:
+        return [f"w{number}" for number in ids]
 
 
 @dataclass(frozen=True)
@@ -29,9 +49,7 @@ class FakeModel:
     layers: int = 3
     heads: int = 2
 
-    @staticmethod
-    def tokenizer(text: str) -> list[int]:
-        return [int(word[1:]) for word in text.split()]
+    tokenizer: FakeTokenizer = field(default_factory=lambda: FakeTokenizer())
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,8 @@ class Work:
     seeds: list[int] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     captures: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    bounded: list[tuple[str, int, int | None, int, int]] = field(default_factory=list)
+    """One entry an attention that was bounded, as in ``measured``."""
 
 
 def words(count: int) -> str:
@@ -133,9 +153,27 @@ def make_tools(
             converged=torch.ones(len(firsts), dtype=torch.bool),
             iterations=torch.full((len(firsts),), 12),
             method="closed form",
+            input_direction=_direction(firsts, n, 1.0),
+            output_direction=_direction(firsts, n, -1.0),
         )
 
-    return Tools(load_model=load_model, load_text=load_text, capture=capture, measure=measure), work
+    def bound(site: Any) -> SiteBounds:
+        firsts = site.x[:, 0, 0].to(torch.int64)
+        assert len(firsts) == 1
+        work.bounded.append((site.scope, site.layer, site.head, site.x.shape[1], int(firsts[0])))
+        value = 1000.0 * (1 + site.layer)
+        upper = SiteBound("above", "upper", "‖D_X f‖", value, math.log(value), True, "A theorem")
+        return SiteBounds(7.5, (upper, SiteBound("dear", "upper", "‖D_X f‖", None, None, False, "left out")))
+
+    return Tools(load_model, load_text, capture, measure, bound), work
+
+
+def _direction(firsts: torch.Tensor, n: int, sign: float) -> torch.Tensor:
+    """Make unit vectors (batch, n, 2): token i has energy in proportion to i + 1, or, with -1, to n - i."""
+    weights = torch.arange(1, n + 1, dtype=torch.float64)
+    weights = weights if sign > 0 else weights.flip(0)
+    rows = (weights / weights.sum() / 2).sqrt()[:, None].expand(n, 2)
+    return sign * rows.expand(len(firsts), n, 2).float()
 
 
 def make_plan(**changes: Any) -> Plan:

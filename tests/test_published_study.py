@@ -6,23 +6,36 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from howsmooth.cli import main
-from howsmooth.errors import StoreError
+from howsmooth.errors import CaptureError
 from howsmooth.published import ITEMS
-from howsmooth.study import published_run
+from howsmooth.study import publish as publishing
+from howsmooth.study import published_run, published_tables
+from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_rows import PUBLISHED_COLUMNS, quantities, read_rows
 from howsmooth.study.published_tables import compare
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import run
+from howsmooth.study.store import Store
+from howsmooth.study.tools import default_tools
 
 MODEL = ["measure", "builtin-encoder", "--as-decoder", "--layers", "0"]
 SMALL = [*MODEL, "--lengths", "2,4,8", "--samples", "2", "--text", "prose.txt", "--as-published"]
+PLAN = Plan(
+    models=(ModelSpec("builtin-encoder", as_decoder=True),),
+    texts=("prose.txt",),
+    lengths=(2, 4, 8),
+    samples=2,
+    layers=Ranges.parse("0", "layers"),
+)
 # Short, since most of the time of a small run goes into a long text.
 PROSE = "A map is smooth if what it gives moves no faster than what it takes, and that is measured. " * 12
 
@@ -165,32 +178,21 @@ def test_refusals_before_anything_is_measured(
     assert not out.exists()
 
 
-def test_rows_of_other_settings_or_weights_are_refused(
+def test_rows_of_other_settings_texts_or_versions_are_refused(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "other"
     shutil.copytree(made, folder)
     out = ["--out", str(folder)]
     assert "made with seed 0, not 1" in refusal(capsys, *SMALL, "all", "--seed", "1", *out)
-    settings = folder / "published.json"
-    there = json.loads(settings.read_text())
-    there["inputs"] = dict.fromkeys(there["inputs"], "0")
-    settings.write_text(json.dumps(there))
-    assert "with other weights or another text" in refusal(capsys, *SMALL, "all", *out)
-    settings.write_text("{")
-    assert "cannot be read" in refusal(capsys, *SMALL, "all", *out)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"), [(b"\xff\x00", "cannot be read"), (b"a,b\n1,2\n", "other columns")]
-)
-def test_a_damaged_file_is_refused(made: Path, tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "published.csv").write_bytes(content)
-    with pytest.raises(StoreError, match=words):
-        read_rows(tmp_path)
-    (tmp_path / "published.csv").write_bytes((made / "published.csv").read_bytes()[:-40])
-    with pytest.raises(StoreError, match="published rows"):
-        read_rows(tmp_path)
+    other = tmp_path / "prose.txt"
+    other.write_text(PROSE + "And more.")
+    changed = [str(other) if word == "prose.txt" else word for word in SMALL]
+    assert "its text 'prose' has SHA-256" in refusal(capsys, *changed, "all", *out)
+    (folder / "published.json").write_text("{}")  # as the first version left it, beside published.csv
+    before = (folder / "published.csv").read_bytes()
+    assert "of an earlier howsmooth" in refusal(capsys, *SMALL, "all", *out)
+    assert (folder / "published.csv").read_bytes() == before
 
 
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(
@@ -214,17 +216,110 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(
     assert (tmp_path / "published.csv").read_bytes() == (made / "published.csv").read_bytes()
 
 
-def test_two_processes_do_not_write_one_file(
+def test_two_processes_do_not_write_one_store(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "held"
     shutil.copytree(made, folder)
-    with FileLock(folder / ".published.lock"):
+    before = read_rows(made)
+    with Store.open(folder):
         assert "in use by another howsmooth process" in refusal(capsys, *SMALL, "all", "--out", str(folder))
-    assert (folder / "published.csv").read_bytes() == (made / "published.csv").read_bytes()
+    pd.testing.assert_frame_equal(read_rows(folder), before)
+
+
+def test_the_file_holds_the_rows_of_the_store(made: Path) -> None:
+    empty = {"lower": [""], "upper": [""]}
+    rows = pd.read_csv(made / "published.csv", keep_default_na=False, na_values=empty)
+    assert list(rows.columns) == list(PUBLISHED_COLUMNS)
+    pd.testing.assert_frame_equal(rows, read_rows(made), rtol=1e-15)
+
+
+def test_measurements_and_published_values_share_a_folder_and_its_sequences(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+    monkeypatch.setattr(published_tables, "draw_published", lambda *_: [])
+    folder = tmp_path / "both"
+    shutil.copytree(made, folder)
+    # A length that one of them measured has the same sequences for the other, whichever comes first.
+    run(replace(PLAN, lengths=(2, 16), bounds=False), folder, default_tools(), command="howsmooth measure")
+    command = [*SMALL, "output", "-q", "--out", str(folder)]
+    assert main(["4,16" if word == "2,4,8" else word for word in command]) == 0
+    with Store.open(folder, write=False) as store:
+        contents = store.contents()
+    assert len(contents.measurements) == 4
+    both = contents.published.merge(contents.measurements, on=["model", "text", "layer", "n", "sample"])
+    assert set(both["n"]) == {2, 16}
+    assert (both["start_x"] == both["start_y"]).all()
+    right = both[both["quantity"] == "corrected"]
+    np.testing.assert_allclose(right["lipschitz_x"], right["lipschitz_y"], rtol=1e-12)
+    assert contents.runs["command"].str.contains("--as-published").tolist() == [True, False, True]
+    assert (folder / "report.html").exists()
+
+
+def test_items_added_later_measure_only_what_is_missing(made: Path, tmp_path: Path) -> None:
+    assert main([*SMALL, "output", "-q", "--out", str(tmp_path)]) == 0
+    assert len(read_rows(tmp_path)) == 2 * 6
+    calls: list[tuple[str, ...]] = []
+    real = published_run.measure_layer
+
+    def counted(layer: Any, items: Any, **keywords: Any) -> Any:
+        calls.append(tuple(items))
+        return real(layer, items, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published_run, "measure_layer", counted)
+        assert main([*SMALL, "all", "-q", "--out", str(tmp_path)]) == 0
+    assert () not in calls  # the corrected ones were there
+    assert len(calls) == 3 * 5
+    keys = ["n", "sample", "quantity", "items"]
+    mine, theirs = (one.set_index(keys)["lipschitz"] for one in (read_rows(tmp_path), read_rows(made)))
+    assert len(mine) == 36 + 6  # "as published" with one item is another quantity than with four
+    pd.testing.assert_series_equal(mine[mine.index.isin(theirs.index)].sort_index(), theirs.sort_index())
+
+
+def test_what_fails_is_recorded_and_made_good(made: Path, tmp_path: Path) -> None:
+    real = published_run.measure_layer
+
+    def failing(layer: Any, items: Any, **keywords: Any) -> Any:
+        if layer.attention.x.shape[1] == 4 and "output" in items:
+            raise CaptureError("Not today.")
+        found = real(layer, items, **keywords)
+        if layer.attention.x.shape[1] == 8:
+            found.value[0] = np.nan
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published_run, "measure_layer", failing)
+        with pytest.raises(CaptureError):
+            published_run.run_as_published(PLAN, None, tmp_path / "strict", default_tools())
+        outcome = published_run.run_as_published(PLAN, None, tmp_path, default_tools(), keep_going=True)
+    assert (outcome.measured, outcome.failed, outcome.first_failure) == (12, 4, "Not today.")
+    with Store.open(tmp_path, write=False) as store:
+        failures = store.failures()
+    assert set(failures["what"]) == {"published"}
+    assert failures["n"].tolist() == [4, 4, 8, 8]
+    assert failures["error"].str.contains("expected a finite value, got nan").sum() == 2
+    assert set(read_rows(tmp_path)["n"]) == {2}
+    outcome = published_run.run_as_published(PLAN, None, tmp_path, default_tools(), keep_going=True)
+    assert (outcome.measured, outcome.kept, outcome.failed) == (24, 12, 0)
+    with Store.open(tmp_path, write=False) as store:
+        assert store.failures()["resolved"].notna().all()
+    pd.testing.assert_frame_equal(read_rows(tmp_path), read_rows(made))
+
+
+def test_a_model_to_which_an_item_does_not_apply_stops_no_other(tmp_path: Path) -> None:
+    plan = Plan(
+        models=(ModelSpec("builtin-decoder"), ModelSpec("builtin-encoder")), texts=("prose.txt",),
+        lengths=(2,), samples=1, layers=Ranges.parse("0", "layers"),
+    )  # fmt: skip
+    outcome = published_run.run_as_published(plan, ["block"], tmp_path, default_tools(), keep_going=True)
+    assert (outcome.measured, outcome.failed) == (2, 1)
+    assert "'block': its layers are not post-norm" in outcome.first_failure
+    assert set(read_rows(tmp_path)["model"]) == {"builtin-encoder"}
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "out")
-    assert "expected a writable folder" in refusal(capsys, *SMALL, "output", "--out", out)
+    assert "expected a " in refusal(capsys, *SMALL, "output", "--out", out)

@@ -165,10 +165,10 @@ def test_bounds_published_values_and_sensitivities_come_along(tmp_path: Path) ->
                 getattr(here, name).drop(columns="run"), getattr(there, name).drop(columns="run")
             )
             commands = getattr(here, name)["run"].map(here.runs.set_index("id")["command"])
-            assert set(commands) == {"more"}
+            assert "more" in set(commands)
         again = merge_stores([a], out)
         assert (again.added, again.published) == (0, 0)
-        assert len(contents_of(out).bounds) == 2
+        pd.testing.assert_frame_equal(contents_of(out).bounds, here.bounds)
 
 
 def test_published_values_that_differ_are_a_conflict(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def limited() -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, 80_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
@@ -241,7 +241,7 @@ def test_a_file_that_may_not_grow(study: Path, whole: set[tuple[Any, ...]]) -> N
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="howsmooth-disk-"))
-    command = ["mount", "-t", "tmpfs", "-o", "size=120k", "none", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
         folder.rmdir()
         pytest.skip("no small disk can be mounted here")

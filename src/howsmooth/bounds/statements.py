@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.certificates import (
+    Certificate,
     certificate_cheap,
     certificate_joint,
     certificate_n,
@@ -43,7 +47,11 @@ from howsmooth.bounds.question import Question
 from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_3_5, theorem_a, theorem_e_3
 from howsmooth.errors import ArgumentError
 
-__all__ = ["all_bounds", "best"]
+__all__ = ["Statement", "all_bounds", "best", "statements_about"]
+
+
+Statement = Callable[[], Bound]
+"""A bound that is not evaluated yet."""
 
 
 def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
@@ -51,7 +59,12 @@ def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
 
     Local ones if there is an X, on the ball if there is a length, and those that hold for every length.
     """
-    found: list[Bound] = []
+    return [evaluate() for _, evaluate in statements_about(question, side=side)]
+
+
+def statements_about(question: Question, *, side: str | None = None) -> list[tuple[str, Statement]]:
+    """Return the bounds of :func:`all_bounds` by name, each to be evaluated by a call."""
+    found: list[tuple[str, Statement]] = []
     rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
     if side != "lower":
         found += _at_tokens(question, rotary=rotary)
@@ -62,46 +75,52 @@ def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
     return found
 
 
-def _on_the_ball(question: Question) -> list[Bound]:
+def _each(statements: Iterable[Callable[..., Bound]], *arguments: object) -> list[tuple[str, Statement]]:
+    return [(statement.__name__, partial(statement, *arguments)) for statement in statements]
+
+
+def _on_the_ball(question: Question) -> list[tuple[str, Statement]]:
     parameters = _parameters(question)
     n, radius = question.length, question.radius
     if len(parameters.heads) > 1:
         if n is None:
             return []
         several = (lemma_3_8, multi_head_output, multi_head_gram, multi_head_folded)
-        return [statement(parameters, n, radius) for statement in several]
+        return _each(several, parameters, n, radius)
     head = question.attention if isinstance(question.attention, Head) else parameters
     if parameters.masking == "none":
-        free = [theorem_3_5(head, radius), n_free(head, radius)]
-        if n is None:
-            return free
-        return [*free, *(statement(head, n, radius) for statement in (theorem_3_3, theorem_e_3, theorem_a))]
+        free = _each((theorem_3_5, n_free), head, radius)
+        return free if n is None else [*free, *_each((theorem_3_3, theorem_e_3, theorem_a), head, n, radius)]
     if parameters.masking == "causal":
-        free = [theorem_4_4(head, radius), masked_n_free(head, radius)]
-        return free if n is None else [*free, theorem_4_3(head, n, radius), masked_theorem_a(head, n, radius)]
-    return [] if n is None else [any_mask_theorem_a(head, n, radius)]
+        free = _each((theorem_4_4, masked_n_free), head, radius)
+        return free if n is None else [*free, *_each((theorem_4_3, masked_theorem_a), head, n, radius)]
+    return [] if n is None else _each((any_mask_theorem_a,), head, n, radius)
 
 
-def _at_tokens(question: Question, *, rotary: bool) -> list[Bound]:
+def _at_tokens(question: Question, *, rotary: bool) -> list[tuple[str, Statement]]:
     X, attention = question.X, question.attention
     if X is None:
         return []
+
+    def certified(certificate: Callable[..., Certificate]) -> tuple[str, Statement]:
+        return certificate.__name__, lambda: certificate(attention, X).bound()
+
     several = len(attention.heads) > 1 if isinstance(attention, Parameters) else _heads(attention) > 1
     if several:
-        return [certificate_joint(attention, X).bound()]
-    local = [one(attention, X).bound() for one in (certificate_n, certificate_r, certificate_cheap)]
+        return [certified(certificate_joint)]
+    local = [certified(one) for one in (certificate_n, certificate_r, certificate_cheap)]
     if rotary:
         return local
     limit = theorem_4_5 if _parameters(question).masking == "causal" else theorem_3_7
-    local.append(limit(attention, X, 1.0))
-    return [*local, *(one(attention, X) for one in (theorem_c_3, theorem_c_3_sharp, three_terms, yudin))]
+    local += _each((limit,), attention, X, 1.0)
+    return local + _each((theorem_c_3, theorem_c_3_sharp, three_terms, yudin), attention, X)
 
 
 def _heads(attention: Head | SelfAttention) -> int:
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
-def _from_below(question: Question) -> list[Bound]:
+def _from_below(question: Question) -> list[tuple[str, Statement]]:
     parameters, n, radius = _parameters(question), question.length, question.radius
     if parameters.masking == "other":
         return []
@@ -114,15 +133,16 @@ def _from_below(question: Question) -> list[Bound]:
             proposition_3_6_asymptotic,
             two_dirac,
         )
-        return [statement(parameters, radius) for statement in mean_field]
+        return _each(mean_field, parameters, radius)
     causal = parameters.masking == "causal"
-    found = [statement(parameters, n, radius) for statement in (no_real_eigenvalue, repeated_token)]
-    found.append((masked_tie if causal else tie)(parameters, n, radius))
+    ties = masked_tie if causal else tie
+    found = _each((no_real_eigenvalue, repeated_token, ties), parameters, n, radius)
     if len(parameters.heads) == 1:
         one_head = [masked_two_cluster] if causal else [proposition_3_4, two_cluster_sharp]
-        found += [statement(parameters, n, radius) for statement in (*one_head, quadratic_growth)]
+        found += _each((*one_head, quadratic_growth), parameters, n, radius)
         if question.X is not None:
-            found.append((theorem_4_5 if causal else theorem_3_7)(parameters, question.X, 1.0, side="lower"))
+            limit = theorem_4_5 if causal else theorem_3_7
+            found.append((limit.__name__, partial(limit, parameters, question.X, 1.0, side="lower")))
     return found
 
 

@@ -128,7 +128,7 @@ def bound(
     from howsmooth.cli.parsing import parse_radius, use_threads
     from howsmooth.cli.tables import bounds_as_json, show_bounds
     from howsmooth.study.bounding import bound_all, bounds_frame
-    from howsmooth.study.publish import write_table
+    from howsmooth.study.files import write_table
     from howsmooth.study.ranges import Ranges
     from howsmooth.study.sources import Request, open_source
     from howsmooth.study.tools import default_tools

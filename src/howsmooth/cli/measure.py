@@ -133,6 +133,10 @@ def measure(
     seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
     device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.", rich_help_panel=HOW)] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
+    no_bounds: Annotated[
+        bool,
+        typer.Option("--no-bounds", help="Compute no bounds beside the constants.", rich_help_panel=HOW),
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -175,6 +179,7 @@ def measure(
         seed=seed,
         device=device,
         dtype=str(dtype),
+        bounds=not no_bounds,
     )
     if threads is not None:
         import torch
@@ -187,7 +192,9 @@ def measure(
         if as_published is not None:
             from howsmooth.cli.published import measure_as_published
 
-            measure_as_published(plan, as_published, out, display, watch, as_json=json, quiet=quiet)
+            measure_as_published(
+                plan, as_published, out, display, watch, command=command, as_json=json, quiet=quiet
+            )
             return 0
         with display:
             display.phase("Reading texts and models")

@@ -35,6 +35,7 @@ def build_plan(
     seed: int,
     device: str,
     dtype: str,
+    bounds: bool = True,
 ) -> Plan:
     """Build a plan of the command line's words; what was left out (``None`` or empty) gets its default.
 
@@ -61,6 +62,7 @@ def build_plan(
         seed=seed,
         device=device,
         dtype=dtype,
+        bounds=bounds,
     )
 
 

@@ -27,20 +27,38 @@ __all__ = ["measure_as_published"]
 
 
 def measure_as_published(
-    plan: Plan, items: str, folder: Path, display: Display, watch: Watch, *, as_json: bool, quiet: bool
+    plan: Plan,
+    items: str,
+    folder: Path,
+    display: Display,
+    watch: Watch,
+    *,
+    command: str,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Measure, write and print; the words of ``items`` are those of the option."""
+    """Measure, write and print; the words of ``items`` are those of the option.
+
+    A folder with measurements too gets its report written anew, with both.
+    """
     from howsmooth.published import parse_items
+    from howsmooth.study.publish import publish
     from howsmooth.study.published_run import run_as_published
     from howsmooth.study.published_tables import publish_comparison
+    from howsmooth.study.store import Store
     from howsmooth.study.tools import default_tools
 
     chosen = parse_items(items)
     with display:
         display.phase("Reading texts and models")
-        outcome = watch.finished = run_as_published(plan, chosen, folder, default_tools(), on_progress=watch)
+        outcome = watch.finished = run_as_published(
+            plan, chosen, folder, default_tools(), command=command, on_progress=watch
+        )
         display.phase("Drawing figures")
-        written = publish_comparison(folder)
+        with Store.open(folder, write=False) as store:
+            measured = not store.measurements().empty
+        written = publish(folder).comparison if measured else None
+        written = written or publish_comparison(folder)
     if as_json:
         print(_as_json(plan, outcome, written))
     elif not quiet:

@@ -212,7 +212,7 @@ def _models(names: list[str], *, as_decoder: bool, random_init: bool) -> tuple[M
         while (variant := base.rpartition(",")[2]) in _VARIANTS and "," in base:
             base = base.rpartition(",")[0]
             options[_VARIANTS[variant]] = True
-        spec = ModelSpec(base, **options)
+        spec = ModelSpec(base, as_decoder=options["as_decoder"], random_init=options["random_init"])
         if spec in found:
             raise ArgumentError("model", expected="each only once", got=f"{spec.label!r} twice")
         found.append(spec)

@@ -35,10 +35,12 @@ class Watch:
         """Show it."""
         if self._last is None:
             kept = f" ({progress.kept} more are in the store already)" if progress.kept else ""
-            self._display.phase(f"Measuring {progress.planned} constants{kept}")
+            what = f"Measuring {progress.planned} constants" if progress.planned else "Computing bounds"
+            self._display.phase(f"{what}{kept}")
         self._last = progress
         failed = f" ({progress.failed} failed)" if progress.failed else ""
         words = f"{progress.done} of {progress.planned}{failed}, {progress.model}, n = {progress.n}"
+        words += ", bounds" if progress.bounding else ""
         self._display.advance(progress.cost_done, progress.cost_planned, words)
 
     def interrupted(self, folder: Path) -> str:

@@ -49,6 +49,22 @@ class Tokenizer:
         ids = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
+    def located(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text, and the letter of the text at which each begins.
+
+        The second list is empty if the tokenizer cannot tell.
+        """
+        if not isinstance(self._backend, PreTrainedTokenizerFast):
+            return self.encode(text), []
+        found = self._backend(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
+
+    def decoded(self, ids: list[int]) -> list[str]:
+        """Return what each token stands for by itself, as far as letters can say it; else its number."""
+        if self._backend is None:
+            return [str(i) for i in ids]
+        return [str(self._backend.decode([i])) for i in ids]
+
     @property
     def serialized(self) -> str:
         """All that determines the ids, as text; empty if there is no tokenizer."""

@@ -15,7 +15,7 @@ from howsmooth.errors import StoreError
 from howsmooth.study.attack_store import AttackStore
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures import AttackPicture, draw_attacks
-from howsmooth.study.publish import write_table
+from howsmooth.study.files import write_table
 
 __all__ = ["SERIES", "SUMMARY_COLUMNS", "PublishedAttacks", "fits", "publish_attacks", "summary"]
 

@@ -66,12 +66,17 @@ class ModelSpec:
         Build the architecture with untrained weights.
     as_decoder
         Run an encoder as a decoder, with its causal mask.
+    layers, heads, lengths
+        Of this model; ``None`` for those of the plan.
 
     """
 
     name: str
     random_init: bool = False
     as_decoder: bool = False
+    layers: Ranges | None = None
+    heads: Ranges | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:
@@ -125,6 +130,8 @@ class Plan:
         From which every other seed derives.
     device, dtype
         Where and in what precision (``"float32"`` or ``"float64"``) to compute.
+    bounds
+        Whether bounds are computed beside the measurements.
     windows
         How sequences are cut: of :data:`howsmooth.study.sequences.SCHEMES`. A store that was made in the
         earlier way keeps to it.
@@ -150,6 +157,7 @@ class Plan:
     device: str = "cpu"
     dtype: str = "float32"
     windows: str = DISJOINT
+    bounds: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what no model or text could make right."""
@@ -157,6 +165,7 @@ class Plan:
             ("models", [model.label for model in self.models]),
             ("texts", self.texts),
             ("lengths", self.lengths),
+            *(("lengths", model.lengths) for model in self.models if model.lengths is not None),
             ("scopes", self.scopes),
         ):
             if not values:
@@ -167,15 +176,17 @@ class Plan:
         for scope in self.scopes:
             if scope not in SCOPES:
                 raise ArgumentError("scope", expected=f"one of {', '.join(SCOPES)}", got=repr(scope))
-        if self.heads.items and "head" not in self.scopes:
-            raise ArgumentError(
-                "heads",
-                expected="heads only together with the scope head",
-                got=f"{self.heads.text!r} with the scope {', '.join(self.scopes)}",
-                remedy="Add --scope head, or leave --heads out.",
-            )
-        if min(self.lengths) < 1:
-            raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(self.lengths)))
+        for heads in (self.heads, *(model.heads for model in self.models if model.heads is not None)):
+            if heads.items and "head" not in self.scopes:
+                raise ArgumentError(
+                    "heads",
+                    expected="heads only together with the scope head",
+                    got=f"{heads.text!r} with the scope {', '.join(self.scopes)}",
+                    remedy="Add --scope head, or leave --heads out.",
+                )
+        for lengths in (self.lengths_of(model) for model in self.models):
+            if min(lengths) < 1:
+                raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(lengths)))
         if self.samples < 1:
             raise ArgumentError("samples", expected="at least 1", got=str(self.samples))
         if self.max_iterations < 1:
@@ -185,6 +196,18 @@ class Plan:
         if self.dtype not in ("float32", "float64"):
             raise ArgumentError("dtype", expected="float32 or float64", got=repr(self.dtype))
         check_accuracy(self.rtol, self.confidence, self.dtype)
+
+    def layers_of(self, model: ModelSpec) -> Ranges:
+        """Return the layers of a model."""
+        return self.layers if model.layers is None else model.layers
+
+    def heads_of(self, model: ModelSpec) -> Ranges:
+        """Return the heads of a model, for the scope ``head``."""
+        return self.heads if model.heads is None else model.heads
+
+    def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
+        """Return the lengths that a model is measured at."""
+        return self.lengths if model.lengths is None else model.lengths
 
     @property
     def identity(self) -> Identity:

@@ -25,7 +25,8 @@ __all__ = ["Models", "Subject", "capture_sites", "place_sequences", "prepare"]
 class Subject:
     """A model on a text, checked.
 
-    ``layers`` and ``heads`` are the chosen ones; ``heads`` is used by the scope ``head`` only.
+    ``layers``, ``heads`` and ``lengths`` are the chosen ones; ``heads`` is used by the scope ``head`` only.
+    ``places`` says at which letter of the text each token begins; empty if the tokenizer cannot tell.
     """
 
     spec: ModelSpec
@@ -35,8 +36,10 @@ class Subject:
     fingerprint: str
     tokenizer_source: str
     tokens: torch.Tensor = field(repr=False)
+    places: torch.Tensor = field(repr=False)
     layers: tuple[int, ...]
     heads: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class Models:
@@ -143,7 +146,7 @@ def _check(plan: Plan, tools: Tools, models: Models, subjects: list[Subject]) ->
         if subject.spec not in seen:
             seen.add(subject.spec)
             model = models.load_for(subject)
-            shortest = subject.tokens[: min(plan.lengths)].unsqueeze(0)
+            shortest = subject.tokens[: min(subject.lengths)].unsqueeze(0)
             for scope in plan.scopes:
                 capture_sites(tools, model, shortest, subject, scope, subject.layers)
 
@@ -202,13 +205,14 @@ def _check_texts(texts: list[TextLike]) -> None:
 
 def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subject:
     label = spec.label
-    layers = plan.layers.resolve(model.layers, label, "layers")
-    heads = plan.heads.resolve(model.heads, label, "heads") if "head" in plan.scopes else ()
-    if model.max_length is not None and max(plan.lengths) > model.max_length:
+    layers = plan.layers_of(spec).resolve(model.layers, label, "layers")
+    heads = plan.heads_of(spec).resolve(model.heads, label, "heads") if "head" in plan.scopes else ()
+    lengths = plan.lengths_of(spec)
+    if model.max_length is not None and max(lengths) > model.max_length:
         raise ArgumentError(
             "lengths",
             expected=f"at most {model.max_length} tokens, the positions of {label}",
-            got=str(max(plan.lengths)),
+            got=str(max(lengths)),
             remedy="Shorten --lengths.",
         )
     record = ModelRecord(
@@ -221,6 +225,7 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
         heads=model.heads,
         max_length=model.max_length,
     )
+    tokens, places = model.tokenizer.located(text.content)
     return Subject(
         spec=spec,
         model=record,
@@ -228,9 +233,11 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
         content=text.content,
         fingerprint=model.fingerprint,
         tokenizer_source=model.tokenizer_source,
-        tokens=torch.tensor(model.tokenizer(text.content), dtype=torch.int64),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        places=torch.tensor(places, dtype=torch.int64),
         layers=layers,
         heads=heads,
+        lengths=lengths,
     )
 
 
@@ -263,13 +270,14 @@ def place_sequences(plan: Plan, subject: Subject, held: Sequences) -> dict[tuple
     }
     if plan.windows == APART_BY_LENGTH:
         starts: dict[tuple[int, int], int] = {}
-        for n in plan.lengths:
+        for n in subject.lengths:
             draw = derive_seed(purpose="windows", n=n, **axes)
             picked = pick_windows(tokens, n, plan.samples, draw)
             starts |= {(n, sample): start for sample, start in enumerate(picked)}
         return starts
     try:
-        return arrange(tokens, plan.lengths, plan.samples, derive_seed(purpose="sequences", **axes), held)
+        draw = derive_seed(purpose="sequences", **axes)
+        return arrange(tokens, subject.lengths, plan.samples, draw, held)
     except ValueError as error:
         raise TextError(
             f"text {subject.text.name!r} is too short for more: between the sequences that the store has of "
@@ -281,11 +289,11 @@ def place_sequences(plan: Plan, subject: Subject, held: Sequences) -> dict[tuple
 def _check_tokens(plan: Plan, subject: Subject) -> None:
     tokens = len(subject.tokens)
     apart_by_length = plan.windows == APART_BY_LENGTH
-    sample = max(plan.lengths) if apart_by_length else sum(plan.lengths)
+    sample = max(subject.lengths) if apart_by_length else sum(subject.lengths)
     needed = plan.samples * sample
     if needed > tokens:
-        one = apart_by_length or len(plan.lengths) == 1
-        of_lengths = f"{sample} tokens" if one else f"each of {len(plan.lengths)} lengths"
+        one = apart_by_length or len(subject.lengths) == 1
+        of_lengths = f"{sample} tokens" if one else f"each of {len(subject.lengths)} lengths"
         fitting = tokens // sample
         choices = [f"--samples {fitting} or fewer"] if fitting else []
         choices += ["fewer or shorter --lengths", "a longer text"]

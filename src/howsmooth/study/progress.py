@@ -13,7 +13,8 @@ class Progress:
 
     ``done`` and ``planned`` count measurements of this process, ``kept`` those that the store had;
     ``cost_done`` and ``cost_planned`` weigh them by the time they take. ``layer`` is the one just
-    measured, -1 before the first; ``failed`` counts what could not be measured.
+    measured, -1 before the first; ``failed`` counts what could not be measured. ``bounding`` says that
+    all is measured and bounds are computed.
     """
 
     done: int
@@ -27,6 +28,7 @@ class Progress:
     scope: str
     layer: int
     failed: int = 0
+    bounding: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import pandas as pd
 from howsmooth.errors import StoreError
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import Picture, draw_all
+from howsmooth.study.files import replace_file, write_table
+from howsmooth.study.published_tables import PublishedComparison, write_comparison
 from howsmooth.study.report import render
 from howsmooth.study.store import COLUMNS, Contents, Store
 
@@ -31,6 +33,8 @@ class Published:
         The figures.
     report, measurements, exponents_file
         The other files.
+    comparison
+        Of the published with the corrected quantities; ``None`` if there are none.
 
     """
 
@@ -40,10 +44,13 @@ class Published:
     report: Path
     measurements: Path
     exponents_file: Path
+    comparison: PublishedComparison | None
 
 
 def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, total: None) -> Published:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
+
+    With published values in it also what :func:`~howsmooth.study.published_tables.publish_comparison` writes.
 
     Parameters
     ----------
@@ -63,43 +70,16 @@ def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, t
     table = exponents(contents.measurements)
     try:
         rows = folder / "measurements.csv"
-        _replace(rows, contents.measurements[list(COLUMNS)].to_csv(index=False, lineterminator="\n"))
+        replace_file(rows, contents.measurements[list(COLUMNS)].to_csv(index=False, lineterminator="\n"))
         fits = folder / "exponents.csv"
-        _replace(fits, table.to_csv(index=False, lineterminator="\n"))
+        replace_file(fits, table.to_csv(index=False, lineterminator="\n"))
         pictures = draw_all(contents.measurements, folder / "figures", on_figure)
         page = folder / "report.html"
-        _replace(page, render(contents, table, pictures))
+        replace_file(page, render(contents, table, pictures))
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The measurements are kept in "
             f"{folder}; make it writable or make room, and run the same command again."
         ) from error
-    return Published(contents, table, pictures, page, rows, fits)
-
-
-def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
-    """Write a table as CSV into a folder, which is made if it is not there, and return the file.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be written.
-
-    """
-    path = folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(path, table.to_csv(index=False, lineterminator="\n"))
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    return path
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    # Lone surrogates can come from file names that are not UTF-8.
-    partial.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
-    partial.replace(path)
+    comparison = None if contents.published.empty else write_comparison(contents.published, folder)
+    return Published(contents, table, pictures, page, rows, fits, comparison)

@@ -1,54 +1,64 @@
-"""The published quantity beside the corrected one, at the same sequences: measured into ``published.csv``.
+"""The published quantity beside the corrected one, at the same sequences: measured into the store.
 
 For every sequence and layer: the corrected constant, the corrected one with each item of the published
-code alone, and all items together. What the file has is not measured again.
+code alone, and all items together. What the store has is not measured again.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import pandas as pd
 import torch
-from filelock import FileLock, Timeout
 
-from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.errors import ArgumentError, NonFiniteError, StoreError
 from howsmooth.models import LoadedModel
 from howsmooth.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
+from howsmooth.study.begin import begun_study
+from howsmooth.study.environment import environment
+from howsmooth.study.failure_log import FailureLog
 from howsmooth.study.plan import Plan, derive_seed
-from howsmooth.study.prepare import Models, Subject, place_sequences, prepare
+from howsmooth.study.prepare import Models, Subject
 from howsmooth.study.progress import Outcome, Progress
-from howsmooth.study.publish import write_table
-from howsmooth.study.published_rows import FILE, PUBLISHED_COLUMNS, quantities, read_rows
-from howsmooth.study.run import batch_size, measurement_cost
+from howsmooth.study.published_rows import quantities
+from howsmooth.study.records import PublishedKey, PublishedValue
+from howsmooth.study.sequences import Sequences
+from howsmooth.study.store import Store
 from howsmooth.study.tools import Tools
+from howsmooth.study.work import batch_size, measurement_cost
 
 __all__ = ["run_as_published"]
 
-_SETTINGS = "published.json"
-_PATIENCE = 1.0  # seconds
-_KEY = ("model", "text", "layer", "n", "sample", "quantity", "items")
+_OF_EARLIER_VERSIONS = "published.json"
+
+Wanted = Mapping[int, Mapping[str, tuple[str, ...]]]
+"""For each layer the quantities, with their items."""
 
 
 @dataclass(frozen=True)
 class _Batch:
+    """Published values that share their forward passes: a subject, a length, some of its samples."""
+
     subject: Subject
     n: int
-    starts: dict[int, int]
+    starts: Mapping[int, int]
     """First tokens of the samples."""
-    wanted: dict[int, dict[str, tuple[str, ...]]]
-    """For each layer the quantities, with their items."""
-    rows: int
+    wanted: Wanted
+    missing: frozenset[PublishedKey]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with something left to measure."""
+        return tuple(sorted({layer for layer, *_ in self.missing}))
 
     @property
     def cost(self) -> float:
-        return self.rows * measurement_cost(self.n)
+        """An estimate of the time it takes, in no particular unit."""
+        return len(self.missing) * measurement_cost(self.n)
 
 
 def run_as_published(
@@ -57,9 +67,11 @@ def run_as_published(
     folder: Path,
     tools: Tools,
     *,
+    command: str = "",
+    keep_going: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
-    """Measure what ``published.csv`` in ``folder`` does not have yet; it is written after every length.
+    """Measure what the store in ``folder`` does not have yet; all values of a layer are written together.
 
     Parameters
     ----------
@@ -67,18 +79,13 @@ def run_as_published(
         What to measure, with the scope ``attention``: that of the corrected quantity.
     items
         Of ``howsmooth.published.ITEMS``; None for all that apply to each model.
-    folder
-        Made once every check has passed.
-    tools
-        What texts and models are loaded with.
-    on_progress
-        Called before the first and after every batch.
+    folder, tools, command, keep_going, on_progress
+        As for :func:`howsmooth.study.run.run`.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If the plan is impossible or an item does not apply, before anything is measured; or if the
-        folder holds rows of other settings, or cannot be written.
+        As :func:`howsmooth.study.run.run`; or if an item does not apply.
 
     """
     began = time.perf_counter()
@@ -89,85 +96,70 @@ def run_as_published(
             got=", ".join(plan.scopes),
             remedy="The published scope is one of its items, block.",
         )
-    _there(folder, plan)  # what cannot be continued is refused before a model is loaded
-    models = Models(plan, tools)
-    subjects = prepare(plan, tools, models)
-    wanted = [_wanted(one, models, items, plan) for one in subjects]
-    with _only_writer(folder):
-        planned, kept, unsettled = _carry_out(plan, subjects, wanted, folder, models, on_progress)
-    return Outcome(planned, kept, unsettled, time.perf_counter() - began)
+    _refuse_earlier_rows(folder)
+    wanted: dict[tuple[str, str], Wanted] = {}
+
+    def check(models: Models, subject: Subject) -> None:
+        wanted[_name(subject)] = _quantities(subject, models, items, plan)
+
+    with begun_study(plan, folder, tools, keep_going=keep_going, check=check) as begun:
+        store = begun.store
+        batches = [
+            batch
+            for subject, places in begun.placed
+            for batch in _work(begun.plan, subject, wanted[_name(subject)], places, store)
+        ]
+        planned = sum(len(batch.missing) for batch in batches)
+        asked = sum(
+            sum(map(len, wanted[_name(one)].values())) * len(one.lengths) * plan.samples
+            for one, _ in begun.placed
+        )
+        cost_planned = sum(batch.cost for batch in batches)
+        kept, done, cost, unsettled, failures, reason = asked - planned, 0, 0.0, 0, 0, ""
+        if batches or begun.impossible:
+            number = store.start_run(command, plan.device, environment(plan.device))
+            started = time.monotonic()
+            failed = FailureLog(store, number, keep_going=keep_going)
+            for spec, text, error in begun.impossible:
+                failed.add(error, spec.label, text, what="published")
+            for batch in batches:
+                where = (*_name(batch.subject), batch.n, "attention")
+                on_progress(Progress(done, planned, kept, cost, cost_planned, *where, -1, failed.count))
+                for rows in _measured(begun.plan, batch, begun.models, failed):
+                    store.add_published(rows, number, worked=time.monotonic() - started)
+                    done += len(rows)
+                    unsettled += sum(not row.settled and row.lower is not None for row in rows)
+                    told = (done, planned, kept, cost, cost_planned, *where, rows[0].layer, failed.count)
+                    on_progress(Progress(*told))
+                cost += batch.cost
+            store.finish_run(number)
+            failures, reason = failed.count, failed.first
+    return Outcome(done, kept, unsettled, time.perf_counter() - began, failures, reason)
 
 
-def _carry_out(
-    plan: Plan,
-    subjects: Sequence[Subject],
-    wanted: Sequence[dict[int, dict[str, tuple[str, ...]]]],
-    folder: Path,
-    models: Models,
-    on_progress: Callable[[Progress], None],
-) -> tuple[int, int, int]:
-    """Measure what is missing; count the rows measured, those there before, and the unconverged."""
-    kept, inputs = _there(folder, plan)
-    placed = [place_sequences(plan, one, _held(kept, one)) for one in subjects]
-    _write_settings(folder, plan, subjects, inputs)
-    known = set(kept[list(_KEY)].itertuples(index=False, name=None))
-    batches = [
-        batch
-        for subject, layers, starts in zip(subjects, wanted, placed, strict=True)
-        for batch in _work(plan, subject, layers, starts, known)
-    ]
-    asked = (
-        sum(len(found) for layers in wanted for found in layers.values()) * len(plan.lengths) * plan.samples
-    )
-    planned = sum(batch.rows for batch in batches)
-    total = sum(batch.cost for batch in batches)
-    done, cost, unsettled = 0, 0.0, 0
-    for batch in batches:
-        where = (batch.subject.model.label, batch.subject.text.name, batch.n, "attention")
-        on_progress(Progress(done, planned, asked - planned, cost, total, *where, -1))
-        rows = pd.DataFrame(list(_measure(plan, batch, models)), columns=list(PUBLISHED_COLUMNS))
-        kept = rows if kept.empty else pd.concat([kept, rows]).drop_duplicates(list(_KEY))
-        kept = kept.sort_values(list(_KEY[:5]), kind="stable", ignore_index=True)
-        write_table(kept, folder, FILE)
-        done, cost = done + batch.rows, cost + batch.cost
-        unsettled += int((~rows["settled"] & rows["lower"].notna()).sum())
-        on_progress(Progress(done, planned, asked - planned, cost, total, *where, -1))
-    return planned, asked - planned, unsettled
+def _refuse_earlier_rows(folder: Path) -> None:
+    """Refuse a folder of the version that kept its rows in ``published.csv`` alone, which would be replaced.
 
+    Raises
+    ------
+    StoreError
+        If there is such a file.
 
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing its rows."""
-    lock = FileLock(folder / ".published.lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=_PATIENCE)
-    except Timeout as error:
+    """
+    if (folder / _OF_EARLIER_VERSIONS).exists():
         raise StoreError(
-            f"{folder} is in use by another howsmooth process. Wait until it ends, or choose another --out."
-        ) from error
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+            f"{folder} holds published rows of an earlier howsmooth, which kept them in published.csv alone. "
+            "Choose another --out."
+        )
 
 
-def _there(folder: Path, plan: Plan) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the rows that are there, and what they were made of; none of either if there are none."""
-    if not (folder / FILE).exists():
-        return pd.DataFrame(columns=list(PUBLISHED_COLUMNS)), {}
-    return read_rows(folder), _settings_of(folder, plan)
+def _name(subject: Subject) -> tuple[str, str]:
+    return subject.model.label, subject.text.name
 
 
-def _wanted(
-    subject: Subject, models: Models, items: Sequence[str] | None, plan: Plan
-) -> dict[int, dict[str, tuple[str, ...]]]:
+def _quantities(subject: Subject, models: Models, items: Sequence[str] | None, plan: Plan) -> Wanted:
     """Return the quantities of each layer, found at the shortest length."""
-    tokens = subject.tokens[: min(plan.lengths)].unsqueeze(0).to(plan.device)
+    tokens = subject.tokens[: min(subject.lengths)].unsqueeze(0).to(plan.device)
     model = cast("LoadedModel", models.load_for(subject))
     found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
     untrained = subject.spec.random_init
@@ -176,134 +168,123 @@ def _wanted(
     }
 
 
-def _held(rows: pd.DataFrame, subject: Subject) -> dict[tuple[int, int], int]:
-    """Return the first tokens of the sequences that were measured, by length and sample."""
-    mine = rows[(rows["model"] == subject.model.label) & (rows["text"] == subject.text.name)]
-    return {
-        (int(n), int(sample)): int(start)
-        for n, sample, start in mine[["n", "sample", "start"]].itertuples(index=False)
-    }
-
-
-def _settings_of(folder: Path, plan: Plan) -> dict[str, str]:
-    """Hold the settings of the rows that are there against the plan's, and return what they were made of.
-
-    Raises
-    ------
-    StoreError
-        If they differ, or cannot be read.
-
-    """
-    path = folder / _SETTINGS
-    try:
-        there = json.loads(path.read_text(encoding="utf-8"))
-        settings, inputs = dict(there["settings"]), dict(there["inputs"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path} says what the published rows were made with, and cannot be read. Choose another --out."
-        ) from error
-    for name, value in asdict(plan.identity).items():
-        if settings.get(name) != value:
-            raise StoreError(
-                f"{folder} holds published rows made with {name} {settings.get(name)}, not {value}. Choose "
-                "another --out."
-            )
-    return inputs
-
-
-def _write_settings(folder: Path, plan: Plan, subjects: Sequence[Subject], there: dict[str, str]) -> None:
-    """Write what the rows depend on beside them.
-
-    Raises
-    ------
-    StoreError
-        If a model or a text is not what it was, or the file cannot be written.
-
-    """
-    inputs = dict(there)
-    for one in subjects:
-        name = f"{one.model.label} on {one.text.name}"
-        now = f"{one.fingerprint} {one.text.digest}"
-        if inputs.setdefault(name, now) != now:
-            raise StoreError(
-                f"{folder} holds published rows of {name} with other weights or another text. Choose another "
-                "--out."
-            )
-    path = folder / _SETTINGS
-    content = json.dumps({"settings": asdict(plan.identity), "inputs": inputs}, indent=2, sort_keys=True)
-    try:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-
-
-def _work(
-    plan: Plan,
-    subject: Subject,
-    wanted: dict[int, dict[str, tuple[str, ...]]],
-    starts: dict[tuple[int, int], int],
-    known: set[tuple[Any, ...]],
-) -> Iterator[_Batch]:
-    for n in sorted(plan.lengths):
+def _work(plan: Plan, subject: Subject, wanted: Wanted, places: Sequences, store: Store) -> Iterator[_Batch]:
+    known = store.known_published(*_name(subject))
+    for n in sorted(subject.lengths):
         size = batch_size(subject.model.heads, n, plan.dtype)
         for first in range(0, plan.samples, size):
-            samples = range(first, min(first + size, plan.samples))
-            missing = {
-                (layer, sample)
+            asked = {
+                (layer, n, sample, name, ",".join(items))
+                for sample in range(first, min(first + size, plan.samples))
                 for layer, found in wanted.items()
-                for sample in samples
                 for name, items in found.items()
-                if (subject.model.label, subject.text.name, layer, n, sample, name, ",".join(items))
-                not in known
             }
-            layers = {layer: wanted[layer] for layer in sorted({layer for layer, _ in missing})}
-            left = {sample: starts[n, sample] for sample in sorted({sample for _, sample in missing})}
-            if left:
-                yield _Batch(subject, n, left, layers, len(left) * sum(map(len, layers.values())))
+            missing = frozenset(asked - known)
+            if missing:
+                starts = {sample: places[n, sample] for sample in sorted({key[2] for key in missing})}
+                yield _Batch(subject, n, starts, wanted, missing)
 
 
-def _measure(plan: Plan, batch: _Batch, models: Models) -> Iterator[dict[str, Any]]:
+def _measured(
+    plan: Plan, batch: _Batch, models: Models, failed: FailureLog
+) -> Iterator[list[PublishedValue]]:
     subject, n = batch.subject, batch.n
-    model = cast("LoadedModel", models.load_for(subject))
-    axes: dict[str, Any] = {
-        "seed": plan.seed, "text": subject.text.digest, "model": subject.fingerprint, "n": n
-    }  # fmt: skip
+    if subject.model.label in failed.unusable:
+        return
+    try:
+        model = cast("LoadedModel", models.load_for(subject))
+    except Exception as error:
+        failed.unusable.add(subject.model.label)
+        failed.add(error, subject.model.label, what="published")
+        return
+    for layer in _captured(plan, batch, model, failed):
+        try:
+            rows = list(_values(plan, batch, layer))
+        except Exception as error:
+            failed.add(
+                error,
+                *_name(subject),
+                scope="attention",
+                n=n,
+                place=(layer.attention.layer, None),
+                samples=list(batch.starts),
+                what="published",
+            )
+        else:
+            if rows:
+                yield rows
+
+
+def _captured(plan: Plan, batch: _Batch, model: LoadedModel, failed: FailureLog) -> Iterator[PublishedLayer]:
+    """Capture all layers together or, if that fails, those that can be captured."""
+    subject, n = batch.subject, batch.n
     tokens = torch.stack([subject.tokens[start : start + n] for start in batch.starts.values()])
-    passes = [derive_seed(purpose="dropout", sample=one, **axes) for one in batch.starts]
-    training = any("dropout" in items for found in batch.wanted.values() for items in found.values())
-    captured: list[PublishedLayer] = capture_layers(
-        model, tokens.to(plan.device), list(batch.wanted), training=training, seeds=passes
-    )
-    for one in captured:
-        layer = one.attention.layer
-        # As in the study, so that the corrected quantity is the very number that `howsmooth measure` gives
-        place: dict[str, Any] = {"scope": "attention", "layer": layer, "head": None, **axes}
-        seeds = [derive_seed(purpose="start", sample=sample, **place) for sample in batch.starts]
-        for name, items in batch.wanted[layer].items():
-            found = measure_layer(
-                one, items, seeds=seeds, rtol=plan.rtol, confidence=plan.confidence,
-                max_iterations=plan.max_iterations,
-            )  # fmt: skip
-            for slot, sample in enumerate(batch.starts):
-                yield {
-                    "model": subject.model.label,
-                    "text": subject.text.name,
-                    "layer": layer,
-                    "n": n,
-                    "sample": sample,
-                    "quantity": name,
-                    "items": ",".join(items),
-                    "lipschitz": float(found.value[slot]),
-                    "lower": float(found.lower[slot]),
-                    "upper": float(found.upper[slot]),
-                    "settled": bool(found.settled[slot]),
-                    "steps": int(found.steps[slot]),
-                    "radius_mean": float(one.attention.radius_mean[slot]),
-                    "start": batch.starts[sample],
-                    "seed": seeds[slot],
-                    "map": found.map,
-                }
+    passes = [derive_seed(purpose="dropout", sample=one, **_axes(plan, batch)) for one in batch.starts]
+    training = any("dropout" in items.split(",") for *_, items in batch.missing)
+
+    def capture(layers: Sequence[int]) -> list[PublishedLayer]:
+        return capture_layers(model, tokens.to(plan.device), list(layers), training=training, seeds=passes)
+
+    try:
+        found = capture(batch.layers)
+    except Exception:
+        found = []
+    if found:
+        yield from found
+        return
+    for layer in batch.layers:
+        try:
+            found = capture([layer])
+        except Exception as error:
+            where = _name(subject)
+            failed.add(error, *where, scope="attention", n=n, place=(layer, None), what="published")
+        else:
+            yield from found
+
+
+def _axes(plan: Plan, batch: _Batch) -> dict[str, Any]:
+    subject = batch.subject
+    return {
+        "seed": plan.seed, "text": subject.text.digest, "model": subject.fingerprint, "n": batch.n
+    }  # fmt: skip
+
+
+def _values(plan: Plan, batch: _Batch, one: PublishedLayer) -> Iterator[PublishedValue]:
+    """Measure what is missing of one layer."""
+    subject, n, layer = batch.subject, batch.n, one.attention.layer
+    # As in the study, so that the corrected quantity is the very number that `howsmooth measure` gives
+    place: dict[str, Any] = {"scope": "attention", "layer": layer, "head": None, **_axes(plan, batch)}
+    seeds = [derive_seed(purpose="start", sample=sample, **place) for sample in batch.starts]
+    for name, items in batch.wanted[layer].items():
+        words = ",".join(items)
+        keys = [(layer, n, sample, name, words) for sample in batch.starts]
+        if not batch.missing.intersection(keys):
+            continue
+        found = measure_layer(
+            one, items, seeds=seeds, rtol=plan.rtol, confidence=plan.confidence,
+            max_iterations=plan.max_iterations,
+        )  # fmt: skip
+        for slot, (sample, key) in enumerate(zip(batch.starts, keys, strict=True)):
+            if key not in batch.missing:
+                continue
+            value, lower, upper = (float(part[slot]) for part in (found.value, found.lower, found.upper))
+            if not math.isfinite(value):
+                raise NonFiniteError(name, expected="a finite value", got=f"{value} for sample {sample}")
+            yield PublishedValue(
+                model=subject.model.label,
+                text=subject.text.name,
+                layer=layer,
+                n=n,
+                sample=sample,
+                quantity=name,
+                items=words,
+                lipschitz=value,
+                lower=None if math.isnan(lower) else lower,
+                upper=None if math.isnan(upper) else upper,
+                settled=bool(found.settled[slot]),
+                steps=int(found.steps[slot]),
+                radius_mean=float(one.attention.radius_mean[slot]),
+                start=batch.starts[sample],
+                seed=seeds[slot],
+                map=found.map,
+            )

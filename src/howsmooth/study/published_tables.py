@@ -14,10 +14,10 @@ import pandas as pd
 from howsmooth.errors import StoreError
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures import PublishedPicture, draw_published
-from howsmooth.study.publish import write_table
-from howsmooth.study.published_rows import CORRECTED, FILE, read_rows
+from howsmooth.study.files import write_table
+from howsmooth.study.published_rows import CORRECTED, FILE, PUBLISHED_COLUMNS, read_rows
 
-__all__ = ["EXPONENTS_FILE", "PublishedComparison", "compare", "publish_comparison"]
+__all__ = ["EXPONENTS_FILE", "PublishedComparison", "compare", "publish_comparison", "write_comparison"]
 
 EXPONENTS_FILE = "published-exponents.csv"
 _FIT = ("slope", "low", "high", "quarter", "intercept", "n_points", "n_min", "n_max", "note")
@@ -31,7 +31,7 @@ class PublishedComparison:
     Attributes
     ----------
     rows
-        Those of ``published.csv``.
+        The published values, in the columns of ``published.csv``.
     exponents
         As :func:`compare`.
     pictures
@@ -81,21 +81,34 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def publish_comparison(folder: Path) -> PublishedComparison:
-    """Write ``published-exponents.csv`` and the figures beside ``published.csv``.
+    """Write ``published.csv``, ``published-exponents.csv`` and their figures beside a store.
 
     Raises
     ------
     StoreError
-        If that cannot be read, or a file cannot be written.
+        If the store cannot be read, or a file cannot be written.
 
     """
-    rows = read_rows(folder)
+    return write_comparison(read_rows(folder), folder)
+
+
+def write_comparison(rows: pd.DataFrame, folder: Path) -> PublishedComparison:
+    """Write the files of :func:`publish_comparison` from the rows themselves.
+
+    Raises
+    ------
+    StoreError
+        If a file cannot be written.
+
+    """
+    rows = rows[list(PUBLISHED_COLUMNS)]
     exponents = compare(rows)
-    file = write_table(exponents, folder, EXPONENTS_FILE)
+    file = write_table(rows, folder, FILE)
+    fits = write_table(exponents, folder, EXPONENTS_FILE)
     try:
         pictures = draw_published(rows, exponents, folder / "figures")
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The rows are kept in {folder}."
         ) from error
-    return PublishedComparison(rows, exponents, pictures, folder / FILE, file)
+    return PublishedComparison(rows, exponents, pictures, file, fits)

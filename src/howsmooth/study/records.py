@@ -10,7 +10,7 @@ import pandas as pd
 __all__ = [
     "BOUND_COLUMNS", "COLUMNS", "PUBLISHED_COLUMNS", "SENSITIVITY_COLUMNS", "Bounding", "Contents", "Failure",
     "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Sensitivity", "SequenceRecord",
-    "TextRecord",
+    "SiteBound", "SiteBounds", "TextRecord",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -191,6 +191,27 @@ class Bounding:
     log_value: float | None
     holds: bool
     source: str
+
+
+@dataclass(frozen=True)
+class SiteBound:
+    """A bound on one attention, or why there is none; see :class:`Bounding`."""
+
+    name: str
+    side: str
+    quantity: str
+    value: float | None
+    log_value: float | None
+    holds: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class SiteBounds:
+    """The bounds on one attention at one sequence, and the radius of the ball that global ones speak of."""
+
+    radius: float
+    bounds: tuple[SiteBound, ...]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from howsmooth.study.plan import Plan
-from howsmooth.study.run import measurement_cost
+from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.store import Contents, Key, Store
+from howsmooth.study.work import measurement_cost
 
 __all__ = ["Part", "Status", "status"]
 
@@ -100,7 +100,8 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
         for label, layers, heads in contents.models[["label", "layers", "heads"]].itertuples(index=False)
     }
     parts, cost_left, certain = [], 0.0, True
-    for label in (spec.label for spec in plan.models):
+    for spec in plan.models:
+        label = spec.label
         for text in names:
             here = rows[(rows["model"] == label) & (rows["text"] == text)]
             done = _keys(here)
@@ -109,7 +110,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
                     certain = False
                     parts.append(Part(label, text, scope, None, 0, 0))
                     continue
-                asked = _asked(plan, label, scope, *known[label])
+                asked = _asked(plan, spec, scope, *known[label])
                 missing = asked - done
                 cost_left += sum(measurement_cost(key[3]) for key in missing)
                 failed = sum(failures.holds(label, text, key) for key in missing)
@@ -127,13 +128,13 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
     )
 
 
-def _asked(plan: Plan, label: str, scope: str, layers: int, heads: int) -> frozenset[Key]:
-    chosen = plan.heads.resolve(heads, label, "heads") if scope == "head" else (None,)
+def _asked(plan: Plan, spec: ModelSpec, scope: str, layers: int, heads: int) -> frozenset[Key]:
+    chosen = plan.heads_of(spec).resolve(heads, spec.label, "heads") if scope == "head" else (None,)
     return frozenset(
         (scope, layer, head, n, sample)
-        for layer in plan.layers.resolve(layers, label, "layers")
+        for layer in plan.layers_of(spec).resolve(layers, spec.label, "layers")
         for head in chosen
-        for n in plan.lengths
+        for n in plan.lengths_of(spec)
         for sample in range(plan.samples)
     )
 
@@ -159,13 +160,14 @@ def _pace(contents: Contents) -> tuple[float | None, float | None]:
 
 
 class _Open:
-    """Failures that no measurement has shown to be over."""
+    """Failures that nothing has shown to be over."""
 
     _COLUMNS = ("model", "text", "scope", "layer", "head", "n", "sample")
 
     def __init__(self, failures: pd.DataFrame) -> None:
         self._table = failures[failures["resolved"].isna()]
-        columns = self._table[list(self._COLUMNS)].astype(object)
+        of_measurements = self._table[self._table["what"] == "measurement"]
+        columns = of_measurements[list(self._COLUMNS)].astype(object)
         rows = columns.where(columns.notna(), None)
         self._found = {tuple(row) for row in rows.itertuples(index=False)}
         self._reaches = {tuple(value is not None for value in row) for row in self._found}
@@ -179,5 +181,5 @@ class _Open:
         )
 
     def reasons(self) -> tuple[tuple[str, int], ...]:
-        counts = self._table.drop_duplicates(list(self._COLUMNS), keep="last")["error"].value_counts()
+        counts = self._table.drop_duplicates([*self._COLUMNS, "what"], keep="last")["error"].value_counts()
         return tuple((str(error), int(count)) for error, count in counts.items())

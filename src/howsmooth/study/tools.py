@@ -12,7 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Estimate", "Model", "SiteLike", "TextLike", "Tools", "default_tools"]
+from howsmooth.study.records import SiteBounds
+
+__all__ = ["Estimate", "Model", "SiteLike", "TextLike", "TokenizerLike", "Tools", "default_tools"]
+
+
+@runtime_checkable
+class TokenizerLike(Protocol):
+    """What the study needs of a tokenizer, see :class:`howsmooth.models.tokenizers.Tokenizer`."""
+
+    def __call__(self, text: str) -> list[int]: ...  # noqa: D102
+    def located(self, text: str) -> tuple[list[int], list[int]]: ...  # noqa: D102
+    def decoded(self, ids: list[int]) -> list[str]: ...  # noqa: D102
 
 
 @runtime_checkable
@@ -32,7 +43,7 @@ class Model(Protocol):
     @property
     def heads(self) -> int: ...  # noqa: D102
     @property
-    def tokenizer(self) -> Callable[[str], list[int]]: ...  # noqa: D102
+    def tokenizer(self) -> TokenizerLike: ...  # noqa: D102
 
 
 @runtime_checkable
@@ -91,11 +102,15 @@ class Estimate(Protocol):
     def iterations(self) -> torch.Tensor: ...  # noqa: D102
     @property
     def method(self) -> str: ...  # noqa: D102
+    @property
+    def input_direction(self) -> torch.Tensor: ...  # noqa: D102
+    @property
+    def output_direction(self) -> torch.Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The four functions that a study calls; their signatures are those of the library's own.
+    """The five functions that a study calls; their signatures are those of the library's own.
 
     Attributes
     ----------
@@ -107,6 +122,8 @@ class Tools:
         As :func:`howsmooth.models.capture`.
     measure
         As :func:`howsmooth.local_lipschitz`.
+    bound
+        As :func:`howsmooth.study.site_bounds.bound_site`; ``None`` for no bounds.
 
     """
 
@@ -114,12 +131,20 @@ class Tools:
     load_text: Callable[[str], TextLike]
     capture: Callable[..., Sequence[Any]]
     measure: Callable[..., Estimate]
+    bound: Callable[..., SiteBounds] | None = None
 
 
 def default_tools() -> Tools:
     """Return the library's own functions."""
     from howsmooth.lipschitz import local_lipschitz
     from howsmooth.models import capture, load_model
+    from howsmooth.study.site_bounds import bound_site
     from howsmooth.texts import load_text
 
-    return Tools(load_model=load_model, load_text=load_text, capture=capture, measure=local_lipschitz)
+    return Tools(
+        load_model=load_model,
+        load_text=load_text,
+        capture=capture,
+        measure=local_lipschitz,
+        bound=bound_site,
+    )

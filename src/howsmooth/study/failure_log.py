@@ -1,0 +1,64 @@
+"""What fails in a run: recorded in the store, and whether to go on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+from howsmooth.study.names import encodable
+from howsmooth.study.records import Failure
+from howsmooth.study.store import Store
+
+__all__ = ["FailureLog"]
+
+
+class FailureLog:
+    """Records what fails, and says whether to go on."""
+
+    def __init__(self, store: Store, run: int, *, keep_going: bool) -> None:
+        self._store = store
+        self._run = run
+        self._keep_going = keep_going
+        self.count = 0
+        self.first = ""
+        self.unusable: set[str] = set()
+        """Models that cannot be loaded: there is no use in trying for every length."""
+
+    def add(
+        self,
+        error: Exception,
+        model: str,
+        text: str | None = None,
+        *,
+        scope: str | None = None,
+        n: int | None = None,
+        place: tuple[int, int | None] | None = None,
+        samples: Sequence[int] = (),
+        what: str = "measurement",
+    ) -> None:
+        """Record a failure of a model, of a text with it, of a layer and head, or of some samples there."""
+        words = encodable(" ".join(str(error).split())) or "no reason given"
+        layer, head = place or (None, None)
+        self._store.fail(
+            [
+                Failure(
+                    model=model,
+                    text=text,
+                    scope=scope,
+                    layer=layer,
+                    head=head,
+                    n=n,
+                    sample=sample,
+                    kind=type(error).__name__,
+                    error=words,
+                    detail=encodable("".join(traceback.format_tb(error.__traceback__))),
+                    what=what,
+                )
+                for sample in samples or (None,)
+            ],
+            self._run,
+        )
+        self.count += len(samples) or 1
+        self.first = self.first or words
+        if not self._keep_going:
+            raise error

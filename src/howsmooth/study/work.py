@@ -1,0 +1,130 @@
+"""What a run has to do: batches of measurements, and bounds, that the store does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from howsmooth.study.plan import Plan
+from howsmooth.study.prepare import Subject
+from howsmooth.study.records import Key
+from howsmooth.study.sequences import Sequences
+from howsmooth.study.site_bounds import BOUNDED_SCOPES, bounded_lengths
+from howsmooth.study.store import Store
+
+__all__ = [
+    "Batch", "Bounds", "batch_size", "bounds_left", "count_planned", "measurement_cost", "work",
+]  # fmt: skip
+
+# Attention probabilities and their companions of one batch may take about this much memory.
+_BATCH_BYTES = 2**31
+_ARRAYS_A_HEAD = 6
+
+
+# The bounds at one sequence take about as long as this many measurements.
+_MEASUREMENTS_A_BOUND = 15.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Measurements that share one forward pass: a subject, a length, a scope, some of its samples."""
+
+    subject: Subject
+    n: int
+    scope: str
+    samples: tuple[int, ...]
+    starts: Mapping[int, int]
+    missing: frozenset[Key]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with something left to measure."""
+        return tuple(sorted({layer for _, layer, _, _, _ in self.missing}))
+
+    @property
+    def cost(self) -> float:
+        """An estimate of the time it takes, in no particular unit."""
+        return len(self.missing) * measurement_cost(self.n)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds to compute at one sequence, sample 0: those of some layers and heads of a scope."""
+
+    subject: Subject
+    n: int
+    scope: str
+    start: int
+    missing: frozenset[Key]
+
+    def among(self, measured: frozenset[Key]) -> Bounds:
+        """Keep what is measured."""
+        return replace(self, missing=self.missing & measured)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers without bounds."""
+        return tuple(sorted({layer for _, layer, *_ in self.missing}))
+
+    @property
+    def cost(self) -> float:
+        """An estimate of the time it takes, in the unit of :attr:`Batch.cost`."""
+        return len(self.missing) * _MEASUREMENTS_A_BOUND * measurement_cost(self.n)
+
+
+def work(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Batch]:
+    """List what is left to do, subject by subject, from short to long."""
+    for subject, places in placed:
+        known = store.known(subject.model.label, subject.text.name)
+        for n in sorted(subject.lengths):
+            size = batch_size(subject.model.heads, n, plan.dtype)
+            for scope in plan.scopes:
+                heads = subject.heads if scope == "head" else (None,)
+                for first in range(0, plan.samples, size):
+                    asked = {
+                        (scope, layer, head, n, sample)
+                        for sample in range(first, min(first + size, plan.samples))
+                        for layer in subject.layers
+                        for head in heads
+                    }
+                    missing = frozenset(asked - known)
+                    if missing:
+                        samples = tuple(sorted({sample for *_, sample in missing}))
+                        starts = {sample: places[n, sample] for sample in samples}
+                        yield Batch(subject, n, scope, samples, starts, missing)
+
+
+def count_planned(plan: Plan, subject: Subject) -> int:
+    """Count the measurements that the plan asks of a subject."""
+    maps = sum(len(subject.heads) if scope == "head" else 1 for scope in plan.scopes)
+    return len(subject.layers) * maps * len(subject.lengths) * plan.samples
+
+
+def batch_size(heads: int, n: int, dtype: str) -> int:
+    """How many sequences of n tokens are measured together without filling the memory."""
+    itemsize = 8 if dtype == "float64" else 4
+    size = heads * n * n * itemsize * _ARRAYS_A_HEAD
+    return max(1, _BATCH_BYTES // size)
+
+
+def measurement_cost(n: int) -> float:
+    """Estimate the time that a measurement takes, relative to others, as a function of its length.
+
+    A constant for what every batch pays, the projections' n and the attention's n². Only the shares
+    matter, and only for the time left that is shown.
+    """
+    return 20.0 + n + n * n / 400.0
+
+
+def bounds_left(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Bounds]:
+    """List the bounds that the store does not have, at three lengths of each subject."""
+    if not plan.bounds:
+        return
+    for subject, places in placed:
+        known = store.bounded(subject.model.label, subject.text.name)
+        for n in bounded_lengths(subject.lengths):
+            for scope in (scope for scope in plan.scopes if scope in BOUNDED_SCOPES):
+                heads = subject.heads if scope == "head" else (None,)
+                asked = {(scope, layer, head, n, 0) for layer in subject.layers for head in heads}
+                if asked - known:
+                    yield Bounds(subject, n, scope, places[n, 0], frozenset(asked - known))
