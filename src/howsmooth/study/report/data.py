@@ -72,8 +72,7 @@ def scatter(measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.D
     """
     rows = _measured(measurements)
     if len(published):
-        other = _published(published)
-        rows = pd.concat([rows, other], ignore_index=True) if len(rows) else other
+        rows = pd.concat([rows, _published(published)], ignore_index=True)
     keys = rows[list(_AXES)].astype({"head": "Int64"})
     numbered = keys.groupby(list(_AXES), sort=False, dropna=False).ngroup()
     first = keys[~numbered.duplicated()]
