@@ -18,11 +18,13 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
     "cli_options",
     "docstrings",
+    "links",
     "native_math",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "gallery"]
 smartquotes = False  # or the dashes of options become one
 html_math_renderer = "native"
 html_theme = "furo"
@@ -33,6 +35,21 @@ html_show_sourcelink = False
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+# The examples in gallery/ are run, and become pages in examples/, which is not kept.
+sphinx_gallery_conf = {
+    "examples_dirs": ["gallery"],
+    "gallery_dirs": ["examples"],
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "reset_modules": ("matplotlib", "gallery_style.reset"),
+    "download_all_examples": False,
+    "show_signature": False,
+    "min_reported_time": 1,
+    "image_srcset": ["2x"],
+}
+suppress_warnings = ["config.cache"]  # the dictionary above is none that Sphinx could compare with the last
 
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
