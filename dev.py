@@ -5,6 +5,7 @@
     python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
     python3 dev.py check                           ruff, mypy and the import rule alone
     python3 dev.py docs                            build the documentation into docs/_build/html
+    python3 dev.py links                           try the addresses in it that lead elsewhere; needs a network
     python3 dev.py run PROGRAM [arguments]         any program of the environment
 
 Needs Python 3.11 or newer and nothing else. The environment is the folder .venv beside this file; it
@@ -185,6 +186,9 @@ CHECKS: tuple[tuple[str, ...], ...] = (
 # -E: every page anew, so that a warning of the last build is not forgotten.
 DOCS = ("sphinx-build", "-q", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
 
+# The gallery need not be run for its links.
+LINKS = ("sphinx-build", "-q", "-b", "linkcheck", "-D", "plot_gallery=0", "docs", "docs/_build/linkcheck")
+
 
 def steps(commands: Sequence[tuple[str, ...]], *, threads: int | None = None) -> int:
     """Run every command, whatever the others said, and name at the end those that failed."""
@@ -229,14 +233,14 @@ def main(arguments: Sequence[str]) -> int:
         return measure(rest)
     if command == "test":
         return test(rest)
-    if command not in ("check", "docs", "run") or (command == "run") != bool(rest):
+    if command not in ("check", "docs", "links", "run") or (command == "run") != bool(rest):
         raise SetUpError(
-            f"cannot do {' '.join(arguments)!r}; it knows measure, test, check, docs and run PROGRAM."
+            f"cannot do {' '.join(arguments)!r}; it knows measure, test, check, docs, links and run PROGRAM."
         )
     prepare(test=True)
-    if command == "check":
-        return steps(CHECKS)
-    return steps([DOCS]) if command == "docs" else run(rest)
+    if command == "run":
+        return run(rest)
+    return steps({"check": CHECKS, "docs": (DOCS,), "links": (LINKS,)}[command])
 
 
 if __name__ == "__main__":
