@@ -308,6 +308,7 @@ def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
     assert found is not None
     table = sharpest(found)
     assert len(table) == 2 * 2 * 4 * (3 + 6)
+    assert [row["head"] == "all" for row in table] == [True] * 48 + [False] * 96
     known = contents.measurements.set_index(["model", "text", "scope", "layer", "n", "sample"]).sort_index()
     for row in table:
         assert row["upper"]["name"] == "near"
@@ -380,6 +381,11 @@ def test_filters_choose_what_is_shown(page: Any, contents: Contents) -> None:
         choose(page, "scatter-fields", key, f"every {key}")
     total = len(rows) + len(contents.published)
     assert said.inner_text().startswith(f"{total} measurements.")
+    high = (
+        fits["slope"].max() + 0.25
+    )  # with all that was measured: the published exponents are larger by so much
+    assert f"to {decimal(float(high), 3)} (layer 1, other, " in said.inner_text()
+    assert said.inner_text().endswith(", attention, as published).")
     choose(page, "scatter-fields", "quantity", "as published")
     assert said.inner_text().startswith("240 measurements. 12 exponents")
 
@@ -573,11 +579,13 @@ def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     by_name = {line[0]: line for line in lines}
     assert len(by_name) == 6
     assert by_name["near"][3] == "1.25"
-    assert by_name["near"][1] == "above the constant here"
-    assert by_name["elsewhere"][1] == "below the largest in the ball"
-    assert by_name["enormous"][2] == "10^2171"
+    assert by_name["near"][1] == "this sequence"
+    assert by_name["near"][2].startswith("≤ ")
+    assert by_name["elsewhere"][1] == "the ball"
+    assert by_name["elsewhere"][2].startswith("≥ ")
+    assert by_name["enormous"][2] == "≤ 10^2171"
     assert by_name["refused"][2] == "none"
-    assert by_name["refused"][5] == "does not hold: Theorem of refused"
+    assert by_name["refused"][5] == "Theorem of refused"
     ends = page.locator("#bounds-rows tr").evaluate_all(
         """(all) => all.map((row) => {
           const box = (part) => row.querySelector(part)?.getBoundingClientRect();

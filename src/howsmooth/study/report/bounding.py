@@ -75,9 +75,12 @@ def bounds_beside(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str,
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """List for each place the lowest bound above and the highest below, with their ratios to the constant."""
+    """List for each place the lowest bound above and the highest below, with their ratios to the constant.
+
+    Whole layers come before their heads, which can be very many.
+    """
     table = []
-    for place in found["places"]:
+    for place in sorted(found["places"], key=lambda place: place["head"] is not None):
         value = place["measured"][0] if place["measured"] else None
         row = {
             **{axis: found["names"][axis][place[axis]] for axis in _NAMED},

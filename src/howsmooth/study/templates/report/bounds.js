@@ -27,14 +27,14 @@ class Bounds {
     const finite = place.rows.map((row) => row[2]).filter((bound) => bound !== null && bound > 0);
     if (value > 0) finite.push(value);
     const axis = finite.length ? new LogAxis(Math.min(...finite), Math.max(...finite), 4, 156) : null;
-    const lines = place.rows.map(([label, above, bound, power, holds, source, here]) => make(
+    const lines = place.rows.map(([label, above, bound, power, , source, here]) => make(
       "tr", {},
       make("td", { class: "name" }, this.data.labels[label]),
-      make("td", {}, `${above ? "above" : "below"} ${here ? "the constant here" : "the largest in the ball"}`),
-      make("td", { class: "n" }, bound !== null ? shown(bound) : power !== null ? `10^${shown(power)}` : "none"),
+      make("td", {}, here ? "this sequence" : "the ball"),
+      make("td", { class: "n" }, words(above, bound, power)),
       make("td", { class: "n" }, bound !== null && value > 0 ? shown(bound / value, 3) : ""),
       make("td", {}, this.mark(axis, above, bound, value)),
-      make("td", { class: "source" }, (holds ? "" : "does not hold: ") + this.data.sources[source]),
+      make("td", { class: "source" }, this.data.sources[source]),
     ));
     find("bounds-rows").replaceChildren(...lines);
     find("bounds-said").textContent = `The ball has the radius ${shown(place.radius)}. ` + (place.measured === null
@@ -54,6 +54,11 @@ class Bounds {
     }
     return picture;
   }
+}
+
+function words(above, bound, power) {
+  if (bound === null && power === null) return "none";
+  return `${above ? "≤" : "≥"} ${bound === null ? `10^${shown(power)}` : shown(bound)}`;
 }
 
 function draw(tag, attributes) {

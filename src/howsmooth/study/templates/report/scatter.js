@@ -99,8 +99,8 @@ class Scatter {
     if (fitted.length === 1) words.push(`Exponent of ${this.place(fitted[0])}: ${this.exponent(fitted[0].fit)}.`);
     else if (fitted.length) {
       const [least, most] = [fitted[0], fitted[fitted.length - 1]];
-      words.push(`${fitted.length} exponents, from ${fixed(least.fit.slope, 3)} (${this.place(least)}) `
-        + `to ${fixed(most.fit.slope, 3)} (${this.place(most)}).`);
+      words.push(`${fitted.length} exponents, from ${fixed(least.fit.slope, 3)} (${this.amongChosen(least)}) `
+        + `to ${fixed(most.fit.slope, 3)} (${this.amongChosen(most)}).`);
     }
     if (fitted.length > MOST_LINES) words.push(` Their lines are drawn for ${MOST_LINES} or fewer.`);
     find("scatter-summary").textContent = words.join("");
@@ -108,6 +108,12 @@ class Scatter {
 
   place(group) {
     return `layer ${group.layer}${group.head === null ? "" : `, head ${group.head}`}`;
+  }
+
+  // A group's place, with whatever else tells it from the others that are shown.
+  amongChosen(group) {
+    const several = Object.keys(this.names).filter((axis) => this.chosen.some((one) => one[axis] !== group[axis]));
+    return [this.place(group), ...several.map((axis) => this.names[axis][group[axis]])].join(", ");
   }
 
   exponent(fit) {
@@ -243,7 +249,7 @@ class Scatter {
       const ends = [n_min, n_max].map(
         (n) => [this.xAxis.at(n), this.yAxis.at(Math.exp(intercept + slope * Math.log(n)))],
       );
-      context.lineWidth = 4.5;
+      context.lineWidth = 3.6;
       context.strokeStyle = themed("paper");
       line(context, ends);
       context.lineWidth = 2;
