@@ -5,7 +5,7 @@
     python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
     python3 dev.py check                           ruff, mypy and the import rule alone
     python3 dev.py docs                            build the documentation into docs/_build/html
-    python3 dev.py links                           try the addresses in it that lead elsewhere; needs a network
+    python3 dev.py links                           try its links to elsewhere; needs a network
     python3 dev.py run PROGRAM [arguments]         any program of the environment
 
 Needs Python 3.11 or newer and nothing else. The environment is the folder .venv beside this file; it
