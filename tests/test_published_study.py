@@ -319,6 +319,63 @@ def test_a_model_to_which_an_item_does_not_apply_stops_no_other(tmp_path: Path) 
     assert set(read_rows(tmp_path)["model"]) == {"builtin-encoder"}
 
 
+def test_a_plan_file_asks_for_published_values_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+    monkeypatch.setattr(published_tables, "draw_published", lambda *_: [])
+    (tmp_path / "prose.txt").write_text(PROSE)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'models = [{name = "builtin-encoder", layers = 0}, {name = "builtin-decoder", layers = -1}]\n'
+        'texts = ["prose.txt"]\nlengths = [2, 4]\nsamples = 1\nbounds = false\n'
+        'scopes = ["attention", "head"]\nheads = 1\nas_published = "all"\nout = "out"\n'
+    )
+    assert main(["study", str(plan), "--status"]) == 0
+    assert capsys.readouterr().out.count("as published") == 2
+    assert main(["study", str(plan)]) == 0
+    out = capsys.readouterr().out
+    assert "8 measurements made" in out
+    assert "18 published values" in out
+    rows = read_rows(tmp_path / "out")
+    assert rows.groupby("model")["quantity"].count().to_dict() == {
+        "builtin-decoder": 8,
+        "builtin-encoder": 10,
+    }
+    assert (tmp_path / "out" / "published-exponents.csv").exists()
+
+    def parts(*more: str) -> list[tuple[int, int]]:
+        assert main(["study", str(plan), "--status", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return [(part["planned"], part["done"]) for part in found["parts"] if part["scope"] == "as published"]
+
+    assert parts() == [(2, 2), (2, 2)]
+    assert main(["study", str(plan), "--resume", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["published"] == {"measured": 0, "kept": 18, "failed": 0, "in_store": 18}
+    assert found["measurements"]["measured"] == 0
+    # Items that one model has not: of the other they are measured, and the failure is told.
+    plan.write_text(plan.read_text().replace('"all"', '["block", "stopping"]'))
+    assert parts() == [(2, 0), (2, 0)]
+    assert main(["study", str(plan), "--resume", "-q"]) == 3
+    assert "'block': its layers are not post-norm" in capsys.readouterr().err
+    assert parts() == [(2, 2), (2, 0)]
+    # Items that no model has are refused before anything is measured.
+    plan.write_text(plan.read_text().replace("block", "unmasked").replace('"out"', '"other"'))
+    assert "'unmasked': it is not an encoder run as a decoder" in refusal(capsys, "study", str(plan))
+    assert not (tmp_path / "other").exists()
+
+
+def test_stores_of_published_values_alone_are_merged(made: Path, tmp_path: Path) -> None:
+    merged = tmp_path / "merged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published_tables, "draw_published", lambda *_: [])
+        assert main(["study", "--merge", str(made), "--out", str(merged)]) == 0
+    pd.testing.assert_frame_equal(read_rows(merged), read_rows(made))
+    assert (merged / "published.csv").read_bytes() == (made / "published.csv").read_bytes()
+    assert not (merged / "report.html").exists()
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "out")

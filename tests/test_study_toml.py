@@ -23,7 +23,7 @@ from howsmooth.study.store import Store
 from tests._study import FakeModel, digest, make_tools, rows_of
 
 FULL = """
-models = ["small", {name = "other", as_decoder = true}]
+models = ["small", {name = "other", as_decoder = true, layers = "0:1", heads = [0], lengths = 8}]
 texts = ["prose", "notes.txt"]
 lengths = "2:6:2"
 samples = 3
@@ -37,6 +37,8 @@ seed = 7
 device = "cpu"
 dtype = "float64"
 threads = 2
+bounds = false
+as_published = ["output", "stopping"]
 out = "results"
 """
 
@@ -56,7 +58,16 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("words")
     study = read_plan(written(tmp_path, FULL))
     assert study.plan == Plan(
-        models=(ModelSpec("small"), ModelSpec("other", as_decoder=True)),
+        models=(
+            ModelSpec("small"),
+            ModelSpec(
+                "other",
+                as_decoder=True,
+                layers=Ranges.parse("0:1", "models: layers"),
+                heads=Ranges.parse("0", "models: heads"),
+                lengths=(8,),
+            ),
+        ),
         texts=("prose", str(tmp_path / "notes.txt")),
         lengths=(2, 4, 6),
         samples=3,
@@ -68,8 +79,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         max_iterations=50,
         seed=7,
         dtype="float64",
+        bounds=False,
     )
     assert (study.out, study.threads) == (tmp_path / "results", 2)
+    assert study.as_published == "output,stopping"
     assert all(f"\n{key} =" in FULL for key in KEYS)
 
 
@@ -91,7 +104,18 @@ def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.Mon
 
 BAD: dict[str, tuple[str, str]] = {
     "unknown key": ('model = ["small"]', "plan.toml: model: expected one of the keys .* Is models meant?"),
-    "unknown key of a model": ('models = [{name = "a", layers = 1}]', "models: layers: expected one of"),
+    "unknown key of a model": ('models = [{name = "a", texts = 1}]', "models: texts: expected one of"),
+    "layers of a model": ('models = [{name = "a", layers = "x"}]', "plan.toml: models: layers: expected num"),
+    "lengths of a model": ('models = [{name = "a", lengths = 0}]', "models: lengths: expected numbers of"),
+    "heads of a model": ('models = [{name = "a", heads = 0}]', "plan.toml: heads: expected heads only tog"),
+    "bounds": ('models = ["a"]\nbounds = 1', "plan.toml: bounds: expected true or false, got 1"),
+    "items": ('models = ["a"]\nas_published = ["x"]', "plan.toml: as_published: expected all, or some of"),
+    "items twice": ('models = ["a"]\nas_published = "output,output"', "as_published: expected each item"),
+    "items of true": ('models = ["a"]\nas_published = true', "plan.toml: as_published: expected a list"),
+    "items without attention": (
+        'models = ["a"]\nas_published = "all"\nscopes = ["block"]',
+        "plan.toml: as_published: expected the scope attention beside it",
+    ),
     "no models": ("samples = 1", "plan.toml: models: expected at least one model, got no such key"),
     "empty models": ("models = []", "models: expected a list of names"),
     "model of a number": ("models = [1]", "models: expected names or tables"),
@@ -309,6 +333,53 @@ def test_status_before_during_and_after(howsmooth: Howsmooth, tmp_path: Path) ->
     _, out, _ = howsmooth(str(plan), "--status")
     assert "Not running: the run of 20" in out
     assert "5 times: too hot." in out
+
+
+def test_a_model_may_have_layers_heads_and_lengths_of_its_own(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    own = """
+texts = ["prose"]
+lengths = [2, 4]
+samples = 2
+scopes = ["attention", "head"]
+layers = 0
+
+[[models]]
+name = "small"
+
+[[models]]
+name = "other"
+layers = [1, -1]
+heads = 1
+lengths = "3:5:2"
+"""
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"), max_length=5)}
+    plan = str(written(tmp_path, own))
+    code, _, err = howsmooth(plan, "-q", tools=make_tools(models=models)[0])
+    assert code == 0, err
+    found = {(row[0], row[2], row[3], row[4], row[5]) for row in rows_of(tmp_path / "plan-out")}
+    assert found == {
+        *(("small", "attention", 0, None, n) for n in (2, 4)),
+        *(("small", "head", 0, head, n) for n in (2, 4) for head in (0, 1)),
+        *(("other", "attention", layer, None, n) for n in (3, 5) for layer in (1, 2)),
+        *(("other", "head", layer, 1, n) for n in (3, 5) for layer in (1, 2)),
+    }
+    _, out, _ = howsmooth(plan, "--status", "--json")
+    parts = [
+        (part["model"], part["scope"], part["planned"], part["done"]) for part in json.loads(out)["parts"]
+    ]
+    assert parts == [
+        ("small", "attention", 4, 4),
+        ("small", "head", 8, 8),
+        ("other", "attention", 8, 8),
+        ("other", "head", 8, 8),
+    ]
+    tools, work = make_tools(models=models)
+    assert howsmooth(plan, "--resume", "-q", tools=tools)[0] == 0
+    assert work.measured == []
+    written(tmp_path, own.replace("3:5:2", "3:6"))
+    code, _, err = howsmooth(plan, "--resume", tools=make_tools(models=models)[0])
+    assert code == 3
+    assert "expected at most 5 tokens, the positions of other, got 6" in err
 
 
 def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path) -> None:

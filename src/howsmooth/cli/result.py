@@ -24,11 +24,13 @@ from howsmooth.study.publish import Published
 __all__ = ["as_json", "package_version", "records", "show"]
 
 
-def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> str:
+def as_json(
+    plan: Plan, outcome: Outcome, published: Published, folder: Path, values: Outcome | None = None
+) -> str:
     """Describe the result as one JSON object.
 
-    ``measurements`` counts what this command asked for; ``exponents``, ``models`` and ``texts`` are those
-    of the whole store.
+    ``measurements`` and ``published``, made of ``values``, count what this command asked for; ``exponents``,
+    ``models`` and ``texts`` are those of the whole store.
     """
     contents = published.contents
     written = {
@@ -41,6 +43,14 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
             "failed": outcome.failed,
             "in_store": len(contents.measurements),
             "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
+        },
+        "published": None
+        if values is None
+        else {
+            "measured": values.measured,
+            "kept": values.kept,
+            "failed": values.failed,
+            "in_store": len(contents.published),
         },
         "settings": {
             "seed": plan.seed,
@@ -69,8 +79,10 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
     return json.dumps(written, indent=2, allow_nan=False)
 
 
-def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> None:
-    """Print the exponents and where everything is."""
+def show(
+    plan: Plan, outcome: Outcome, published: Published, folder: Path, values: Outcome | None = None
+) -> None:
+    """Print the exponents and where everything is; ``values`` counts published quantities."""
     console = Console()
     labels = {model.label for model in plan.models}
     rows = [row for row in records(published.exponents) if row["model"] in labels]
@@ -86,14 +98,18 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     words += f", {outcome.kept} were there already" if outcome.kept else ""
     words += f"; {outcome.unconverged} did not converge" if outcome.unconverged else ""
     console.print(Text(f"{words}."))
-    if outcome.failed:
-        console.print(
-            Text(
-                f"{outcome.failed} failed, the first because of: "
-                f"{readable(outcome.first_failure, longest=300)} "
-                "They are recorded, and the next run tries them again."
+    if values is not None:
+        words = f"{values.measured} published values in {values.seconds:.1f} s"
+        words += f", {values.kept} were there already" if values.kept else ""
+        console.print(Text(f"{words}; their exponents are in published-exponents.csv."))
+    for one in (values, outcome):
+        if one is not None and one.failed:
+            console.print(
+                Text(
+                    f"{one.failed} failed, the first because of: {readable(one.first_failure, longest=300)} "
+                    "They are recorded, and the next run tries them again."
+                )
             )
-        )
     if outcome.unconverged:
         console.print("A larger --max-iterations, with another --out, narrows their intervals.")
     # Not through rich, which would break a long path in two.

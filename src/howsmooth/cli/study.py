@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,10 @@ from howsmooth.cli.progress import choose
 from howsmooth.cli.watch import INTERRUPTED, Watch
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.names import encodable, readable
+
+if TYPE_CHECKING:
+    from howsmooth.study.plan_file import Study
+    from howsmooth.study.progress import Outcome
 
 __all__ = ["FAILED", "study"]
 
@@ -97,6 +101,9 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
     try:
         with display:
             display.phase("Reading texts and models")
+            # First, as items that apply to no model are to be refused before anything is measured.
+            values = _as_published(asked, folder, command, watch)
+            watch = Watch(display, again)
             outcome = run(
                 asked.plan, folder, default_tools(), command=command, keep_going=True, on_progress=watch
             )
@@ -112,16 +119,35 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
     from howsmooth.cli.result import show
 
     if as_json:
-        typer.echo(written(asked.plan, outcome, published, folder))
+        typer.echo(written(asked.plan, outcome, published, folder, values))
     elif not quiet:
-        show(asked.plan, outcome, published, folder)
-    if outcome.failed:
-        reason = readable(outcome.first_failure, longest=300)
-        typer.echo(
-            f"{outcome.failed} failed, the first because of: {reason} Try again with:\n  {again}", err=True
-        )
+        show(asked.plan, outcome, published, folder, values)
+    failed = outcome.failed + (values.failed if values else 0)
+    if failed:
+        first = (values.first_failure if values else "") or outcome.first_failure
+        reason = readable(first, longest=300)
+        typer.echo(f"{failed} failed, the first because of: {reason} Try again with:\n  {again}", err=True)
         return FAILED
     return 0
+
+
+def _as_published(asked: Study, folder: Path, command: str, watch: Watch) -> Outcome | None:
+    """Measure the published quantities, if the plan asks for them."""
+    if not asked.as_published:
+        return None
+    from howsmooth.published import parse_items
+    from howsmooth.study.published_run import run_as_published
+    from howsmooth.study.tools import default_tools
+
+    return run_as_published(
+        asked.plan.of_attention,
+        parse_items(asked.as_published),
+        folder,
+        default_tools(),
+        command=command,
+        keep_going=True,
+        on_progress=watch,
+    )
 
 
 def _status(path: Path, out: Path | None, *, as_json: bool) -> int:
@@ -134,7 +160,7 @@ def _status(path: Path, out: Path | None, *, as_json: bool) -> int:
     folder = out or asked.out
     load_text = default_tools().load_text
     texts = [encodable(load_text(name).name) for name in asked.plan.texts]
-    found = compare(asked.plan, texts, folder)
+    found = compare(asked.plan, texts, folder, asked.as_published)
     if as_json:
         typer.echo(status_as_json(found, folder))
     else:
@@ -146,6 +172,7 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
     from howsmooth.cli.study_result import merged_as_json, show_merged
     from howsmooth.study.merge import merge_stores
     from howsmooth.study.publish import publish
+    from howsmooth.study.published_tables import publish_comparison
 
     if out is None:
         raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")
@@ -154,11 +181,15 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
         display.phase("Drawing figures")
-        published = publish(out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}"))
+        if merged.total:
+            told = publish(out, lambda done, total: display.advance(done / total, 1.0, f"{done} of {total}"))
+            written = told.report
+        else:
+            written = publish_comparison(out).exponents_file
     if as_json:
         typer.echo(merged_as_json(merged, out))
     elif not quiet:
-        show_merged(merged, published.report)
+        show_merged(merged, written)
     return 0
 
 

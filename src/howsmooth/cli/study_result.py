@@ -74,10 +74,12 @@ def merged_as_json(merged: Merged, folder: Path) -> str:
     return json.dumps({"out": encodable(str(folder)), **asdict(merged)}, indent=2)
 
 
-def show_merged(merged: Merged, report: Path) -> None:
-    """Print what was added."""
+def show_merged(merged: Merged, written: Path) -> None:
+    """Print what was added, and the report or, without measurements, the exponents that were written."""
     print(
         f"{merged.added} measurements added, {merged.same} were there already; {merged.total} in the store, "
         f"{merged.failures} failures not made good."
     )
-    print(encodable(f"Report: {report}"))
+    if merged.published:
+        print(f"{merged.published} published values added.")
+    print(encodable(f"{'Report' if written.suffix == '.html' else 'Exponents'}: {written}"))

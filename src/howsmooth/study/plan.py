@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from howsmooth.accuracy import check_accuracy
@@ -208,6 +208,12 @@ class Plan:
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
         """Return the lengths that a model is measured at."""
         return self.lengths if model.lengths is None else model.lengths
+
+    @property
+    def of_attention(self) -> Plan:
+        """The same with the scope ``attention`` alone, that of the quantity which the paper's code means."""
+        models = tuple(replace(model, heads=None) for model in self.models)
+        return replace(self, models=models, scopes=("attention",), heads=_ALL_HEADS)
 
     @property
     def identity(self) -> Identity:

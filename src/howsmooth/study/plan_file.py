@@ -19,7 +19,7 @@ from howsmooth.study.ranges import Ranges
 __all__ = ["KEYS", "MODEL_KEYS", "Study", "read_plan"]
 
 KEYS = {
-    "models": "names, or tables with the keys name, random_init and as_decoder",
+    "models": "names, or tables with the keys name, random_init, as_decoder, layers, heads and lengths",
     "texts": "names or paths",
     "lengths": "numbers of tokens, as with --lengths",
     "samples": "sequences a length",
@@ -30,6 +30,8 @@ KEYS = {
     "confidence": "probability that an interval holds the constant",
     "max_iterations": "Golub-Kahan steps at most",
     "seed": "from which all randomness derives",
+    "bounds": "whether bounds are computed beside the constants",
+    "as_published": "items of the published code, or all, to be measured beside the constants",
     "device": "such as cpu or cuda",
     "dtype": "float32 or float64",
     "threads": "CPU threads",
@@ -37,8 +39,8 @@ KEYS = {
 }
 """The keys of a plan file, and what they mean."""
 
-MODEL_KEYS = ("name", "random_init", "as_decoder")
-"""The keys of a model that is written as a table."""
+MODEL_KEYS = ("name", "random_init", "as_decoder", "layers", "heads", "lengths")
+"""The keys of a model that is written as a table; the last three stand in place of those of the plan."""
 
 _RANGES = ("lengths", "layers", "heads")
 _NUMBERS = {
@@ -50,7 +52,13 @@ _NUMBERS = {
     "confidence": float,
 }
 # Where an error names the option of the command line, or the thing itself.
-_KEY_OF = {"scope": "scopes", "text": "texts", "model": "models", "max-iterations": "max_iterations"}
+_KEY_OF = {
+    "scope": "scopes",
+    "text": "texts",
+    "model": "models",
+    "max-iterations": "max_iterations",
+    "as-published": "as_published",
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,15 @@ class Study:
         The folder of the study.
     threads
         CPU threads, ``None`` for what PyTorch chooses.
+    as_published
+        Items of the published code, in the words of ``howsmooth measure --as-published``; empty for none.
 
     """
 
     plan: Plan
     out: Path
     threads: int | None
+    as_published: str = ""
 
 
 def read_plan(path: Path) -> Study:
@@ -98,13 +109,18 @@ def read_plan(path: Path) -> Study:
         key: _number(path, key, values[key], kind) for key, kind in _NUMBERS.items() if key in values
     }
     plain |= {key: _words(path, key, values[key]) for key in ("device", "dtype") if key in values}
+    if "bounds" in values:
+        plain["bounds"] = _flag(path, "bounds", values["bounds"])
+    as_published = ""
+    if "as_published" in values:
+        entries = _list(path, "as_published", values["as_published"])
+        as_published = ",".join(_words(path, "as_published", entry) for entry in entries)
     threads = plain.pop("threads", None)
     if threads is not None and threads < 1:
         raise _error(path, "threads", expected="at least 1", got=str(threads))
     out = _words(path, "out", values["out"]) if "out" in values else f"{path.stem}-out"
     if "models" not in values:
         raise _error(path, "models", expected="at least one model", got="no such key")
-    models = tuple(_model(path, entry) for entry in _list(path, "models", values["models"]))
     for key in ("texts", "scopes"):
         if key in values:
             plain[key] = tuple(_words(path, key, entry) for entry in _list(path, key, values[key]))
@@ -114,11 +130,31 @@ def read_plan(path: Path) -> Study:
         plain |= {key: Ranges.parse(_range(path, key, values[key]), key) for key in _RANGES if key in values}
         if "lengths" in plain:
             plain["lengths"] = plain["lengths"].values()
-        return Study(Plan(models=models, **plain), path.parent / out, threads)
+        models = tuple(_model(path, entry) for entry in _list(path, "models", values["models"]))
+        plan = Plan(models=models, **plain)
+        _check_published(as_published, plan)
+        return Study(plan, path.parent / out, threads, as_published)
     except ArgumentError as error:
         remedy = "" if "--" in error.remedy else error.remedy
         key = _KEY_OF.get(error.argument, error.argument)
+        if key.startswith(f"{path.name}: "):
+            raise
         raise _error(path, key, expected=error.expected, got=error.got, remedy=remedy) from error
+
+
+def _check_published(items: str, plan: Plan) -> None:
+    if not items:
+        return
+    # It brings the models; a plan without it can be read without.
+    from howsmooth.published import parse_items
+
+    parse_items(items)
+    if "attention" not in plan.scopes:
+        raise ArgumentError(
+            "as_published",
+            expected="the scope attention beside it, that of the corrected quantity",
+            got=", ".join(plan.scopes),
+        )
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -162,16 +198,28 @@ def _model(path: Path, entry: object) -> ModelSpec:
         raise _error(path, f"models: {unknown}", expected=wanted, got="a key of that name")
     if "name" not in entry:
         raise _error(path, "models: name", expected="a name in every table", got="none")
-    for key in ("random_init", "as_decoder"):
-        if not isinstance(entry.get(key, False), bool):
-            raise _error(path, f"models: {key}", expected="true or false", got=_shown(entry[key]))
-    random_init = entry.get("random_init", False)
+    random_init = _flag(path, "models: random_init", entry.get("random_init", False))
+    as_decoder = _flag(path, "models: as_decoder", entry.get("as_decoder", False))
     name = _words(path, "models: name", entry["name"])
+    axes: dict[str, Any] = {
+        key: Ranges.parse(_range(path, f"models: {key}", entry[key]), f"models: {key}")
+        for key in _RANGES
+        if key in entry
+    }
+    if "lengths" in axes:
+        axes["lengths"] = axes["lengths"].values()
     return ModelSpec(
         name if random_init else _beside(path, name),
         random_init=random_init,
-        as_decoder=entry.get("as_decoder", False),
+        as_decoder=as_decoder,
+        **axes,
     )
+
+
+def _flag(path: Path, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _error(path, key, expected="true or false", got=_shown(value))
+    return value
 
 
 def _list(path: Path, key: str, value: object) -> list[object]:

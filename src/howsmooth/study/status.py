@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.published_rows import PUBLISHED
 from howsmooth.study.store import Contents, Key, Store
 from howsmooth.study.work import measurement_cost
 
@@ -17,10 +18,11 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """How far one model, text and scope are.
+    """How far one model, text and scope are; or, as the scope ``as published``, its published values.
 
     ``planned`` is ``None`` as long as no run has loaded the model, and so nobody knows its layers. ``failed``
-    counts what is not done and failed when it was last tried.
+    counts what is not done and failed when it was last tried. Of published values the sequences of layers are
+    counted: all values of one are written together.
     """
 
     model: str
@@ -62,7 +64,7 @@ class Status:
     reasons: tuple[tuple[str, int], ...]
 
 
-def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
+def status(plan: Plan, texts: Iterable[str], folder: Path, as_published: str = "") -> Status:
     """Compare a plan with its store.
 
     Parameters
@@ -73,6 +75,8 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
         Names under which its texts are stored.
     folder
         Of the store; it need not be there yet.
+    as_published
+        Items in the words of a plan file; empty for none.
 
     Raises
     ------
@@ -86,7 +90,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
             Part(spec.label, text, scope, None, 0, 0)
             for spec in plan.models
             for text in names
-            for scope in plan.scopes
+            for scope in (*plan.scopes, *([PUBLISHED] if as_published else []))
         ]
         return Status(tuple(parts), False, None, None, None, None, ())
     running = Store.in_use(folder)
@@ -115,6 +119,9 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
                 cost_left += sum(measurement_cost(key[3]) for key in missing)
                 failed = sum(failures.holds(label, text, key) for key in missing)
                 parts.append(Part(label, text, scope, len(asked), len(asked) - len(missing), failed))
+            if as_published:
+                parts.append(_published_part(plan, spec, text, contents, known.get(label), as_published))
+                certain = certain and parts[-1].planned == parts[-1].done
     rate, pace = _pace(contents)
     last = None if contents.runs.empty else contents.runs.iloc[-1]
     return Status(
@@ -139,6 +146,25 @@ def _asked(plan: Plan, spec: ModelSpec, scope: str, layers: int, heads: int) -> 
     )
 
 
+def _published_part(
+    plan: Plan, spec: ModelSpec, text: str, contents: Contents, known: tuple[int, int] | None, items: str
+) -> Part:
+    """Count the sequences of layers that have all their published values."""
+    if known is None:
+        return Part(spec.label, text, PUBLISHED, None, 0, 0)
+    asked = {key[1:] for key in _asked(plan.of_attention, spec, "attention", *known)}
+    rows = contents.published
+    whole = (rows["model"] == spec.label) & (rows["text"] == text) & (rows["quantity"] == PUBLISHED)
+    if items != "all":
+        wanted = {word.strip() for word in items.split(",")}
+        whole &= rows["items"].map(lambda words: set(words.split(",")) == wanted)
+    places = rows.loc[whole, ["layer", "n", "sample"]].itertuples(index=False)
+    done = {(int(layer), None, int(n), int(sample)) for layer, n, sample in places}
+    failures = _Open(contents.failures, "published")
+    failed = sum(failures.holds(spec.label, text, ("attention", *key)) for key in asked - done)
+    return Part(spec.label, text, PUBLISHED, len(asked), len(asked & done), failed)
+
+
 def _keys(rows: pd.DataFrame) -> frozenset[Key]:
     columns = rows[["scope", "layer", "head", "n", "sample"]].itertuples(index=False)
     return frozenset(
@@ -150,7 +176,7 @@ def _keys(rows: pd.DataFrame) -> frozenset[Key]:
 def _pace(contents: Contents) -> tuple[float | None, float | None]:
     """Measurements a second, and cost a second, of the last run that wrote something."""
     rows, runs = contents.measurements, contents.runs
-    worked = runs[runs["worked"].fillna(0) > 0]
+    worked = runs[(runs["worked"].fillna(0) > 0) & runs["id"].isin(rows["run"])]
     if worked.empty:
         return None, None
     last = worked.iloc[-1]
@@ -164,10 +190,9 @@ class _Open:
 
     _COLUMNS = ("model", "text", "scope", "layer", "head", "n", "sample")
 
-    def __init__(self, failures: pd.DataFrame) -> None:
+    def __init__(self, failures: pd.DataFrame, what: str = "measurement") -> None:
         self._table = failures[failures["resolved"].isna()]
-        of_measurements = self._table[self._table["what"] == "measurement"]
-        columns = of_measurements[list(self._COLUMNS)].astype(object)
+        columns = self._table.loc[self._table["what"] == what, list(self._COLUMNS)].astype(object)
         rows = columns.where(columns.notna(), None)
         self._found = {tuple(row) for row in rows.itertuples(index=False)}
         self._reaches = {tuple(value is not None for value in row) for row in self._found}
