@@ -11,6 +11,7 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from howsmooth.cli import app, main
+from howsmooth.models.load import _device as check_device
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
@@ -58,6 +60,13 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
             tools = small_tools(count=400)
             if command in ("measure", "study"):
                 tools, _ = make_tools(models={"small": SmallModel()}, texts={"prose": words(400)})
+            loaded = tools.load_model
+
+            def load_model(name: str, *, device: str = "cpu", **options: Any) -> Any:
+                check_device(device)
+                return loaded(name, **options)
+
+            tools = replace(tools, load_model=load_model)
             patch.setattr("howsmooth.study.tools.default_tools", lambda: tools)
             patch.setattr("howsmooth.bounds.table", plain_table)
             patch.setattr("howsmooth.study.attack_plan.attack_tools", AttackWork().tools)
