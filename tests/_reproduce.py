@@ -26,9 +26,9 @@ class Words(Tokenizer):
     """Words w17 as token ids."""
 
     def __init__(self) -> None:
-        pass
+        super().__init__(None)
 
-    def __call__(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [3 + int(word[1:]) % (VOCABULARY - 3) for word in text.split()]
 
 
