@@ -6,7 +6,6 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,17 +16,13 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.reproduce import adversarial_figure, quadratic_growth
-from howsmooth.reproduce.adversarial_figure import ADVERSARIAL
-from howsmooth.reproduce.drawing.adversarial_figure import side_by_side
+from howsmooth.reproduce import quadratic_growth
 from howsmooth.reproduce.drawing.gamma_radius import over_texts
 from howsmooth.reproduce.drawing.gpt2_growth import Series
 from howsmooth.reproduce.drawing.quadratic_growth import FAR, IDENTITY, exponents_in_radius
-from howsmooth.reproduce.experiment import Experiment, Request, Step
-from howsmooth.reproduce.finding import Finding, read_note
+from howsmooth.reproduce.experiment import Experiment, Step
 from howsmooth.reproduce.gamma_radius import GAMMA_RADIUS
 from howsmooth.reproduce.gpt2_growth import GPT2_GROWTH
-from howsmooth.reproduce.kept import Kept
 from howsmooth.reproduce.quadratic_growth import QUADRATIC_GROWTH, balanced
 from howsmooth.reproduce.registry import EXPERIMENTS
 from howsmooth.study.exponents import fit_exponent
@@ -37,64 +32,24 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
 
+from ._experiments import BERT, DECODER, GPT2, LLAMA, asked, bert_head, checked, measured, units
 from ._reproduce import TEXT, Words, dense_norm, tiny_tools
 from ._tiny_models import tiny
-
-BERT, DECODER, GPT2, LLAMA = (ModelSpec(name) for name in ("bert", "bert-decoder", "gpt2", "llama"))
-
-
-def asked(*models: ModelSpec, **changes: Any) -> Request:
-    values: dict[str, Any] = {"models": models, "texts": ("prose", "other"), "samples": 2}
-    return Request(**(values | changes))
-
-
-def measured(experiment: Experiment, request: Request, folder: Path) -> pd.DataFrame:
-    """Carry an experiment out, and return the rows of its units."""
-    experiment.measure(request, folder, tiny_tools(), lambda step: None)
-    return units(folder)
-
-
-@pytest.fixture
-def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
-
-
-def units(folder: Path) -> pd.DataFrame:
-    note = read_note(folder)
-    parts = note.get("models", note.get("columns", [note]))
-    return Kept(folder / "units").table([unit for part in parts for unit in part["units"]])
-
-
-def checked(finding: Finding) -> Finding:
-    """What every finding must be: pictures that are there, with words for them, and no nan in a sentence."""
-    for picture in finding.pictures:
-        assert picture.png.read_bytes().startswith(b"\x89PNG")
-        content = picture.pdf.read_bytes()
-        assert content.startswith(b"%PDF")
-        assert b"/Type3" not in content
-        assert len(picture.alt) > 40
-        assert len(picture.caption) > 40
-    assert finding.seen
-    assert not [line for line in finding.seen if "nan" in line.lower() or "inf" in line.split()]
-    assert finding.made
-    return finding
-
-
-def bert_head(layer: int, h: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and query bias of a head, read from the model's own weights, in float64."""
-    part = tiny("bert").encoder.layer[layer].attention.self
-    width = 24 // 4
-    place = slice(h * width, (h + 1) * width)
-    weights = [getattr(part, name).weight[place].detach().double() for name in ("query", "key", "value")]
-    return weights[0], weights[1], weights[2], part.query.bias[place].detach().double()
-
 
 # ---- γR²
 
 
-def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(tmp_path: Path) -> None:
-    rows = measured(GAMMA_RADIUS, asked(BERT, lengths=(6,), samples=3), tmp_path)
-    assert len(rows) == 2 * 3 * 4
+@pytest.fixture(scope="module")
+def gammas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gamma")
+    measured(GAMMA_RADIUS, asked(BERT, GPT2, lengths=(6,), samples=3), folder)
+    return folder
+
+
+def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: Path) -> None:
+    rows = units(gammas)
+    assert len(rows) == 2 * 2 * 3 * 4
+    rows = rows[rows["model"] == "bert"]
     for layer, h in ((0, 1), (2, 3)):
         query, key, _, _ = bert_head(layer, h)
         values = np.linalg.eigvals((key.T @ query / math.sqrt(6)).numpy())
@@ -159,9 +114,8 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     assert math.isnan(table["strength"].tolist()[1])
 
 
-def test_gamma_is_drawn_and_told(tmp_path: Path) -> None:
-    measured(GAMMA_RADIUS, asked(BERT, GPT2, lengths=(6,)), tmp_path)
-    finding = checked(GAMMA_RADIUS.draw(tmp_path))
+def test_gamma_is_drawn_and_told(gammas: Path) -> None:
+    finding = checked(GAMMA_RADIUS.draw(gammas))
     table = finding.tables[0][1]
     bert = table[table["model"] == "bert"]["γR²"]
     assert f"γR² is from {bert.min():.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
@@ -228,10 +182,23 @@ def test_heads_without_scores_are_refused() -> None:
         balanced(Head(nothing, torch.eye(3, dtype=torch.float64)))
 
 
-@pytest.mark.usefixtures("few_radii")
-def test_quadratic_growth_measures_the_norm_of_the_jacobian(tmp_path: Path) -> None:
-    request = asked(BERT, lengths=(3, 5), layers=Ranges.parse("1", "layers"))
-    rows = measured(QUADRATIC_GROWTH, request, tmp_path)
+@pytest.fixture
+def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
+
+
+@pytest.fixture(scope="module")
+def growth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("growth")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
+        request = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+        measured(QUADRATIC_GROWTH, request, folder)
+    return folder
+
+
+def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: Path) -> None:
+    rows = units(growth)
     assert rows["converged"].all()
     identity = rows[rows["model"] == IDENTITY]
     assert sorted(identity["n"].unique()) == [3, 5]
@@ -268,15 +235,13 @@ def test_exponents_in_the_radius_are_those_planted() -> None:
     assert fit["points"] == int((radius * 40 >= FAR).sum())
 
 
-@pytest.mark.usefixtures("few_radii")
-def test_quadratic_growth_is_drawn_and_told(tmp_path: Path) -> None:
-    request = asked(BERT, DECODER, lengths=(5,), layers=Ranges.parse("1", "layers"))
-    rows = measured(QUADRATIC_GROWTH, request, tmp_path)
-    finding = checked(QUADRATIC_GROWTH.draw(tmp_path))
+def test_quadratic_growth_is_drawn_and_told(growth: Path) -> None:
+    rows = units(growth)
+    finding = checked(QUADRATIC_GROWTH.draw(growth))
     table = finding.tables[0][1]
     assert len(finding.seen) == 3
-    assert len(table) == 1 + 4 + 4
-    assert table["exponent"].between(1.98, 2.02).all()
+    assert len(table) == 2 + 4 + 4
+    assert table["exponent"].between(1.9, 2.1).all()
     real = rows[(rows["model"] == "bert") & rows["real"]]
     assert f"R = {real['radius'].iloc[0]:.4g}" in finding.seen[1]
     assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
@@ -344,10 +309,17 @@ def test_the_experiments_are_registered_in_the_order_of_the_paper() -> None:
 # ---- GPT-2
 
 
-def test_the_norms_are_those_of_the_models_own_hidden_states(tmp_path: Path) -> None:
-    rows = measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9), samples=2), tmp_path)
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9)), folder)
+    return folder
+
+
+def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: Path) -> None:
+    rows = units(gpt2)
     assert len(rows) == 2 * 3 * 3 * 2
-    with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
+    with Store.open(gpt2 / "studies" / "gpt2", write=False) as store:
         held, table = store.sequences("gpt2", "prose"), store.measurements()
     model, ids = tiny("gpt2"), Words()(TEXT)
     for layer in (0, 1, 2):
@@ -362,9 +334,8 @@ def test_the_norms_are_those_of_the_models_own_hidden_states(tmp_path: Path) -> 
         assert given["radius_mean"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_gpt2_is_drawn_and_told(tmp_path: Path) -> None:
-    measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9)), tmp_path)
-    finding = checked(GPT2_GROWTH.draw(tmp_path))
+def test_gpt2_is_drawn_and_told(gpt2: Path) -> None:
+    finding = checked(GPT2_GROWTH.draw(gpt2))
     table = finding.tables[0][1]
     assert table[["layer", "text"]].to_numpy().tolist() == [
         [layer, text] for layer in (0, 1, 2) for text in ("prose", "other")
@@ -372,11 +343,20 @@ def test_gpt2_is_drawn_and_told(tmp_path: Path) -> None:
     first = table.iloc[0]
     assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
     assert f"{decimal(first['correlation, entering the layer'], 2)} (95 % interval" in finding.seen[0]
-    # What was asked last is shown, and no more.
-    measured(GPT2_GROWTH, asked(GPT2, lengths=(4, 6, 9), texts=("other",), samples=1), tmp_path)
-    table = GPT2_GROWTH.draw(tmp_path).tables[0][1]
+
+
+def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: Path) -> None:
+    tools = tiny_tools(_never)
+    GPT2_GROWTH.measure(
+        asked(GPT2, lengths=(4, 9), texts=("other",), samples=1), gpt2, tools, lambda step: None
+    )
+    table = GPT2_GROWTH.draw(gpt2).tables[0][1]
     assert table["text"].tolist() == ["other"] * 3
-    assert table["sequences"].tolist() == [3] * 3
+    assert table["sequences"].tolist() == [2] * 3
+
+
+def _never(calls: int) -> None:
+    raise AssertionError("everything was measured before")
 
 
 def test_norms_that_are_all_the_same_have_no_correlation(tmp_path: Path) -> None:
@@ -386,160 +366,3 @@ def test_norms_that_are_all_the_same_have_no_correlation(tmp_path: Path) -> None
     series = Series("m", 0, "prose", rows, fit, growing)
     assert math.isnan(series.attended_correlation.value)
     assert series.entering_correlation.value == pytest.approx(1)
-
-
-# ---- the worst inputs
-
-ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
-
-
-@pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which two models were attacked at one radius and at that of their tokens."""
-    folder = tmp_path_factory.mktemp("attacked")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adversarial_figure, "RADII", (6.0,))
-        patch.setattr(adversarial_figure, "_RESTARTS", 2)
-        patch.setattr(adversarial_figure, "_ATOM_STEPS", 5)
-        measured(ADVERSARIAL, asked(BERT, GPT2, as_published=True, **ATTACKED), folder)
-    return folder
-
-
-def _clusters(query: Tensor, key: Tensor, bias: Tensor, radius: float, n: int) -> list[Tensor]:
-    """The paper's tokens for u and for −u, from numpy's eigenvectors; a bias is what tells them apart."""
-    a = (key.T @ query / math.sqrt(len(key))).numpy()
-    values, vectors = np.linalg.eig(a)
-    real = np.flatnonzero(np.abs(values.imag) < 1e-9)
-    low, high = real[values[real].real.argmin()], real[values[real].real.argmax()]
-    half = values[high].real / 8 >= -values[low].real
-    u = torch.from_numpy(vectors[:, high if half else low].real.copy())
-    u = radius * u / u.norm()
-    light = 0.5 if half else -1.0
-    return [torch.stack([sign * u, *[light * sign * u] * (n - 1)]) for sign in (1, -1)]
-
-
-def _check_published(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
-    """The published iteration gives the root of |Jᵀ f(X)|."""
-    roots = []
-    for x in tokens:
-        image, pull_back = torch.func.vjp(head, x)
-        roots.append(float(pull_back(image)[0].norm()) ** 0.5)
-    assert min(abs(value / root - 1) for root in roots) < 1e-4
-
-
-def _check_constant(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
-    assert min(abs(value / dense_norm(head, x) - 1) for x in tokens) < 1e-4
-
-
-def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(attacked: Path) -> None:
-    note = read_note(attacked)["columns"][0]
-    with Store.open(attacked / note["store"], write=False) as store:
-        longest = float(store.measurements()["radius_max"].max())
-    rows = units(attacked)
-    rows = rows[rows["model"] == "bert"]
-    assert set(rows["ball"]) == {"6.0", repr(longest)}
-    assert "wrong slices" not in set(rows["kind"])
-    part = tiny("bert").encoder.layer[1].attention.self
-    for h in (0, 2):
-        query, key, value, bias = bert_head(1, h)
-        shift = part.value.bias[6 * h : 6 * (h + 1)].detach().double()
-        head = SelfAttention(
-            query[None], key[None], value[None], query_bias=bias[None], value_bias=shift[None]
-        )
-        for ball in (6.0, longest):
-            own = rows[(rows["head"] == h) & (rows["ball"] == repr(ball)) & (rows["n"] == 4)]
-            tokens = _clusters(query, key, bias, ball, 4)
-            _check_constant(head, tokens, own[own["kind"] == "paper"]["value"].item())
-            _check_published(head, tokens, own[own["kind"] == "as published"]["value"].item())
-
-
-def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(attacked: Path) -> None:
-    rows = units(attacked)
-    fused = tiny("gpt2").h[1].attn.c_attn
-    weight, bias = fused.weight.detach().double(), fused.bias.detach().double()
-    columns = [weight[:, 24 * part : 24 * (part + 1)] for part in range(3)]
-    for h in (0, 3):
-        place = slice(6 * h, 6 * (h + 1))
-        query, key, value = (part[:, place].T for part in columns)
-        head = SelfAttention(
-            query[None], key[None], value[None], query_bias=bias[place][None],
-            value_bias=bias[48:][place][None], causal=True,
-        )  # fmt: skip
-        of = (rows["model"] == "gpt2") & (rows["head"] == h) & (rows["ball"] == "6.0") & (rows["n"] == 4)
-        own = rows[of & rows["kind"].isin(["paper", "wrong slices", "as published"])].set_index("kind")[
-            "value"
-        ]
-        wrong = _clusters(columns[0][place], columns[1][place], bias[place], 6.0, 4)
-        _check_constant(head, wrong, own["wrong slices"])
-        _check_constant(head, _clusters(query, key, bias[place], 6.0, 4), own["paper"])
-        _check_published(head, wrong, own["as published"])
-        assert abs(own["wrong slices"] / own["paper"] - 1) > 1e-3
-
-
-def test_bounds_and_constants_are_in_order(attacked: Path) -> None:
-    rows = units(attacked)
-    for _, part in rows[rows["head"] == 0].groupby(["model", "ball", "n"]):
-        of = part.groupby("kind")
-        upper = of.get_group("upper")["log_value"].item()
-        proved = of.get_group("proved")["log_value"].item()
-        constants = [of.get_group(kind)["value"].max() for kind in ("paper", "construction", "search")]
-        assert proved - 1e-3 <= math.log(max(constants)) <= upper
-        assert upper <= of.get_group("theirs")["log_value"].item()
-
-
-def test_the_worst_inputs_are_drawn_and_told(attacked: Path) -> None:
-    finding = checked(ADVERSARIAL.draw(attacked))
-    table = finding.tables[0][1]
-    assert table["n"].tolist() == [4, 40] * 4
-    # Beyond the model's positions there is no text, but the map is the same.
-    assert table["text, median"].isna().tolist() == [False, True] * 4
-    assert (table["largest found"] <= table["at most"]).all()
-    assert (table["largest found"] >= table["paper's tokens"]).all()
-    assert len(finding.pictures) == 2
-    assert len(finding.seen) == 6
-    ratios = table["largest found"] / table["paper's tokens"]
-    for place, words in ((0, finding.seen[0]), (2, finding.seen[1]), (4, finding.seen[3])):
-        low, high = sorted(ratios[place : place + 2])
-        assert f"is {low:.3g} to {high:.3g} times that at the paper's tokens" in words
-    assert "Theorem E.3 is" in finding.seen[0]
-    assert "as published: the published iteration" in finding.seen[2]
-    assert "sliced along the wrong axis" in finding.seen[5]
-
-
-def test_the_published_items_are_shown_if_they_were_asked_for_last(attacked: Path) -> None:
-    before = sorted((attacked / "units").iterdir())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adversarial_figure, "RADII", (6.0,))
-        patch.setattr(adversarial_figure, "_RESTARTS", 2)
-        patch.setattr(adversarial_figure, "_ATOM_STEPS", 5)
-        ADVERSARIAL.measure(asked(BERT, **ATTACKED), attacked, tiny_tools(_never), lambda step: None)
-    assert sorted((attacked / "units").iterdir()) == before
-    finding = ADVERSARIAL.draw(attacked)
-    assert len(finding.seen) == 2
-    assert "as published" not in finding.tables[0][1]
-
-
-def _never(calls: int) -> None:
-    raise AssertionError("everything was measured before")
-
-
-def test_what_did_not_converge_is_left_out_and_counted() -> None:
-    rows = pd.DataFrame(
-        [
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 0, "value": 3.0, "converged": True},
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 1, "value": 5.0, "converged": True},
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 2, "value": 99.0, "converged": False},
-            {"n": 8, "kind": "search", "name": "tie", "head": 0, "value": 77.0, "converged": False},
-            {"n": 8, "kind": "construction", "name": "tie", "head": 0, "value": 7.0, "converged": True},
-            {"n": 8, "kind": "upper", "name": "a", "head": 0, "log_value": 3.0},
-            {"n": 8, "kind": "theirs", "name": "b", "head": 0, "log_value": 4.0},
-            {"n": 8, "kind": "proved", "name": "c", "head": 0, "log_value": 1.0},
-        ]
-    )
-    text = pd.DataFrame({"n": [8, 8, 9], "head": [0, 1, 0], "lipschitz": [1.0, 2.0, 50.0]})
-    (row,) = side_by_side(rows, text, 0).to_dict("records")
-    assert (row["paper"], row["paper median"], row["paper high"]) == (3.0, 4.0, 5.0)
-    assert (row["found"], row["found by"]) == (7.0, "tie")
-    assert (row["text median"], row["text own"], row["text high"]) == (1.5, 1.0, 2.0)
-    assert row["unsettled"] == 2
-    assert math.isnan(row["wrong slices"])

@@ -100,6 +100,7 @@ def setting(
         seed=request.seed,
         device=request.device,
         dtype=request.dtype,
+        bounds=False,
     )
     models = Models(plan, tools)
     return Setting(plan, models, prepare(plan, tools, models), tools)

@@ -44,7 +44,7 @@ class Ball:
     table
         One row a length: constants of that head at the paper's tokens (``paper``), at the worst that were
         found (``found``), at the published tokens (``wrong slices``) and as the published code computes it
-        (``as published``); logarithms of bounds (``upper``, ``theirs``, ``proved``); over all heads
+        (``as published``); logarithms of bounds (``upper``, ``theirs``); over all heads
         ``paper median``, ``paper low``, ``paper high``, and on text ``text median``, ``text low``,
         ``text high`` (``text own``: the median of that head alone). NaN where there is none.
     theorem
@@ -152,7 +152,7 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> pd.DataFr
         values = part[part["converged"] == True]  # noqa: E712
         own = values[values["head"] == head]
         paper = values[values["kind"] == "paper"]["value"]
-        ours = own[own["kind"].isin(["paper", "construction", "search"])]
+        ours = own[own["kind"].isin(["paper", "search"])]
         here = text[text["n"] == n]
         on_text = here["lipschitz"]
         bounds = part.set_index("kind")["log_value"]
@@ -172,7 +172,6 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> pd.DataFr
                 "found by": "" if best is None else best["name"],
                 "upper": bounds["upper"],
                 "theirs": bounds["theirs"],
-                "proved": bounds["proved"],
                 "wrong slices": _only(own, "wrong slices"),
                 "as published": _only(own, "as published"),
                 "unsettled": int((part["converged"] == False).sum()),  # noqa: E712
@@ -382,7 +381,6 @@ def _shown(ball: Ball) -> pd.DataFrame:
             "paper's tokens, median": table["paper median"],
             "largest found": table["found"],
             "found by": table["found by"],
-            "proved at least": _exp(table["proved"]),
             "at most": _exp(table["upper"]),
         }
     )
