@@ -425,8 +425,12 @@ def test_names_of_models_and_texts_in_bounds_and_attacks(
 
 
 def test_names_that_differ_have_files_that_differ() -> None:
-    stems = [file_stem(name) for name in [*HOSTILE.values(), *map(str.swapcase, HOSTILE.values())]]
-    assert len(set(stems)) == 2 * len(HOSTILE) - 1  # of dots there is one case
+    names = {*HOSTILE.values(), *map(str.swapcase, HOSTILE.values()), "", "-", "aux.txt", "com1", "lpt9.x"}
+    stems = [file_stem(name) for name in names]
+    assert len(set(stems)) == len(names)
+    assert not [stem for stem in stems if DEVICES.fullmatch(stem) or not stem]
+    parts = [("a", "b", "c"), ("a--b", "c"), ("a", "b--c"), ("a-", "-b", "c"), ("a", "", "b", "c")]
+    assert len({file_stem(*names) for names in parts}) == len(parts)
 
 
 # ---- what no part of the library uses

@@ -9,6 +9,8 @@ import unicodedata
 __all__ = ["decimal", "encodable", "file_stem", "readable", "sentence"]
 
 _LONGEST_STEM = 120
+# Windows keeps these names for itself, with any ending.
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _LONGEST_NAME = 60
 
 
@@ -18,9 +20,13 @@ def file_stem(*parts: str) -> str:
     A short digest is added wherever letters had to be changed or cut, so that two names never share a
     file.
     """
-    words = "--".join(parts)
+    # Parts that hold what stands between parts could be those of another name.
+    ambiguous = len(parts) > 1 and any("--" in part or part[:1] == "-" or part[-1:] == "-" for part in parts)
+    words = repr(parts) if ambiguous else "--".join(parts)
     plain = unicodedata.normalize("NFKD", words).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9.-]+", "-", plain).strip("-.")[:_LONGEST_STEM]
+    if _DEVICE.fullmatch(slug):
+        slug = f"x-{slug}"
     if slug and slug == words:
         return slug
     return f"{slug}-{hashlib.sha256(words.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}".lstrip("-")
