@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,14 @@ def test_models_are_not_loaded_again_and_again(tmp_path: Path) -> None:
     assert work.loads == ["builtin-encoder", "builtin-encoder", "gpt2"] * 2 + ["gpt2"]
 
 
+def test_no_time_is_spent_on_bounds(tmp_path: Path) -> None:
+    def bound(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError
+
+    tools, _ = tools_of_figure_1()
+    measured(tmp_path, replace(tools, bound=bound))
+
+
 def test_remembered_models_of_another_name_are_let_go() -> None:
     base, work = make_tools(models={"a": FakeModel(), "b": FakeModel()})
     tools = remembering(base)
@@ -279,7 +288,8 @@ def test_the_published_quantity_stands_beside_the_corrected_one(tmp_path: Path) 
     FIGURE_1.measure(asked, tmp_path, default_tools(), lambda step: None)
     said = FIGURE_1.draw(tmp_path)
     row = said.tables[0][1].iloc[0]
-    rows = pd.read_csv(next(tmp_path.glob("columns/*/published.csv")))
+    with Store.open(next(tmp_path.glob("columns/*")), write=False) as store:
+        rows = store.published()
     theirs = rows[rows["quantity"] == "as published"]
     assert row["published exponent"] == pytest.approx(
         np.polyfit(np.log(theirs["n"]), np.log(theirs["lipschitz"]), 1)[0], abs=1e-9

@@ -15,7 +15,10 @@ _MODELS = 2
 
 
 def remembering(tools: Tools) -> Tools:
-    """Return tools that keep the last models and all texts that they loaded, instead of loading again."""
+    """Return tools that keep the last models and all texts that they loaded, and compute no bounds.
+
+    Bounds have an experiment of their own; beside each measurement they would take longer than all others.
+    """
     models: OrderedDict[tuple[Any, ...], Model] = OrderedDict()
     texts: dict[str, TextLike] = {}
 
@@ -37,4 +40,4 @@ def remembering(tools: Tools) -> Tools:
             texts[name] = tools.load_text(name)
         return texts[name]
 
-    return replace(tools, load_model=load_model, load_text=load_text)
+    return replace(tools, load_model=load_model, load_text=load_text, bound=None)
