@@ -515,6 +515,8 @@ def test_unconverged_and_vanishing_constants_are_said(
     rows.loc[first & (rows["sample"] == 0), "converged"] = False
     rows.loc[first & (rows["sample"] == 0), "upper"] *= 2
     rows.loc[first & (rows["sample"] == 1) & (rows["layer"] == 1), ["lipschitz", "lower", "upper"]] = 0.0
+    level = first & (rows["layer"] == 2)
+    rows.loc[level, ["lipschitz", "lower"]] = np.outer(3 * rows.loc[level, "n"] ** -1e-5, [1, 1])
     file = tmp_path / "report.html"
     changed = dataclasses.replace(contents, measurements=rows)
     file.write_text(render(changed, exponents(rows), []), encoding="utf-8")
@@ -522,6 +524,10 @@ def test_unconverged_and_vanishing_constants_are_said(
         said = page.locator("#scatter-summary").inner_text()
         assert said.startswith(
             "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
+        )
+        choose(page, "scatter-fields", "layer", "layer 2")
+        assert "Exponent of layer 2: 0.000, 95 % interval 0.000 to 0.000" in (
+            page.locator("#scatter-summary").inner_text()
         )
         choose(page, "scatter-fields", "layer", "layer 0")
         page.locator("#scatter").focus()

@@ -20,8 +20,10 @@ function shown(value, digits = 4) {
   return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
+// With so many decimals, and no negative zero.
 function fixed(value, digits) {
-  return value.toFixed(digits).replace("-", "−");
+  const words = value.toFixed(digits);
+  return Number(words) === 0 ? words.replace("-", "") : words.replace("-", "−");
 }
 
 function percent(share) {
