@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -185,6 +185,60 @@ def make_plan(**changes: Any) -> Plan:
         "samples": 5,
     }
     return Plan(**(values | changes))
+
+
+def published_modules() -> dict[str, ModuleType]:
+    """Stand-ins for ``howsmooth.published`` and ``howsmooth.models``, for a process of its own.
+
+    They are there before anything imports the real ones, which takes seconds.
+    """
+
+    def capture_layers(
+        model: FakeModel, tokens: torch.Tensor, layers: Sequence[int], *, training: bool, seeds: Sequence[int]
+    ) -> list[Any]:
+        radius = (tokens[:, 0] % 7 + 1).double()
+        return [
+            SimpleNamespace(attention=SimpleNamespace(layer=layer, radius_mean=radius), firsts=tokens[:, 0])
+            for layer in layers
+        ]
+
+    def items_that_apply(layer: Any, items: Any = None, *, untrained: bool = False) -> tuple[str, ...]:
+        return ("output", "stopping")
+
+    def measure_layer(layer: Any, items: Sequence[str], *, seeds: Sequence[int], **options: Any) -> Any:
+        value = layer.firsts.double() + 10.0 ** (1 + layer.attention.layer) + len(items)
+        nothing = torch.full_like(value, torch.nan)
+        return SimpleNamespace(
+            value=value,
+            lower=nothing if items else value,
+            upper=nothing if items else value,
+            settled=torch.ones(len(value), dtype=torch.bool),
+            steps=torch.full((len(value),), 9),
+            map=f"layer {layer.attention.layer}",
+        )
+
+    published = ModuleType("howsmooth.published")
+    models = ModuleType("howsmooth.models")
+    published.__dict__.update(
+        capture_layers=capture_layers,
+        items_that_apply=items_that_apply,
+        measure_layer=measure_layer,
+        parse_items=lambda words: None,
+        PublishedLayer=object,
+    )
+    models.__dict__.update(LoadedModel=object)
+    return {"howsmooth.published": published, "howsmooth.models": models}
+
+
+def published_of(folder: Path) -> set[tuple[Any, ...]]:
+    """What a store holds of published values; fails if one is there twice."""
+    from howsmooth.study.store import Store
+
+    with Store.open(folder, write=False) as store:
+        table = store.published()
+    keys = ["model", "text", "layer", "n", "sample", "quantity", "items"]
+    assert not table.duplicated(keys).any()
+    return set(table[[*keys, "start", "seed", "lipschitz"]].itertuples(index=False, name=None))
 
 
 def rows_of(folder: Path) -> set[tuple[Any, ...]]:

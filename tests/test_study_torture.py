@@ -24,7 +24,7 @@ from howsmooth.errors import StoreError
 from howsmooth.study.run import run
 from howsmooth.study.schema import MEASUREMENTS, locked
 from howsmooth.study.store import STORE_NAME, Store
-from tests._study import make_plan, make_tools, rows_of
+from tests._study import make_plan, make_tools, published_of, rows_of
 from tests.test_study_migration import as_version_1
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
@@ -36,18 +36,21 @@ texts = ["prose"]
 lengths = [1, 2, 3, 4, 5, 6, 7, 8]
 samples = 5
 scopes = ["attention", "head", "block"]
+as_published = "all"
 out = "out"
 """
-TOTAL = 8 * 5 * (3 + 6 + 3)
+TOTAL = 8 * 5 * (3 + 6 + 3) + 8 * 5 * 3 * 4
 
 # `howsmooth study`, with stand-ins for models that take no time, and no figures.
 CHILD = """
 import sys, time
-import howsmooth.study.publish, howsmooth.study.tools
+from tests._study import make_tools, published_modules
+sys.modules |= published_modules()
+import howsmooth.study.publish, howsmooth.study.published_run, howsmooth.study.tools
 from howsmooth.cli import main
-from tests._study import make_tools
 pause, arguments = float(sys.argv[1]), sys.argv[2:]
 howsmooth.study.publish.draw_all = lambda *_: []
+howsmooth.study.published_tables.draw_published = lambda *_: []
 tools = make_tools(before_measure=lambda calls: time.sleep(pause))[0]
 howsmooth.study.tools.default_tools = lambda: tools
 print("ready", flush=True)
@@ -106,16 +109,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[Any, ...]]:
     """What the plan gives if nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
     plan = make_plan(lengths=tuple(range(1, 9)), scopes=("attention", "head", "block"))
-    run(plan, folder, make_tools()[0])
-    found = rows_of(folder)
+    run(plan, folder / "by-itself", make_tools()[0])
+    (folder / "plan.toml").write_text(PLAN)
+    assert finish(folder)[0] == 0
+    found = kept(folder)
     assert len(found) == TOTAL
+    assert found > rows_of(folder / "by-itself")
     return found
 
 
 def kept(folder: Path) -> set[tuple[Any, ...]]:
     """Read the store as it was left; before the first write there is none."""
+    out = folder / "out"
     try:
-        return rows_of(folder / "out") if Store.exists(folder / "out") else set()
+        return rows_of(out) | published_of(out) if Store.exists(out) else set()
     except StoreError as error:
         if "is empty" not in str(error):
             raise
@@ -138,7 +145,11 @@ def kill_and_go_on(study: Path, whole: set[tuple[Any, ...]], delays: list[float]
         before = after
     code, out, err = finish(study)
     assert (code, kept(study)) == (0, whole), err
-    assert f"{len(whole) - len(before)} measurements made" in out
+    published = {
+        row for row in whole - before if isinstance(row[2], int)
+    }  # a layer, where others have a scope
+    assert f"{len(whole - before - published)} measurements made" in out
+    assert f"{len(published)} published values" in out
     return hits
 
 
@@ -146,7 +157,7 @@ def test_killed_at_random_moments_no_row_is_lost_and_none_is_twice(
     study: Path, whole: set[tuple[Any, ...]]
 ) -> None:
     generator = random.Random()
-    assert kill_and_go_on(study, whole, [generator.uniform(0.0, 0.6) for _ in range(3)]) >= 1
+    assert kill_and_go_on(study, whole, [generator.uniform(0.0, 0.9) for _ in range(3)]) >= 1
 
 
 @pytest.mark.slow
@@ -155,7 +166,7 @@ def test_killed_at_fifty_random_moments(study: Path, whole: set[tuple[Any, ...]]
     hits = 0
     for _ in range(10):
         shutil.rmtree(study / "out", ignore_errors=True)
-        hits += kill_and_go_on(study, whole, [generator.uniform(0.0, 0.5) for _ in range(5)])
+        hits += kill_and_go_on(study, whole, [generator.uniform(0.0, 0.9) for _ in range(5)])
     assert hits >= 25
 
 
@@ -176,6 +187,8 @@ class Deadly(tuple):
 schema.MEASUREMENTS.migrations[1] = Deadly()
 Store.open(Path(sys.argv[1]))
 """
+    (study / "plan.toml").write_text(PLAN.replace('as_published = "all"', ""))
+    whole = {row for row in whole if row[2] in ("attention", "head", "block")}
     assert finish(study)[0] == 0
     as_version_1(study / "out")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -374,9 +387,9 @@ def tortured(folder: Path, count: int, seed: int) -> None:
                 refused += 1
                 continue
             if damaged:  # an empty file is a store that was not begun
-                for name in ("measurements", "models", "texts", "inputs", "runs", "failures"):
-                    assert getattr(found, name).equals(getattr(whole, name)), (what, name)
-                assert found.study == whole.study
+                for name, table in vars(found).items():
+                    there = getattr(whole, name)
+                    assert table == there if name == "study" else table.equals(there), (what, name)
         if path.read_bytes() != damaged:
             assert not damaged, what
     assert refused > count
