@@ -16,11 +16,14 @@ from howsmooth.study.plan import ModelSpec
 from ._reproduce import tiny_tools
 from ._tiny_models import tiny
 
+OTHER = "$x_{$\x1b[31m\u202ename\\frac"
+"""A text whose name means harm to figures and terminals."""
+
 BERT, DECODER, GPT2, LLAMA = (ModelSpec(name) for name in ("bert", "bert-decoder", "gpt2", "llama"))
 
 
 def asked(*models: ModelSpec, **changes: Any) -> Request:
-    values: dict[str, Any] = {"models": models, "texts": ("prose", "other"), "samples": 2}
+    values: dict[str, Any] = {"models": models, "texts": ("prose", OTHER), "samples": 2}
     return Request(**(values | changes))
 
 

@@ -32,7 +32,7 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
 
-from ._experiments import BERT, DECODER, GPT2, LLAMA, asked, bert_head, checked, measured, units
+from ._experiments import BERT, DECODER, GPT2, LLAMA, OTHER, asked, bert_head, checked, measured, units
 from ._reproduce import TEXT, Words, dense_norm, tiny_tools
 from ._tiny_models import tiny
 
@@ -247,9 +247,17 @@ def test_quadratic_growth_is_drawn_and_told(growth: Path) -> None:
     assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
 
 
-def test_lengths_too_short_for_a_pair_are_refused(tmp_path: Path) -> None:
+def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 3"):
-        measured(QUADRATIC_GROWTH, asked(BERT, lengths=(2, 5)), tmp_path)
+        measured(QUADRATIC_GROWTH, asked(BERT, lengths=(1, 2)), tmp_path)
+    assert quadratic_growth._lengths(asked(BERT, lengths=(1, 2, 5, 4))) == [4, 5]
+
+
+def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
+    taken = quadratic_growth._lengths(asked(BERT, lengths=tuple(range(2, 101, 2))))
+    assert len(taken) == 4
+    assert (taken[0], taken[-1]) == (4, 100)
+    assert taken == sorted(set(taken))
 
 
 # ---- all
@@ -338,7 +346,7 @@ def test_gpt2_is_drawn_and_told(gpt2: Path) -> None:
     finding = checked(GPT2_GROWTH.draw(gpt2))
     table = finding.tables[0][1]
     assert table[["layer", "text"]].to_numpy().tolist() == [
-        [layer, text] for layer in (0, 1, 2) for text in ("prose", "other")
+        [layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)
     ]
     first = table.iloc[0]
     assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
@@ -348,10 +356,10 @@ def test_gpt2_is_drawn_and_told(gpt2: Path) -> None:
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: Path) -> None:
     tools = tiny_tools(_never)
     GPT2_GROWTH.measure(
-        asked(GPT2, lengths=(4, 9), texts=("other",), samples=1), gpt2, tools, lambda step: None
+        asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1), gpt2, tools, lambda step: None
     )
     table = GPT2_GROWTH.draw(gpt2).tables[0][1]
-    assert table["text"].tolist() == ["other"] * 3
+    assert table["text"].tolist() == [OTHER] * 3
     assert table["sequences"].tolist() == [2] * 3
 
 

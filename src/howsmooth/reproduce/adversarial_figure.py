@@ -63,9 +63,9 @@ class _Layer:
 
 def _measure(request: Request, folder: Path, tools: Tools, on_step: OnStep) -> None:
     tools, kept = remembering(tools), Kept(folder / "units")
-    lengths = request.lengths or _LENGTHS
-    if min(lengths) < 3:
-        raise ArgumentError("lengths", expected="numbers of at least 3, for a tie", got=str(min(lengths)))
+    lengths = tuple(n for n in request.lengths or _LENGTHS if n >= 2)
+    if not lengths:
+        raise ArgumentError("lengths", expected="some of at least 2, for two clusters", got="1")
     columns = columns_of(request, tools)
     # Time goes like the dimension; only shares matter.
     costs = [column.width / 64 for column in columns]

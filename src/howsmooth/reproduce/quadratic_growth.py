@@ -29,6 +29,7 @@ from howsmooth.study.tools import Tools
 __all__ = ["QUADRATIC_GROWTH", "Balanced", "balanced"]
 
 _LENGTHS = (3, 11, 101)
+_MOST_LENGTHS = 4
 _SAMPLES = 8
 # ‖A‖R² at the radii: the constant is quadratic in R from about 10 on, with a causal mask from about 100.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
@@ -114,11 +115,7 @@ def balanced(head: Head) -> Balanced:
 
 def _measure(request: Request, folder: Path, tools: Tools, on_step: OnStep) -> None:
     tools, kept = remembering(tools), Kept(folder / "units")
-    lengths = request.lengths or _LENGTHS
-    if min(lengths) < 3:
-        raise ArgumentError(
-            "lengths", expected="numbers of at least 3: a zero and a pair ±Ru", got=str(min(lengths))
-        )
+    lengths = _lengths(request)
     columns = columns_of(request, tools)
     # Time goes like the number of heads and the dimension; only shares matter.
     total = 1.0 + sum(column.width / 64 for column in columns)
@@ -155,6 +152,18 @@ def _measure(request: Request, folder: Path, tools: Tools, on_step: OnStep) -> N
         done += column.width / 64
     on_step(Step(total, total, ""))
     write_note(folder, {"units": [dict(key) for key in units], "made": list(made.items())})
+
+
+def _lengths(request: Request) -> list[int]:
+    """Choose lengths that have room for a zero and a pair ±Ru; a few of many, as they hardly differ."""
+    asked = sorted(request.lengths or _LENGTHS)
+    there = [n for n in asked if n >= 3]
+    if not there:
+        raise ArgumentError(
+            "lengths", expected="some of at least 3: a zero and a pair ±Ru", got=str(asked[-1])
+        )
+    places = torch.linspace(0, len(there) - 1, min(_MOST_LENGTHS, len(there))).round().int().tolist()
+    return [there[place] for place in places]
 
 
 def _setting(request: Request, column: Column, tools: Tools) -> Setting:

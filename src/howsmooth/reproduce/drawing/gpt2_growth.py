@@ -205,7 +205,7 @@ def _handles(texts: list[str]) -> list[Line2D]:
     looks = [(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i in range(len(texts))]
     return [
         Line2D([], [], color=colour, marker=marker, markersize=3.5, linestyle="none",
-               label=literal(_short(text)))
+               label=_short(text))
         for text, (colour, marker) in zip(texts, looks, strict=True)
     ] + [
         Line2D([], [], color="0.3", marker="o", markersize=3.5, linestyle="none", label="given to attention"),
@@ -215,7 +215,7 @@ def _handles(texts: list[str]) -> list[Line2D]:
 
 
 def _short(text: str) -> str:
-    return readable(text, 24)
+    return literal(readable(text, 24))
 
 
 def _correlated(each: Series) -> str:
