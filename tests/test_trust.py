@@ -142,6 +142,10 @@ def an_adapter(folder: Path, model: PreTrainedModel, mark: Path) -> None:
     torch.save({"w": Bomb(mark)}, folder / "adapter_model.bin")
 
 
+def quantised(folder: Path, model: PreTrainedModel, mark: Path) -> None:
+    change(folder / "config.json", quantization_config={"quant_method": "fp8"})
+
+
 def a_configuration_that_is_a_pickle(folder: Path, model: PreTrainedModel, mark: Path) -> None:
     (folder / "config.json").write_bytes(pickle.dumps(Bomb(mark)))
 
@@ -160,6 +164,7 @@ def a_configuration_that_is_a_pickle(folder: Path, model: PreTrainedModel, mark:
         (parts_outside, "'../w.safetensors', outside the model's folder"),
         (weights_outside, "outside the model's folder"),
         (no_index, "is not an index of weights (RecursionError)"),
+        (quantised, "its weights are quantised. Give the model in full precision"),
         (an_adapter, "holds an adapter (adapter_config.json), which is not read. Merge it"),
         (a_configuration_that_is_a_pickle, "cannot be read: "),
     ],

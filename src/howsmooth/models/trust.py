@@ -36,7 +36,7 @@ def forget_implementations(config: Any) -> None:
 
 
 def check_files(place: Place, config: Any) -> None:
-    """Refuse weights in anything but safetensors, and adapters.
+    """Refuse weights in anything but safetensors, quantised weights, and adapters.
 
     Parameters
     ----------
@@ -47,8 +47,9 @@ def check_files(place: Place, config: Any) -> None:
     ------
     ModelError
         If the configuration or the index of the weights names a file that is no safetensors file, or one
-        outside the model's folder; or if there is an adapter, which transformers adds to the model or leaves
-        out, depending on what else is installed.
+        outside the model's folder; if the weights are quantised, for which transformers may fetch kernels; or
+        if there is an adapter, which transformers adds to the model or leaves out, depending on what else is
+        installed.
 
     """
     if place.location is None:
@@ -61,6 +62,13 @@ def check_files(place: Place, config: Any) -> None:
     if index is not None:
         for part in _parts(place, str(index)):
             _check_name(place, part, "the index of its weights", (".safetensors",))
+    if any(
+        getattr(one, "quantization_config", None) is not None
+        for one in (config, config.get_text_config(decoder=True))
+    ):
+        raise ModelError(
+            f"{place.name!r} cannot be loaded: its weights are quantised. Give the model in full precision."
+        )
     if _file(place, _ADAPTER) is not None:
         raise ModelError(
             f"{place.name!r} holds an adapter ({_ADAPTER}), which is not read. Merge it into the model, and "
