@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +52,7 @@ def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: P
     rows = units(gammas)
     assert len(rows) == 2 * 2 * 3 * 4
     rows = rows[rows["model"] == "bert"]
-    for layer, h in ((0, 1), (2, 3)):
+    for layer, h in itertools.product(range(3), range(4)):
         query, key, _, _ = bert_head(layer, h)
         values = np.linalg.eigvals((key.T @ query / math.sqrt(6)).numpy())
         real = values[np.abs(values.imag) < 1e-9].real
@@ -363,6 +365,26 @@ def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: Path) -> None:
     assert table["sequences"].tolist() == [2] * 3
 
 
+def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
+    request = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
+    GPT2_GROWTH.measure(replace(request, as_published=True), tmp_path, tiny_tools(), lambda step: None)
+    finding = checked(GPT2_GROWTH.draw(tmp_path))
+    (row,) = finding.tables[0][1].to_dict("records")
+    with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
+        table, theirs = store.measurements(), store.published()
+    theirs = theirs[theirs["quantity"] == "as published"].sort_values("n")
+    ratios = theirs["lipschitz"].to_numpy() / table.sort_values("n")["lipschitz"].to_numpy()
+    assert row["published / corrected"] == pytest.approx(np.median(ratios), rel=1e-3)
+    slope = np.polyfit(np.log(theirs["n"]), np.log(theirs["lipschitz"]), 1)[0]
+    assert row["published exponent"] == pytest.approx(slope, rel=1e-6)
+    assert f"{row['published / corrected']:.3g} times the corrected constant" in finding.seen[0]
+    # Not asked for, it is not shown.
+    GPT2_GROWTH.measure(request, tmp_path, tiny_tools(_never), lambda step: None)
+    finding = GPT2_GROWTH.draw(tmp_path)
+    assert "published exponent" not in finding.tables[0][1]
+    assert "published" not in finding.seen[0]
+
+
 def _never(calls: int) -> None:
     raise AssertionError("everything was measured before")
 
@@ -371,6 +393,6 @@ def test_norms_that_are_all_the_same_have_no_correlation(tmp_path: Path) -> None
     rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
     fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), np.ones(4, dtype=bool))
     growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
-    series = Series("m", 0, "prose", rows, fit, growing)
+    series = Series("m", 0, "prose", rows, fit, growing, rows.iloc[:0], fit)
     assert math.isnan(series.attended_correlation.value)
     assert series.entering_correlation.value == pytest.approx(1)

@@ -16,10 +16,11 @@ from matplotlib.lines import Line2D
 from howsmooth.reproduce.drawing.paper import PAPER, WIDTH, save_picture
 from howsmooth.reproduce.finding import Finding, Picture, read_note
 from howsmooth.reproduce.kept import Kept
-from howsmooth.reproduce.words import power
+from howsmooth.reproduce.words import power, ratio
 from howsmooth.study.exponents import LEVEL, Exponent, fit_exponent
 from howsmooth.study.figures.style import literal, new_figure, set_axis
 from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.published_rows import CORRECTED, PUBLISHED, read_rows
 from howsmooth.study.radius import Correlation, radius_correlation
 from howsmooth.study.store import Store
 
@@ -27,6 +28,7 @@ __all__ = ["Series", "draw"]
 
 _COLOURS = ("#440154", "#e07b00", "#21918c", "#3b528b")
 _MARKERS = ("o", "^", "s", "D")
+_PUBLISHED_LINE = (0.0, (1.0, 1.2))
 _STEADY = 1.001
 _MOST_ACROSS = 4
 
@@ -46,6 +48,11 @@ class Series:
     entering
         Norms of the tokens that enter the layer, with columns ``n`` and ``radius``; empty if they could not
         be captured.
+    published
+        What the published code computes at the same sequences, with columns ``n``, ``lipschitz`` and
+        ``ratio`` (to the corrected constant); empty if it was not asked for.
+    published_fit
+        The power of n fitted to it.
 
     """
 
@@ -55,6 +62,8 @@ class Series:
     rows: pd.DataFrame
     fit: Exponent
     entering: pd.DataFrame
+    published: pd.DataFrame
+    published_fit: Exponent
 
     @property
     def attended_correlation(self) -> Correlation:
@@ -99,6 +108,10 @@ def _read(folder: Path, one: dict[str, Any], note: dict[str, Any]) -> list[Serie
     with Store.open(folder / one["store"], write=False) as store:
         rows = store.measurements()
     rows = rows[rows["n"].isin(note["lengths"]) & (rows["sample"] < note["samples"])]
+    theirs = read_rows(folder / one["store"])
+    theirs = theirs[
+        theirs["n"].isin(note["lengths"]) & (theirs["sample"] < note["samples"]) & note["as_published"]
+    ]
     kept = Kept(folder / "units")
     entering = {unit["text"]: kept.table([unit]) for unit in one["units"]}
     nothing = pd.DataFrame({"layer": [], "n": [], "radius": []}, dtype="float64")
@@ -110,8 +123,30 @@ def _read(folder: Path, one: dict[str, Any], note: dict[str, Any]) -> list[Serie
             fit = fit_exponent(
                 part["n"].to_numpy(), part["lipschitz"].to_numpy(), part["converged"].to_numpy(dtype=bool)
             )
-            found.append(Series(one["model"], layer, text, part, fit, norms[norms["layer"] == layer]))
+            published = _beside(theirs[(theirs["layer"] == layer) & (theirs["text"] == text)])
+            series = Series(
+                model=one["model"],
+                layer=layer,
+                text=text,
+                rows=part,
+                fit=fit,
+                entering=norms[norms["layer"] == layer],
+                published=published,
+                published_fit=fit_exponent(
+                    published["n"].to_numpy(),
+                    published["lipschitz"].to_numpy(np.float64),
+                    np.isfinite(published["lipschitz"].to_numpy(np.float64)),
+                ),
+            )
+            found.append(series)
     return found
+
+
+def _beside(rows: pd.DataFrame) -> pd.DataFrame:
+    """Put the published values beside the corrected ones of the same sequences."""
+    right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
+    theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
+    return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()
 
 
 # ---- the pictures
@@ -145,11 +180,13 @@ def _picture(series: list[Series], one: dict[str, Any], texts: list[str], folder
         below.set_title("\n".join(_correlated(each) for each in here))
         below.set_xlabel("sequence length $n$")
         set_axis(below, "x", pd.concat([each.rows["n"] for each in here]), whole=True)
-        set_axis(above, "y", pd.concat([each.rows["lipschitz"] for each in series]))
+        values = [each.rows["lipschitz"] for each in series]
+        set_axis(above, "y", pd.concat([*values, *(each.published["lipschitz"] for each in series)]))
         set_axis(below, "y", pd.concat(norms))
     axes[0, 0].set_ylabel("local Lipschitz constant")
     axes[1, 0].set_ylabel("norm of the tokens")
-    figure.legend(handles=_handles(texts), loc="outside lower center", ncols=4)
+    published = any(len(each.published) for each in series)
+    figure.legend(handles=_handles(texts, published=published), loc="outside lower center", ncols=5)
     name = readable(one["model"])
     figure.suptitle(literal(name))
     stem = file_stem("gpt2", one["model"], *(f"layer-{layer:02d}" for layer in layers))
@@ -162,7 +199,7 @@ def _picture(series: list[Series], one: dict[str, Any], texts: list[str], folder
         f"{name}. Above, the local Lipschitz constant of attention, with the fitted exponent and its 95 % "
         "interval. Below, the root mean square norm of a sequence's tokens, filled for those that attention "
         "is given and hollow for those that enter the layer, and the correlation of the latter's logarithm "
-        "with that of n."
+        "with that of n." + (" Dotted and with crosses, as published." if published else "")
     )
     return Picture(pdf, png, alt, caption)
 
@@ -180,9 +217,19 @@ def _constants(axis: Axes, each: Series, colour: str, marker: str) -> None:
         alpha=0.7,
         zorder=3,
     )
-    if not each.fit.note:
-        ends = [float(each.fit.n_min), float(each.fit.n_max)]
-        axis.plot(ends, [each.fit.at(n) for n in ends], color=colour, linewidth=1.2, zorder=4)
+    axis.scatter(
+        each.published["n"],
+        each.published["lipschitz"],
+        s=12,
+        marker="+",
+        color=colour,
+        linewidths=0.5,
+        zorder=2,
+    )
+    for fit, style in ((each.fit, "solid"), (each.published_fit, _PUBLISHED_LINE)):
+        if not fit.note:
+            ends = [float(fit.n_min), float(fit.n_max)]
+            axis.plot(ends, [fit.at(n) for n in ends], color=colour, linestyle=style, linewidth=1.2, zorder=4)
 
 
 def _norms(axis: Axes, each: Series, colour: str, marker: str) -> None:
@@ -201,17 +248,35 @@ def _norms(axis: Axes, each: Series, colour: str, marker: str) -> None:
     )
 
 
-def _handles(texts: list[str]) -> list[Line2D]:
-    looks = [(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i in range(len(texts))]
-    return [
-        Line2D([], [], color=colour, marker=marker, markersize=3.5, linestyle="none",
-               label=_short(text))
-        for text, (colour, marker) in zip(texts, looks, strict=True)
-    ] + [
-        Line2D([], [], color="0.3", marker="o", markersize=3.5, linestyle="none", label="given to attention"),
-        Line2D([], [], color="0.3", marker="o", markersize=3.5, linestyle="none", markerfacecolor="none",
-               label="entering the layer"),
-    ]  # fmt: skip
+def _handles(texts: list[str], *, published: bool) -> list[Line2D]:
+    def point(colour: str, marker: str, words: str, *, filled: bool = True) -> Line2D:
+        face = colour if filled else "none"
+        return Line2D(
+            [],
+            [],
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linestyle="none",
+            markerfacecolor=face,
+            label=words,
+        )
+
+    handles = [
+        point(_COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)], _short(text))
+        for place, text in enumerate(texts)
+    ]
+    handles += [
+        point("0.3", "o", "given to attention"),
+        point("0.3", "o", "entering the layer", filled=False),
+    ]
+    if published:
+        handles.append(
+            Line2D(
+                [], [], color="0.3", marker="+", markersize=4, linestyle=_PUBLISHED_LINE, label="as published"
+            )
+        )
+    return handles
 
 
 def _short(text: str) -> str:
@@ -242,6 +307,11 @@ def _words(each: Series) -> str:
         words += f" That of the tokens that enter the layer {entering}."
     if each.fit.left_out:
         words += f" {each.fit.left_out} measurements are left out, as they did not converge or are zero."
+    if len(each.published):
+        words += (
+            f" As published, the quantity goes like {power(each.published_fit)}, and is in the median "
+            f"{ratio(float(each.published['ratio'].median()))} times the corrected constant."
+        )
     return words
 
 
@@ -261,7 +331,7 @@ def _norm_words(radius: np.ndarray, found: Correlation) -> str:
 
 def _row(each: Series) -> dict[str, Any]:
     attended, entering = each.attended_correlation, each.entering_correlation
-    return {
+    row = {
         "model": each.model,
         "layer": each.layer,
         "text": each.text,
@@ -277,3 +347,8 @@ def _row(each: Series) -> dict[str, Any]:
         "from": entering.low,
         "to": entering.high,
     }
+    if len(each.published):
+        fit = each.published_fit
+        row |= {"published exponent": fit.slope, "published low": fit.low, "published high": fit.high}
+        row["published / corrected"] = float(each.published["ratio"].median())
+    return row
