@@ -69,6 +69,6 @@ class CliOptions(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive."""
-    app.add_config_value("cli_documented", ["measure", "study", "bound", "attack"], "env", list)
+    app.add_config_value("cli_documented", ["measure", "study", "bound", "attack", "reproduce"], "env", list)
     app.add_directive("cli-options", CliOptions)
     return {"parallel_read_safe": True}

@@ -56,8 +56,8 @@ def measure(
         list[str] | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="A path (.txt, or AG_NEWS-format .csv), python-docs, alice or ag_news. May be repeated. "
-            "Default: python-docs.",
+            help="A path (.txt, or AG_NEWS-format .csv), python-docs, python-code, alice or ag_news. May be "
+            "repeated. Default: python-docs.",
             show_default=False,
             rich_help_panel=WHAT,
         ),
