@@ -66,10 +66,10 @@ class Balanced:
         return float(torch.linalg.matrix_norm(block, 2))
 
     def mean_field(self, n: int, radius: float, local: float) -> float:
-        """Return the local W₂-Lipschitz constant of the mean-field map at the tokens' measure, unmasked.
+        """Return max(‖D_X f‖, max_i ‖V C_i A‖), unmasked: the growth where atoms of a measure may split.
 
-        An atom may split, so that it is max(‖D_X f‖, max_i ‖V C_i A‖) over all atoms, C_i the covariance that
-        token i sees (docs/theory/worst-inputs.md); here C_i is a multiple of uuᵀ.
+        A lower bound of the mean-field map's constant in W₂ (Lemma 2 of docs/theory/worst-inputs.md). C_i is
+        the covariance that token i sees, here a multiple of uuᵀ.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ QUADRATIC_GROWTH = Experiment(
         "One token (or two) at zero, all others balanced at ±Ru: the zero sees all tokens alike, however "
         "large R is, and its own block of the Jacobian is V(I/n + (m/n)R² uuᵀA), m the number of tokens "
         "±Ru. For A = γI, V = I and odd n this is 1/n + γR²(n−1)/n: attention is not Lipschitz on all "
-        "sequences, with two tokens ±Ru already. Left, A = V = I; then every head of a layer of each model, "
+        "sequences, not even on three tokens. Left, A = V = I; then every head of a layer of each model, "
         "with u the best of singular vectors of A and V, orthogonal to the query bias."
     ),
     measure=_measure,

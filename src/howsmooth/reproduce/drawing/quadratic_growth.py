@@ -249,8 +249,8 @@ def _identity_words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
         f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²(n−1)/n by a share of at "
         f"most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is {last['value']:.4g}; "
         f"howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 {theirs:.3g} times, and "
-        f"the bound for every n is exp({last['log_free']:.4g}). The local constant of the mean-field map in "
-        f"W₂ at the same tokens is {same}."
+        f"the bound for every n is exp({last['log_free']:.4g}). Where the tokens are a measure, whose atoms "
+        f"may split, the constant is {same}."
     )
 
 
