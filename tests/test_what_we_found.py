@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
+from howsmooth.study.plan import ModelSpec
 from tests._shared import shared_data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +101,7 @@ def test_counts_of_the_answer() -> None:
     fits = attention()
     for words, quantity in (("**Corrected**", "corrected"), ("**As published**", "as published")):
         of = fits[fits["quantity"] == quantity]
-        found = re.search(rf"- {re.escape(words)}, (\d+) fits .* Within 0.03 of 1/4 are (\d+)\. ", PAGE)
+        found = re.search(rf"- {re.escape(words)}, (\d+) fits .* and (\d+) are within 0\.03 of it\. ", PAGE)
         assert found is not None
         assert int(found[1]) == len(of)
         assert int(found[2]) == (of["slope"].between(0.22, 0.28)).sum()
@@ -134,11 +135,27 @@ def test_what_the_page_says_in_words() -> None:
     assert ((there["slope"] - 0.25).abs() < 0.04).mean() > 0.6
     own = there[there["model"].str.startswith("builtin-encoder")]
     assert ((own["slope"] - 0.25).abs() < 0.03).all()
+    refused = page.holm(there["quarter"])
+    assert refused.mean() > 0.5  # "refused for more than half of them"
     # "output is what makes the difference": the published exponent moves as with output alone
     item = {name: of.set_index(["model", "text", "layer"])["slope"] for name, of in fits.groupby("quantity")}
     moved = {name: (slope - item["corrected"]).abs().median() for name, slope in item.items()}
     assert moved["only output"] > 2 * moved["only block"]
     assert moved["only stopping"] < 0.005
+
+
+def test_what_the_page_says_of_adversarial_tokens() -> None:
+    found = pd.read_csv(TABLES / "slices.csv")
+    assert found["converged"].all()
+    wide = found.pivot_table("lipschitz", ["model", "radius", "n"], "tokens", aggfunc="median")
+    for (_, radius), of in wide.groupby(["model", "radius"]):
+        growth = of.xs(392, level="n").iloc[0] / of.xs(12, level="n").iloc[0]
+        if radius < 100:
+            assert growth["wrong slices"] < 1.5
+        root = (392 / 12) ** 0.5
+        assert growth["own"] > (0.6 if radius == 15.5 else 0.9) * root
+    largest = found[found["radius"] == 100].groupby(["model", "tokens"])["lipschitz"].max().unstack()
+    assert (largest["wrong slices"] > 5 * largest["own"]).all()
 
 
 def test_fits_are_consistent_in_themselves() -> None:
@@ -152,8 +169,9 @@ def test_fits_are_consistent_in_themselves() -> None:
     assert not fits.duplicated(["model", "text", "layer", "quantity"]).any()
     layers = fits.groupby(["model", "text"])["layer"].agg(lambda found: sorted(set(found)))
     expected = {"stories260k": 5, "all-MiniLM-L6-v2": 6}
-    for (model, _), found in layers.items():
-        assert found == ([0, 6, 11] if "gpt2" in model else list(range(expected.get(model, 4))))
+    for (model, text), found in layers.items():
+        of_gpt2 = [0, 6, 11] if text == "alice" else [6]
+        assert found == (of_gpt2 if "gpt2" in model else list(range(expected.get(model, 4))))
 
 
 def test_slopes_agree_with_the_medians() -> None:
@@ -179,8 +197,10 @@ def test_the_spread_of_exponents_is_found_again() -> None:
         assert abs(page.spread_of_exponents(fits) - true) < 0.012
 
 
-def test_holm_on_a_textbook_case() -> None:
-    # Holm (1979): .01 and .005 are refused at .05; .03 fails at .05/2, so .04 stands too
+def test_holm_steps_down_and_stops() -> None:
+    # .005 · 4, .01 · 3 and .015 · 2 are below .05, though .015 · 4 is not
+    assert list(page.holm(pd.Series([0.01, 0.9, 0.015, 0.005]))) == [True, False, True, True]
+    # .03 · 2 is not, so .04 · 1 is not looked at
     assert list(page.holm(pd.Series([0.01, 0.04, 0.03, 0.005]))) == [True, False, False, True]
 
 
@@ -220,6 +240,33 @@ def test_tables_from_known_rows() -> None:
     assert found["head", 2] == pytest.approx(-0.6, abs=0.01)
     # The median of two equal heads and a third one is one of the two
     assert found.xs("head (median)").item() == pytest.approx(0.4, abs=0.01)
+
+
+def test_the_script_measures_goes_on_and_writes_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prose = tmp_path / "prose.txt"
+    prose.write_text("A map is smooth if what it gives moves no faster than what it takes, it is said. " * 9)
+    spec = ModelSpec("builtin-decoder")
+    jobs = [
+        measuring.Job(spec, str(prose), (2, 4, 8), 2, layers="0", items=("output",)),
+        measuring.Job(spec, str(prose), (2, 4, 8), 2, layers="0", scopes=("attention",)),
+    ]
+    tools = measuring.tools_with(None)
+    for job in jobs:
+        measuring.carry_out(job, tmp_path / "work", tools)
+    measuring.collect(tmp_path / "work", tmp_path / "tables")
+    fits = pd.read_csv(tmp_path / "tables" / "attention.csv").set_index("quantity")
+    assert list(fits.index) == ["corrected", "as published"]
+    assert list(fits["n_points"]) == [6, 6]
+    scopes = pd.read_csv(tmp_path / "tables" / "scopes.csv")
+    # The same sequences and seeds, so the same constants
+    assert scopes["slope"].item() == fits.loc["corrected", "slope"]
+    capsys.readouterr()
+    for job in jobs:
+        measuring.carry_out(job, tmp_path / "work", tools)
+    told = capsys.readouterr().out
+    assert re.findall(r"(\d+) measured, (\d+) there", told) == [("0", "12"), ("0", "6")]
 
 
 def test_parts_are_sequences_of_the_models_own_language() -> None:
