@@ -267,7 +267,7 @@ def test_a_second_process_is_refused_while_the_first_works(tmp_path: Path) -> No
 
 def test_progress_is_told_from_nothing_to_everything(tmp_path: Path) -> None:
     told: list[Progress] = []
-    run(make_plan(), tmp_path, make_tools()[0], on_progress=told.append)
+    run(make_plan(bounds=False), tmp_path, make_tools()[0], on_progress=told.append)
     assert [step.done for step in told] == list(range(0, 46, 5))
     assert told[0].cost_done == 0
     assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
@@ -410,3 +410,23 @@ def test_where_the_numbers_came_from_is_recorded(tmp_path: Path) -> None:
     assert '"torch":' in contents.runs["environment"][0]
     assert contents.inputs["tokens"].tolist() == [4000]
     assert contents.study["special_tokens"] == "none"
+
+
+def test_an_interrupt_between_writing_and_telling_is_counted_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Store.add, 0
+
+    def add(self: Store, *arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        real(self, *arguments, **options)
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "add", add)
+    told: list[Progress] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(make_plan(), tmp_path, make_tools()[0], on_progress=told.append)
+    assert told[-2].done == 15
+    assert told[-1].done == len(rows_of(tmp_path)) == 20

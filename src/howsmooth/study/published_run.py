@@ -104,11 +104,15 @@ def run_as_published(
 
     with begun_study(plan, folder, tools, keep_going=keep_going, check=check) as begun:
         store = begun.store
-        batches = [
-            batch
-            for subject, places in begun.placed
-            for batch in _work(begun.plan, subject, wanted[_name(subject)], places, store)
-        ]
+
+        def left() -> list[_Batch]:
+            return [
+                batch
+                for subject, places in begun.placed
+                for batch in _work(begun.plan, subject, wanted[_name(subject)], places, store)
+            ]
+
+        batches = left()
         planned = sum(len(batch.missing) for batch in batches)
         asked = sum(
             sum(map(len, wanted[_name(one)].values())) * len(one.lengths) * plan.samples
@@ -122,16 +126,25 @@ def run_as_published(
             failed = FailureLog(store, number, keep_going=keep_going)
             for spec, text, error in begun.impossible:
                 failed.add(error, spec.label, text, what="published")
-            for batch in batches:
-                where = (*_name(batch.subject), batch.n, "attention")
-                on_progress(Progress(done, planned, kept, cost, cost_planned, *where, -1, failed.count))
-                for rows in _measured(begun.plan, batch, begun.models, failed):
-                    store.add_published(rows, number, worked=time.monotonic() - started)
-                    done += len(rows)
-                    unsettled += sum(not row.settled and row.lower is not None for row in rows)
-                    told = (done, planned, kept, cost, cost_planned, *where, rows[0].layer, failed.count)
-                    on_progress(Progress(*told))
-                cost += batch.cost
+
+            def tell(batch: _Batch, layer: int = -1) -> None:
+                where = (*_name(batch.subject), batch.n, "attention", layer)
+                on_progress(Progress(done, planned, kept, cost, cost_planned, *where, failed.count))
+
+            try:
+                for batch in batches:
+                    tell(batch)
+                    for rows in _measured(begun.plan, batch, begun.models, failed):
+                        store.add_published(rows, number, worked=time.monotonic() - started)
+                        done += len(rows)
+                        unsettled += sum(not row.settled and row.lower is not None for row in rows)
+                        tell(batch, rows[0].layer)
+                    cost += batch.cost
+            except KeyboardInterrupt:
+                # It may have come after rows were written and before that was told.
+                done = planned - sum(len(batch.missing) for batch in left())
+                tell(batches[-1])
+                raise
             store.finish_run(number)
             failures, reason = failed.count, failed.first
     return Outcome(done, kept, unsettled, time.perf_counter() - began, failures, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from howsmooth.study.begin import begun_study
@@ -17,7 +18,7 @@ from howsmooth.study.measuring import bounds_of, measured
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome, Progress
 from howsmooth.study.tools import Tools
-from howsmooth.study.work import bounds_left, count_planned, measurement_cost, work
+from howsmooth.study.work import Batch, Bounds, bounds_left, count_planned, measurement_cost, work
 
 __all__ = ["run"]
 
@@ -75,39 +76,47 @@ def run(
                 failed.add(error, spec.label, text)
             cost_planned = sum(batch.cost for batch in batches) + sum(task.cost for task in bounds)
             cost_done = 0.0
-            for batch in batches:
-                where = (batch.subject.model.label, batch.subject.text.name, batch.n, batch.scope)
-                if batch is batches[0]:
-                    on_progress(Progress(0, planned, kept, 0.0, cost_planned, *where, -1, failed.count))
-                cost_after = cost_done + batch.cost
-                for found in measured(plan, batch, tools, models, failed):
-                    rows = found.rows
-                    store.add(
-                        rows,
-                        number,
-                        worked=time.monotonic() - started,
-                        sensitivities=found.sensitivities,
-                        sequences=found.sequences,
-                    )
-                    done += len(rows)
-                    unconverged += sum(not row.converged for row in rows)
-                    cost_done += len(rows) * measurement_cost(batch.n)
-                    told = (done, planned, kept, cost_done, cost_planned, *where, rows[0].layer)
-                    on_progress(Progress(*told, failed.count))
-                cost_done = cost_after
-            for task in bounds:
-                where = (task.subject.model.label, task.subject.text.name, task.n, task.scope)
-                told = (done, planned, kept, cost_done, cost_planned, *where, -1)
-                on_progress(Progress(*told, failed.count, bounding=True))
-                # Bounds stand beside measurements; what failed has none.
-                there = task.among(store.known(*where[:2]))
-                if there.missing and tools.bound is not None:
-                    for found_bounds in bounds_of(plan, there, tools, models, tools.bound, failed):
-                        store.add_bounds(found_bounds, number)
-                cost_done += task.cost
-            if bounds:
-                told = (done, planned, kept, cost_done, cost_planned, *where, -1)
-                on_progress(Progress(*told, failed.count, bounding=True))
+
+            def tell(task: Batch | Bounds, layer: int = -1) -> None:
+                where = (task.subject.model.label, task.subject.text.name, task.n, task.scope, layer)
+                told = Progress(done, planned, kept, cost_done, cost_planned, *where, failed.count)
+                on_progress(replace(told, bounding=isinstance(task, Bounds)))
+
+            try:
+                for batch in batches:
+                    if batch is batches[0]:
+                        tell(batch)
+                    cost_after = cost_done + batch.cost
+                    for found in measured(plan, batch, tools, models, failed):
+                        rows = found.rows
+                        store.add(
+                            rows,
+                            number,
+                            worked=time.monotonic() - started,
+                            sensitivities=found.sensitivities,
+                            sequences=found.sequences,
+                        )
+                        done += len(rows)
+                        unconverged += sum(not row.converged for row in rows)
+                        cost_done += len(rows) * measurement_cost(batch.n)
+                        tell(batch, rows[0].layer)
+                    cost_done = cost_after
+                for task in bounds:
+                    tell(task)
+                    # Bounds stand beside measurements; what failed has none.
+                    there = task.among(store.known(task.subject.model.label, task.subject.text.name))
+                    if there.missing and tools.bound is not None:
+                        for found_bounds in bounds_of(plan, there, tools, models, tools.bound, failed):
+                            store.add_bounds(found_bounds, number)
+                    cost_done += task.cost
+                if bounds:
+                    tell(bounds[-1])
+            except KeyboardInterrupt:
+                # It may have come after a batch was written and before that was told.
+                done = planned - sum(len(batch.missing) for batch in work(plan, placed, store))
+                if batches:
+                    tell(batches[-1])
+                raise
             store.finish_run(number)
             failures, reason = failed.count, failed.first
     return Outcome(done, kept, unconverged, time.perf_counter() - began, failures, reason)
