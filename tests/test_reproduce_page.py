@@ -3,13 +3,17 @@ from __future__ import annotations
 import base64
 import html.parser
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from howsmooth.reproduce.finding import Finding, Picture, read_note, write_note
 from howsmooth.reproduce.page import Section, render
+
+from ._browser import Complaints, chromium, opened
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -31,6 +35,12 @@ class Reader(html.parser.HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words += data
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
 
 
 def page_of(
@@ -110,6 +120,65 @@ def test_long_tables_are_closed_and_short_ones_open(tmp_path: Path) -> None:
     assert "<details open>" in short
     assert "<details open>" not in long
     assert "(13 rows)" in long
+
+
+def test_very_long_tables_are_left_to_their_file(tmp_path: Path) -> None:
+    page = page_of(tmp_path, table=pd.DataFrame({"n": range(1000, 1301)}))
+    assert "(301 rows)" in page
+    assert "Too many for this page" in page
+    assert "<table>" not in page
+    assert "<td" in page_of(tmp_path, table=pd.DataFrame({"n": range(1000, 1300)}))
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1100, "light"), (1100, "dark"), (390, "light"), (390, "dark")]
+)
+def test_in_a_browser_it_is_readable_and_asks_for_nothing(
+    tmp_path: Path, browser: Any, width: int, scheme: str
+) -> None:
+    long = "name-without-end" * 20
+    table = pd.DataFrame({f"column {k}": [long, HOSTILE] for k in range(12)})
+    file = tmp_path / "reproduce.html"
+    file.write_text(page_of(tmp_path, words=f"{HOSTILE} {long}", table=table), encoding="utf-8")
+    view = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    with opened(browser, file, **view) as (page, heard):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("window.violations") == []
+        assert page.evaluate("document.images.length") == 1
+        assert page.evaluate("document.images[0].complete && document.images[0].naturalWidth === 1")
+        ink, paper = page.evaluate(
+            "['color', 'backgroundColor'].map((name) => getComputedStyle(document.body)[name])"
+        )
+        assert contrast(ink, paper) > 7
+        # The keyboard reaches links and what scrolls.
+        reached = set()
+        for _ in range(8):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.tagName"))
+        assert {"A", "DIV", "SUMMARY"} <= reached
+    assert heard == Complaints()
+
+
+def test_printed_it_holds_pictures_and_tables(tmp_path: Path, browser: Any) -> None:
+    file = tmp_path / "reproduce.html"
+    file.write_text(page_of(tmp_path, table=pd.DataFrame({"n": [7]})), encoding="utf-8")
+    with opened(browser, file) as (page, _):
+        page.emulate_media(media="print")
+        assert page.locator("td").is_visible()
+        assert page.locator("img").is_visible()
+        assert not page.locator("nav").is_visible()
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of WCAG 2 between two colours as browsers write them."""
+
+    def light(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_what_could_not_be_made_is_said(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ PAGE = "reproduce.html"
 """The name of the page's file."""
 
 _ROWS_SHOWN = 12
+_MOST_ROWS = 300
 _DOTS_AN_INCH = 220  # of the pictures
 _PIXELS_AN_INCH = 110  # a little larger than on paper, where there is room
 
@@ -122,7 +123,9 @@ def _section(section: Section, folder: Path) -> dict[str, Any]:
             {
                 "caption": caption,
                 "open": len(table) <= _ROWS_SHOWN,
-                **_cells(table),
+                "count": len(table),
+                # Thousands of rows would make the page heavy, and are for a program.
+                **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
                 **_link(folder / section.name / table_name(number), folder),
             }
             for number, (caption, table) in enumerate(finding.tables)

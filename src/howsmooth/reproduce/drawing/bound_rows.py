@@ -102,8 +102,12 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
                 "cases": len(part),
                 "holds in": len(valid),
                 **{
-                    f"{which} ratio": math.nan if logs.empty else _exp(float(logs.quantile(share)))
-                    for which, share in (("least", 0.0), ("median", 0.5), ("largest", 1.0))
+                    f"{which} ratio": math.nan if logs.empty else _exp(log)
+                    for which, log in (
+                        ("least", float(logs.min())),
+                        ("median", float(logs.median())),
+                        ("largest", float(logs.max())),
+                    )
                 },
             }
         )
@@ -152,7 +156,7 @@ def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str
         ("ball upper", "the tightest over the ball"),
         ("ball lower", "the largest lower bound over the ball"),
     ):
-        here = rows[rows["holds"] & (rows["kind"] == kind)]
+        here = rows[rows["holds"] & (rows["kind"] == kind) & np.isfinite(rows["log_ratio"])]
         if here.empty:
             continue
         medians = here.groupby("name")["log_ratio"].median()
