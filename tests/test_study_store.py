@@ -61,7 +61,14 @@ def published(**changes: Any) -> PublishedValue:
 
 
 # What a text may hold: nothing of it may change, or end what stands around it.
-HOSTILE = ("<script>alert(1)</script>", "</", "\u202e\u2028\0\x1b", "", "'; DROP TABLE runs; --", "x" * 10**6)
+HOSTILE = (
+    " <script>alert(1)</script>\n",
+    "</",
+    "\u202e\u2028\0\x1b",
+    "",
+    "'; DROP TABLE runs; --",
+    "x" * 10**6,
+)
 
 
 def sequence(tokens: tuple[str, ...] = HOSTILE[:4], **changes: Any) -> SequenceRecord:

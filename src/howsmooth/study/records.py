@@ -27,19 +27,19 @@ SENSITIVITY_COLUMNS = (
     "model", "text", "scope", "layer", "head", "n", "sample", "start", "place", "tokens", "input_energy",
     "output_energy", "converged", "run",
 )  # fmt: skip
-"""The columns of :attr:`Contents.sensitivities`."""
+"""The columns of ``Contents.sensitivities``."""
 
 BOUND_COLUMNS = (
     "model", "text", "scope", "layer", "head", "n", "sample", "start", "radius", "name", "side", "quantity",
     "value", "log_value", "holds", "source", "run",
 )  # fmt: skip
-"""The columns of :attr:`Contents.bounds`."""
+"""The columns of ``Contents.bounds``."""
 
 PUBLISHED_COLUMNS = (
     "model", "text", "layer", "n", "sample", "quantity", "items", "lipschitz", "lower", "upper", "settled",
     "steps", "radius_mean", "start", "seed", "map",
 )  # fmt: skip
-"""The columns of :attr:`Contents.published` and of ``published.csv``.
+"""The columns of ``Contents.published`` and of ``published.csv``.
 
 ``quantity`` is ``corrected``, ``only`` and an item, or ``as published``; ``items`` are the items in effect.
 ``lower`` and ``upper`` are empty where the published iteration measured.
@@ -216,7 +216,7 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """What was measured of one quantity at one sequence; see :data:`PUBLISHED_COLUMNS`.
+    """What was measured of one quantity at one sequence; see ``PUBLISHED_COLUMNS``.
 
     ``lower`` and ``upper`` are ``None`` where the published iteration measured, which has no interval.
     """
@@ -253,12 +253,12 @@ class Contents:
         The identity and the time of creation; empty if nothing was ever measured.
     sensitivities
         One row a sequence, scope, layer and head, for sample 0 up to 512 tokens, with
-        :data:`SENSITIVITY_COLUMNS`: ``tokens`` a list of words, ``input_energy`` and ``output_energy`` lists
+        ``SENSITIVITY_COLUMNS``: ``tokens`` a list of words, ``input_energy`` and ``output_energy`` lists
         of numbers of the same length; ``place`` is missing if the tokenizer cannot tell.
     bounds
-        One row a bound, see :class:`Bounding`, with :data:`BOUND_COLUMNS`; what is missing is NaN.
+        One row a bound, see :class:`Bounding`, with ``BOUND_COLUMNS``; what is missing is NaN.
     published
-        One row a quantity and sequence, with :data:`PUBLISHED_COLUMNS` and the number of its run.
+        One row a quantity and sequence, with ``PUBLISHED_COLUMNS`` and the number of its run.
 
     """
 
