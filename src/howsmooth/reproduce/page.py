@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 import jinja2
 import pandas as pd
-from markupsafe import Markup
 
 from howsmooth.reproduce.finding import Finding
 from howsmooth.study.names import readable
@@ -90,7 +89,7 @@ def render(folder: Path, sections: Sequence[Section], command: str, environment:
     style = files("howsmooth.reproduce").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return templates.get_template("reproduce.html.jinja").render(
-        style=Markup(style),
+        style=style,
         style_digest=f"sha256-{digest}",
         sections=[_section(one, folder) for one in sections],
         command=command,
