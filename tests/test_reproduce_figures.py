@@ -19,7 +19,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.reproduce import quadratic_growth
-from howsmooth.reproduce.drawing.gamma_radius import over_texts
+from howsmooth.reproduce.drawing.gamma_radius import gamma_words, over_texts
 from howsmooth.reproduce.drawing.gpt2_growth import Series
 from howsmooth.reproduce.drawing.quadratic_growth import FAR, IDENTITY, exponents_in_radius
 from howsmooth.reproduce.experiment import Experiment, Step
@@ -114,6 +114,10 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     table = over_texts(rows)
     assert table["strength"].tolist()[0] == 4.0
     assert math.isnan(table["strength"].tolist()[1])
+    words = gamma_words("m", table)
+    assert "from 4 to 4 over its 1 heads" in words
+    assert "In 1 of 1 heads" in words
+    assert words.endswith("Without any real eigenvalue: 1 more.")
 
 
 def test_gamma_is_drawn_and_told(gammas: Path) -> None:

@@ -362,9 +362,12 @@ def _published_words(balls: list[Ball], *, fused: bool) -> str:
     else:
         right = tables["paper"]
     returned = _span(tables["as published"] / right)
-    words += f"the published iteration returns {returned} times the constant at its tokens"
+    words += (
+        "the published iteration, with the output in place of the tangent and its absolute stopping, returns "
+        f"{returned} times the constant at its tokens, and grows like "
+    )
     fits = [f"{power(ball.fits['as published'])} at R = {ball.radius:.4g}" for ball in balls]
-    return f"{words}, {'; '.join(fits)}."
+    return f"{words}{'; '.join(fits)}."
 
 
 def _shown(ball: Ball) -> pd.DataFrame:

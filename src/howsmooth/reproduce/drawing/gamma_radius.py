@@ -19,7 +19,7 @@ from howsmooth.study.figures.style import FIT_COLOUR, GREY, literal, new_figure,
 from howsmooth.study.names import decimal, readable
 from howsmooth.study.ticks import number
 
-__all__ = ["LONG", "draw", "over_texts"]
+__all__ = ["LONG", "draw", "gamma_words", "over_texts"]
 
 LONG = 100
 """The length at which the growth of the worst inputs is asked about."""
@@ -47,7 +47,7 @@ def draw(folder: Path) -> Finding:
             _picture(families[first : first + _MOST_ACROSS], folder, first // _MOST_ACROSS)
             for first in range(0, len(families), _MOST_ACROSS)
         ]
-    seen = [_seen(model, part) for model, part in families]
+    seen = [gamma_words(model, part) for model, part in families]
     caption = "γR² of every head, R the root mean square norm of its tokens over all texts"
     return Finding(
         pictures, seen, [(caption, _shown(table))], [(what, words) for what, words in note["made"]]
@@ -181,7 +181,8 @@ def _half() -> float:
 # ---- the words
 
 
-def _seen(model: str, rows: pd.DataFrame) -> str:
+def gamma_words(model: str, rows: pd.DataFrame) -> str:
+    """Say what is seen of a model in the rows that :func:`over_texts` gives."""
     name = readable(model)
     there = rows[rows["strength"].notna()]
     if there.empty:
@@ -202,7 +203,7 @@ def _seen(model: str, rows: pd.DataFrame) -> str:
         f"at the norm of real tokens, still give the heavy token half of the weight at n = {LONG}."
     )
     without = len(rows) - count
-    return words + (f" {without} more heads have no real eigenvalue." if without else "")
+    return words + (f" Without any real eigenvalue: {without} more." if without else "")
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
