@@ -223,7 +223,9 @@ def test_bounds_without_a_logarithm_are_no_number() -> None:
     assert "inf" not in " ".join(bound_words(rows)[1:])
     table = bound_table(rows).set_index("bound")
     assert table.loc["tie", "median ratio"] == 0
-    assert table.loc["certificate R", ["least ratio", "largest ratio"]].to_list() == pytest.approx([8, math.inf])
+    assert table.loc["certificate R", ["least ratio", "largest ratio"]].to_list() == pytest.approx(
+        [8, math.inf]
+    )
 
 
 @pytest.mark.parametrize(
