@@ -94,10 +94,8 @@ def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
             raise MemoryError("No room.")
         return tools.bound(site)
 
-    with pytest.raises(MemoryError):
-        run(make_plan(), tmp_path / "strict", replace(tools, bound=bound))
-    assert len(contents_of(tmp_path / "strict").measurements) == 45
-    outcome = run(make_plan(), tmp_path, replace(tools, bound=bound), keep_going=True)
+    # Without keep_going too: the measurements are there, and can be reported.
+    outcome = run(make_plan(), tmp_path, replace(tools, bound=bound))
     assert (outcome.measured, outcome.failed, outcome.first_failure) == (45, 3, "No room.")
     failures = contents_of(tmp_path).failures
     assert set(failures["what"]) == {"bounds"}
