@@ -6,6 +6,7 @@ opens no emphasis, and a colon in the comment of a field does not end a type.
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -27,8 +28,16 @@ def _plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: lis
     lines[:] = "".join(parts).split("\n")
 
 
+def _home(app: Sphinx, module: str, name: str) -> str | None:
+    """Say where the source of an alias such as ``tuple[int, int]`` is: not in the module of ``tuple``."""
+    value = getattr(importlib.import_module(module), name, None)
+    defined = getattr(value, "__module__", None)
+    return module if isinstance(defined, str) and not defined.startswith("howsmooth") else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Run before napoleon, which reads at priority 500."""
+    app.connect("viewcode-follow-imported", _home)
     NumpyDocstring._parse_attribute_docstring = lambda self: [str(line) for line in self._lines]
     app.connect("autodoc-process-docstring", _plain, priority=400)
     return {"parallel_read_safe": True}
