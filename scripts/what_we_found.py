@@ -2,7 +2,7 @@ r"""Measure for the docs page "What we found": corrected and published, over all
 
     python scripts/what_we_found.py --text alice.txt --text ag_news.csv \
         --minilm all-MiniLM-L6-v2 --stories stories260k --capp capp_gpt --sst2 bert_tiny_sst2_encoder \
-        --gpt2 gpt2 --work found                            # about an hour and a half on one CPU core
+        --gpt2 gpt2 --work found                            # about two hours on one CPU core
 
 The options name folders (``--gpt2`` a folder or a Hub id, for its configuration and tokenizer); the built-in
 models and ``python-docs`` are always measured, what is not named is left out. One process, one thread; the
@@ -33,7 +33,6 @@ import howsmooth as hs
 from howsmooth.models import LoadedModel
 from howsmooth.models.tokenizers import Tokenizer
 from howsmooth.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
-from howsmooth.study.environment import environment
 from howsmooth.study.exponents import exponents, fit_exponent
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.progress import Progress
@@ -339,7 +338,6 @@ def main() -> None:
     tools = tools_with(options.capp)
     options.work.mkdir(parents=True, exist_ok=True)
     if not options.tables:
-        (options.work / "environment.json").write_text(json.dumps(environment("cpu"), indent=2))
         if options.sst2 and not (options.work / "embedded.csv").exists():
             embedded(options.sst2).to_csv(options.work / "embedded.csv", index=False)
         for job in jobs_of(options):
