@@ -20,8 +20,9 @@ from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
-from howsmooth.study.tools import Tools, default_tools
+from howsmooth.study.tools import TextLike, Tools, default_tools
 
+from ._study import make_tools
 from .test_reproduce_page import PNG
 
 
@@ -126,6 +127,21 @@ def test_what_was_made_before_stays_on_the_page(
     assert "one was measured 2 times." in page
     assert "two was measured 1 times." in page
     assert "two was measured" not in capsys.readouterr().out
+
+
+def test_figures_share_models_and_texts(pretence: Pretence, tmp_path: Path) -> None:
+    tools, work = make_tools()
+    texts: list[TextLike] = []
+
+    def load(request: Request, folder: Path, given: Tools, on_step: OnStep) -> None:
+        given.load_model("small", seed=0)
+        texts.append(given.load_text("prose"))
+        write_note(folder, {"times": 0})
+
+    chosen = [replace(one, measure=load) for one in registry.EXPERIMENTS]
+    room.produce(chosen, Request(), tmp_path, tools)
+    assert work.loads == ["small"]
+    assert texts[0] is texts[1]
 
 
 def test_what_was_begun_only_is_not_on_the_page(pretence: Pretence, tmp_path: Path) -> None:

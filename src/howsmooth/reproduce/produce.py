@@ -10,6 +10,7 @@ from pathlib import Path
 from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
 from howsmooth.reproduce.experiment import Experiment, OnStep, Request
 from howsmooth.reproduce.finding import Finding
+from howsmooth.reproduce.loading import remembering
 from howsmooth.reproduce.page import PAGE, Section, render, table_name
 from howsmooth.reproduce.registry import EXPERIMENTS
 from howsmooth.study.environment import environment
@@ -89,6 +90,7 @@ def produce(
         in the result, and on the page.
 
     """
+    tools = remembering(tools)
     seconds: dict[str, float] = {}
     findings: dict[str, Finding] = {}
     refused: dict[str, str] = {}
