@@ -126,14 +126,15 @@ def _tell(on_step: OnStep, before: float, cost: float, total: float, progress: P
 
 GPT2_GROWTH = Experiment(
     name="gpt2",
-    title="An untrained GPT-2: constant and norm of the tokens, against the length",
+    title="The constant and the norm of the tokens, against the length",
     paper="Appendix E.2",
     about=(
-        "Above, the local Lipschitz constant of attention, all heads and the output projection, without "
-        "residual and norm, against the length. Below, the root mean square norm of the tokens: of those "
-        "that attention is given, behind the norm layer, and of those that enter the layer, before it. Where "
-        "norm and length go together, an exponent in the length holds a part that belongs to the norm. As "
-        "published, dropout stays on, and the output is taken for the tangent."
+        "By default of a GPT-2 of full size with untrained weights. Above, the local Lipschitz constant of "
+        "attention, all heads and the output projection, without residual and norm, against the length. "
+        "Below, the root mean square norm of the tokens: of those that attention is given, behind the norm "
+        "layer, and of those that enter the layer, before it. Where norm and length go together, an exponent "
+        "in the length holds a part that belongs to the norm. As published, dropout stays on in an untrained "
+        "model, and the output is taken for the tangent."
     ),
     measure=_measure,
     draw=draw,

@@ -125,8 +125,9 @@ def _picture(rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> Picture:
     )
     caption = (
         "The local Lipschitz constant at one or two tokens 0 and all others at ±Ru, against R. First panel: "
-        "A = V = I in four dimensions, dashed 1/n + γR²(n−1)/n. Other panels: every head of a layer, and R² "
-        "dashed with only its factor fitted to their median; the vertical line is the norm of real tokens. "
+        "A = V = I in four dimensions, dashed 1/n + γR²m/n, m the number of tokens ±Ru. Other panels: every "
+        "head of a layer, and R² dashed with only its factor fitted to their median; the vertical line is "
+        "the norm of real tokens. "
         f"Exponents are fitted where ‖A‖R² is at least {FAR:g}."
     )
     return Picture(pdf, png, f"{alt}.", caption)
@@ -246,8 +247,9 @@ def _identity_words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
     same = "the same number" if apart < _SAME else f"up to {1 + apart:.4g} times as large"
     return (
         f"{IDENTITY}, four dimensions: where ‖A‖R² is at least {FAR:g} the measured constant grows like R to "
-        f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²(n−1)/n by a share of at "
-        f"most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is {last['value']:.4g}; "
+        f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²m/n, m the number of tokens "
+        f"±Ru, by a share of at most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is "
+        f"{last['value']:.4g}; "
         f"howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 {theirs:.3g} times, and "
         f"the bound for every n is exp({last['log_free']:.4g}). Where the tokens are a measure, whose atoms "
         f"may split, the constant is {same}."
