@@ -46,6 +46,7 @@ sphinx_gallery_conf = {
     "reset_modules": ("matplotlib", "gallery_style.reset"),
     "download_all_examples": False,
     "show_signature": False,
+    "write_computation_times": False,  # a page that would fetch scripts
     "min_reported_time": 1,
     "image_srcset": ["2x"],
 }

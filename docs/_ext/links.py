@@ -1,7 +1,8 @@
 """Follows every link and picture of the built pages to its file and anchor, and warns of those without.
 
 Sphinx checks the references that it resolves itself, but not the addresses in finished HTML: of templates,
-of raw HTML and of anchors in other pages. Addresses elsewhere are the task of ``sphinx-build -b linkcheck``.
+of raw HTML and of anchors in other pages. Addresses elsewhere are the task of ``sphinx-build -b linkcheck``, but
+no page may fetch anything from there: it can be read without a network.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Page(HTMLParser):
         super().__init__()
         self.anchors: set[str] = set()
         self.addresses: set[str] = set()
+        self.fetched: set[str] = set()
         self.feed(words)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -32,6 +34,8 @@ class Page(HTMLParser):
                 self.anchors.add(value)
             elif value and name in ("href", "src"):
                 self.addresses.add(value)
+                if tag != "a" and urlsplit(value).netloc:
+                    self.fetched.add(value)
             elif value and name == "srcset":
                 self.addresses |= {part.split()[0] for part in value.split(",") if part.strip()}
 
@@ -40,6 +44,8 @@ def broken_links(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield page, address and what is wrong with it, for every page in a folder of HTML."""
     pages = {path: Page(path.read_text("utf-8")) for path in sorted(folder.rglob("*.html"))}
     for path, page in pages.items():
+        for address in sorted(page.fetched):
+            yield path.relative_to(folder).as_posix(), address, "it would be fetched from elsewhere"
         for address in sorted(page.addresses):
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
