@@ -1,8 +1,8 @@
 """Follows every link and picture of the built pages to its file and anchor, and warns of those without.
 
 Sphinx checks the references that it resolves itself, but not the addresses in finished HTML: of templates,
-of raw HTML and of anchors in other pages. Addresses elsewhere are the task of ``sphinx-build -b linkcheck``, but
-no page may fetch anything from there: it can be read without a network.
+of raw HTML and of anchors in other pages. Addresses elsewhere are the task of ``sphinx-build -b linkcheck``;
+but no page may fetch anything from there, since it can be read without a network.
 """
 
 from __future__ import annotations
