@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ KINDS = {
 
 # A bound and the end of an interval are both rounded outwards; beyond that, one of them would be wrong.
 _ROUNDING = 1e-9
+_NEEDS = re.compile(r"\(needs: (.*)\)$")
 _SPOKEN = {
     "n_free": "n-free",
     "masked_n_free": "masked n-free",
@@ -136,6 +138,9 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
         _family_words(str(model), str(layer), str(scope), part)
         for (model, layer, scope), part in rows.groupby(["model", "layer", "scope"], sort=False)
     ]
+    silent = _silent(rows[rows["name"] != AS_CODED])
+    if silent:
+        seen.append(f"In no case are the hypotheses met of {'; '.join(silent)}.")
     coded = rows[rows["name"] == AS_CODED]
     if len(coded):
         below = int((coded["log_value"] < _logs(coded["lower"])).sum())
@@ -145,6 +150,18 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
             f"{_said(float(coded['log_ratio'].median()))} times the constant."
         )
     return seen
+
+
+def _silent(rows: pd.DataFrame) -> list[str]:
+    """Name the bounds that hold nowhere here, with what they need."""
+    found = []
+    for (name, side), part in rows.groupby(["name", "side"], sort=True):
+        if not part["holds"].any():
+            needs = {match[1] for words in part["source"] if (match := _NEEDS.search(str(words)))}
+            upper = " as an upper bound" if side == "upper" else " as a lower bound"
+            both = rows.loc[rows["name"] == name, "side"].nunique() > 1
+            found.append(f"{spoken(str(name))}{upper if both else ''} (needs {' or '.join(sorted(needs))})")
+    return found
 
 
 def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str:
