@@ -15,6 +15,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.reproduce import adversarial_figure
 from howsmooth.reproduce.adversarial_figure import ADVERSARIAL
 from howsmooth.reproduce.drawing.adversarial_figure import side_by_side
+from howsmooth.reproduce.experiment import Step
 from howsmooth.reproduce.finding import read_note
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
@@ -140,11 +141,15 @@ def test_the_worst_inputs_are_drawn_and_told(attacked: Path) -> None:
 
 def test_the_published_items_are_shown_if_they_were_asked_for_last(attacked: Path) -> None:
     before = sorted((attacked / "units").iterdir())
+    steps: list[Step] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adversarial_figure, "RADII", ())
         patch.setattr(adversarial_figure, "_RESTARTS", 2)
         patch.setattr(adversarial_figure, "_ATOM_STEPS", 5)
-        ADVERSARIAL.measure(asked(BERT, **ATTACKED), attacked, tiny_tools(_never), lambda step: None)
+        ADVERSARIAL.measure(asked(BERT, **ATTACKED), attacked, tiny_tools(_never), steps.append)
+    done = [step.done for step in steps]
+    assert done == sorted(done)
+    assert steps[-1].done == steps[-1].planned == steps[0].planned
     assert sorted((attacked / "units").iterdir()) == before
     finding = ADVERSARIAL.draw(attacked)
     assert len(finding.seen) == 1
@@ -161,16 +166,24 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
             {"n": 8, "kind": "paper", "name": "two_cluster", "head": 0, "value": 3.0, "converged": True},
             {"n": 8, "kind": "paper", "name": "two_cluster", "head": 1, "value": 5.0, "converged": True},
             {"n": 8, "kind": "paper", "name": "two_cluster", "head": 2, "value": 99.0, "converged": False},
-            {"n": 8, "kind": "search", "name": "atoms", "head": 0, "value": 77.0, "converged": False},
-            {"n": 8, "kind": "search", "name": "tie", "head": 0, "value": 7.0, "converged": True},
+            {"n": 8, "kind": "search", "name": "atoms", "head": 1, "value": 77.0, "converged": False},
+            {"n": 8, "kind": "search", "name": "tie", "head": 1, "value": 7.0, "converged": True},
+            {
+                "n": 8,
+                "kind": "search",
+                "name": "of another head",
+                "head": 0,
+                "value": 50.0,
+                "converged": True,
+            },
             {"n": 8, "kind": "upper", "name": "a", "head": 0, "log_value": 3.0},
             {"n": 8, "kind": "theirs", "name": "b", "head": 0, "log_value": 4.0},
         ]
     )
     text = pd.DataFrame({"n": [8, 8, 9], "head": [0, 1, 0], "lipschitz": [1.0, 2.0, 50.0]})
-    (row,) = side_by_side(rows, text, 0).to_dict("records")
-    assert (row["paper"], row["paper median"], row["paper high"]) == (3.0, 4.0, 5.0)
+    (row,) = side_by_side(rows, text, 1).to_dict("records")
+    assert (row["paper"], row["paper median"], row["paper high"]) == (5.0, 4.0, 5.0)
     assert (row["found"], row["found by"]) == (7.0, "tie")
-    assert (row["text median"], row["text own"], row["text high"]) == (1.5, 1.0, 2.0)
+    assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)
     assert row["unsettled"] == 2
     assert math.isnan(row["wrong slices"])

@@ -371,7 +371,11 @@ def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: Path) -> None:
 
 def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
     request = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
-    GPT2_GROWTH.measure(replace(request, as_published=True), tmp_path, tiny_tools(), lambda step: None)
+    steps: list[Step] = []
+    GPT2_GROWTH.measure(replace(request, as_published=True), tmp_path, tiny_tools(), steps.append)
+    done = [step.done for step in steps]
+    assert done == sorted(done)
+    assert steps[-1].done == steps[-1].planned == steps[0].planned == 1
     finding = checked(GPT2_GROWTH.draw(tmp_path))
     (row,) = finding.tables[0][1].to_dict("records")
     with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:

@@ -174,6 +174,7 @@ def _key(layer: _Layer, radius: float, n: int, request: Request, *, published: b
         "published": int(published),
         "search": f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}",
         "seed": request.seed,
+        "dtype": request.dtype,
     }
 
 
