@@ -20,7 +20,6 @@ from howsmooth.study.run import run
 from howsmooth.study.site_bounds import bound_site, bounded_lengths
 from howsmooth.study.status import status
 from howsmooth.study.store import Contents, Store
-from howsmooth.study.work import measurement_cost
 from tests._study import make_plan, make_tools
 from tests._tiny_models import tiny
 
@@ -228,14 +227,6 @@ def test_what_cannot_be_bounded_says_so(
     nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan))).bounds
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")
-
-
-def test_the_cost_of_bounds_is_a_small_part_of_a_default_run() -> None:
-    """By the estimates that the time left is told from; measured, it is about a tenth."""
-    lengths = tuple(range(2, 101, 2))
-    measuring = sum(10 * measurement_cost(n) for n in lengths)
-    bounding = sum(15.0 * measurement_cost(n) for n in bounded_lengths(lengths))
-    assert bounding < 0.2 * measuring
 
 
 def test_the_command_leaves_bounds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
