@@ -209,7 +209,7 @@ REAL = {
         "--layers",
         "0",
     ],
-    "bound": ["builtin-encoder", "--text", "prose.txt", "--lengths", "3", "--layers", "0", "--scope", "head"],
+    "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
     "attack": ["head.safetensors", "--lengths", "3", "--radius", "2", "--steps", "2", "--restarts", "1"],
     "study": ["plan.toml"],
 }
@@ -245,7 +245,7 @@ def try_line(line: list[str], *, real: bool) -> None:
 quickly = settings(
     max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-slowly = settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+slowly = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
