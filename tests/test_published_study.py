@@ -360,6 +360,11 @@ def test_a_plan_file_asks_for_published_values_too(
     found = json.loads(capsys.readouterr().out)
     assert found["published"] == {"measured": 0, "kept": 18, "failed": 0, "in_store": 18}
     assert found["measurements"]["measured"] == 0
+    # Other items are other values.
+    plan.write_text(plan.read_text().replace('"all"', '["block", "stopping"]'))
+    assert parts(plan, capsys) == [(2, 0), (2, 0)]
+    plan.write_text(plan.read_text().replace('["block", "stopping"]', '"output,stopping"'))
+    assert parts(plan, capsys) == [(2, 0), (2, 2)]  # all that the decoder has
 
 
 @pytest.mark.slow
