@@ -34,6 +34,7 @@ MODELS = (
 )
 TEXTS = {"alice": "Alice", "ag_news": "AG_NEWS", "python-docs": "python-docs", "parts": "parts"}
 PARTS = "parts"
+NBSP = "\N{NO-BREAK SPACE}"
 LEVEL = 0.05
 QUANTITIES = {"corrected": ("#0b5fa5", "#7ab8f5", "o"), "as published": ("#b35900", "#ffab5e", "^")}
 
@@ -66,12 +67,17 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _ends(values: pd.Series) -> str:
+    """Write the least and the largest, on one line."""
+    return f"{values.min():.2f} to {values.max():.2f}".replace(" ", NBSP)
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([_row(head), _row(["---"] * len(head)), *(_row(row) for row in rows)])
 
 
 def _slope(fit: Any) -> str:
-    return f"{fit.slope:.2f} ({fit.low:.2f} to {fit.high:.2f})"
+    return f"{fit.slope:.2f} ({fit.low:.2f}{NBSP}to{NBSP}{fit.high:.2f})"
 
 
 def _holds(fits: pd.DataFrame) -> int:
@@ -155,7 +161,7 @@ def summary() -> str:
                     TEXTS[text],
                     quantity,
                     str(len(of)),
-                    f"{of['slope'].min():.2f} to {of['slope'].max():.2f}",
+                    _ends(of["slope"]),
                     f"{of['slope'].median():.2f}",
                     f"{spread_of_exponents(of):.2f}",
                     str(_holds(of)),
@@ -186,11 +192,11 @@ def models() -> str:
             for quantity in QUANTITIES:
                 part = of[of["quantity"] == quantity]
                 cells += [
-                    f"{part['slope'].min():.2f} to {part['slope'].max():.2f}",
+                    _ends(part["slope"]),
                     f"{_holds(part)} of {len(part)}",
                 ]
             ratio = of[of["quantity"] == "as published"]["ratio"]
-            rows.append([f"`{model}`", TEXTS[text], *cells, f"{ratio.min():.2f} to {ratio.max():.2f}"])
+            rows.append([f"`{model}`", TEXTS[text], *cells, _ends(ratio)])
     return _table(
         ["model", "text", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows
     )
@@ -228,7 +234,11 @@ def items() -> str:
         cells = []
         for name in names:
             of = both[(both["model"] == model) & (both["quantity"] == name)]
-            cells.append(f"×{of['ratio'].median():.2f}, {of['change'].median():+.2f}" if len(of) else "")
+            cells.append(
+                f"×{of['ratio'].median():.2f}, {round(of['change'].median(), 2) + 0.0:+.2f}"
+                if len(of)
+                else ""
+            )
         rows.append([f"`{model}`", *cells])
     return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
 
@@ -244,11 +254,7 @@ def scopes() -> str:
             for scope in order:
                 of = fits[(fits["model"] == model) & (fits["text"] == text) & (fits["scope"] == scope)]
                 of = of[of["slope"].notna()]
-                cells.append(
-                    f"{of['slope'].min():.2f} to {of['slope'].max():.2f} ({_holds(of)} of {len(of)})"
-                    if len(of)
-                    else ""
-                )
+                cells.append(f"{_ends(of['slope'])} ({_holds(of)}{NBSP}of{NBSP}{len(of)})" if len(of) else "")
             if any(cells):
                 rows.append([f"`{model}`", TEXTS[text], *cells])
     return _table(["model", "text", *order], rows)

@@ -131,6 +131,10 @@ def test_what_the_page_says_in_words() -> None:
     # "most of the middle layers of all-MiniLM-L6-v2" on Alice
     minilm = right[(right["model"] == "all-MiniLM-L6-v2") & (right["text"] == "alice")]
     assert minilm[minilm["layer"].between(1, 4)]["inside"].sum() >= 3
+    # "There the corrected and the published exponents also agree best"
+    place = ["model", "text", "layer"]
+    apart = (right.set_index(place)["slope"] - there.set_index(place)["slope"]).abs()
+    assert apart.groupby("model").median().idxmin() == "all-MiniLM-L6-v2"
     # "most exponents are close to 1/4, and in the post-norm models trained here all of them are"
     assert ((there["slope"] - 0.25).abs() < 0.04).mean() > 0.6
     own = there[there["model"].str.startswith("builtin-encoder")]
