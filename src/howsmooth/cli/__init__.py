@@ -66,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 if all went well; 2 if something was refused, with one sentence on standard error; 3 if a study or the figures went
-        on after failures; 130 if interrupted. A traceback, and exit code 1, are a mistake of ours.
+        0 if all went well; 2 if something was refused, with one sentence on standard error; 3 if a study
+        or the figures went on after failures; 130 if interrupted. A traceback, and exit code 1, are a
+        mistake of ours.
 
     """
     # Without a word, what there is to say is the help. What was typed is recorded with the measurements.
