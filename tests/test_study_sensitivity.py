@@ -87,7 +87,7 @@ def test_a_constant_of_zero_moves_no_output(tmp_path: Path) -> None:
     assert all(sum(energy) == pytest.approx(1, abs=1e-6) for energy in table["input_energy"])
 
 
-@pytest.mark.parametrize("scope", ["attention", "head"])
+@pytest.mark.parametrize("scope", ["attention", pytest.param("head", marks=pytest.mark.slow)])
 def test_the_shares_are_those_of_a_dense_decomposition(tmp_path: Path, scope: str) -> None:
     (tmp_path / "prose.txt").write_text(
         "The smooth map was measured at words that nobody had read before. " * 9
