@@ -260,6 +260,8 @@ def test_the_usual_lines_work(command: str) -> None:
 @quickly
 @given(command_lines(real=False))
 @example(["attack", *USUAL["attack"], "--threads", str(10**12), "--out", "out"])
+@example(["measure", *USUAL["measure"], "--threads", str(10**12), "--out", "out"])
+@example(["measure", *USUAL["measure"], "--max-iterations", "9" * 20, "--out", "out"])
 @example(["attack", *USUAL["attack"], "--steps", "9" * 30, "--out", "out"])
 @example(["bound", "x" * 5000, "--out", "out"])
 @example(["bound", "small", "--text", "x" * 300, "--out", "out"])
@@ -359,6 +361,8 @@ def try_plan(plan: str, *, real: bool) -> None:
 @given(plans(PLAN))
 @example("models = " + "[" * 100_000)
 @example('models = ["small"]\nlengths = [2]\nsamples = 99999999999999999999')
+@example('models = ["small"]\nlengths = [2]\nmax_iterations = 99999999999999999999')
+@example('models = ["small"]\nlengths = [2]\nthreads = 99999999999999999999')
 @example('models = ["small"]\ntexts = ["' + "x" * 300 + '"]')
 @example("")
 @example("\udcff")

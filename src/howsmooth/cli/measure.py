@@ -158,7 +158,7 @@ def measure(
     ] = False,
 ) -> int:
     """Measure the local Lipschitz constant of a model's attention on real text, with an interval."""
-    from howsmooth.cli.parsing import build_plan
+    from howsmooth.cli.parsing import build_plan, use_threads
     from howsmooth.study.publish import publish
     from howsmooth.study.run import run
     from howsmooth.study.tools import default_tools
@@ -181,10 +181,7 @@ def measure(
         dtype=str(dtype),
         bounds=not no_bounds,
     )
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    use_threads(threads)
     command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
     display = choose(quiet=quiet)
     watch = Watch(display, command)

@@ -147,6 +147,7 @@ def reproduce(
     ] = False,
 ) -> int:
     """Reproduce the figures of the paper: measured, drawn, and put on one page with what is seen in them."""
+    from howsmooth.cli.parsing import use_threads
     from howsmooth.reproduce.experiment import TEXTS, Request
     from howsmooth.reproduce.produce import choose_experiments, produce
     from howsmooth.reproduce.registry import EXPERIMENTS
@@ -176,10 +177,7 @@ def reproduce(
         as_published=as_published,
         command=command,
     )
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    use_threads(threads)
     display = choose(quiet=quiet)
     watch = _Watch(display)
     try:

@@ -76,6 +76,7 @@ def study(
 
 
 def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, quiet: bool) -> int:
+    from howsmooth.cli.parsing import use_threads
     from howsmooth.study.plan_file import read_plan
     from howsmooth.study.publish import publish
     from howsmooth.study.run import run
@@ -89,10 +90,7 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
             f"{folder} holds a study already. Add --resume to continue it, --status to see how far it is, or "
             "choose another --out."
         )
-    if asked.threads is not None:
-        import torch
-
-        torch.set_num_threads(asked.threads)
+    use_threads(asked.threads)
     typed = TYPED.get()
     command = encodable(shlex.join(["howsmooth", *typed]))
     again = command if resume else encodable(shlex.join(["howsmooth", *typed, "--resume"]))

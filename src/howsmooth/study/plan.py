@@ -26,6 +26,9 @@ SCOPES = ("head", "heads", "attention", "residual", "block")
 _ALL_LAYERS = Ranges.parse("all", "layers")
 _ALL_HEADS = Ranges.parse("all", "heads")
 
+# A store keeps it in 64 bits; nobody waits for so many.
+_MOST_ITERATIONS = 10**9
+
 SCOPE_MEANINGS = {
     "head": "one attention head with its value projection only, the paper's single-head map",
     "heads": "all heads side by side, before the output projection",
@@ -189,8 +192,12 @@ class Plan:
                 raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(lengths)))
         if self.samples < 1:
             raise ArgumentError("samples", expected="at least 1", got=str(self.samples))
-        if self.max_iterations < 1:
-            raise ArgumentError("max-iterations", expected="at least 1", got=str(self.max_iterations))
+        if not 1 <= self.max_iterations <= _MOST_ITERATIONS:
+            raise ArgumentError(
+                "max-iterations",
+                expected=f"a number from 1 to {_MOST_ITERATIONS}",
+                got=str(self.max_iterations),
+            )
         if not 0 <= self.seed < 2**63:
             raise ArgumentError("seed", expected="an integer from 0 to 2^63 - 1", got=str(self.seed))
         if self.dtype not in ("float32", "float64"):
