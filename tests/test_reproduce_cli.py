@@ -127,6 +127,8 @@ def test_what_was_made_before_stays_on_the_page(
     assert "one was measured 2 times." in page
     assert "two was measured 1 times." in page
     assert "two was measured" not in capsys.readouterr().out
+    assert main(["reproduce", "one", "-q", "--json", "--out", str(tmp_path)]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["figures"]] == ["one"]
 
 
 def test_figures_share_models_and_texts(pretence: Pretence, tmp_path: Path) -> None:
