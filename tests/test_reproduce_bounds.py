@@ -252,6 +252,16 @@ def test_a_violated_bound_would_be_said(lower: float, words: str) -> None:
     assert f"{words} violated" in bound_words(made_up(lower=lower))[0]
 
 
+def test_the_tightest_is_the_smallest_upper_and_the_largest_lower_bound() -> None:
+    rows = made_up()
+    above, below = rows.iloc[[0, 1]].assign(name="yudin"), rows.iloc[[4]].assign(name="repeated_token")
+    above["log_ratio"] += 1
+    below["log_ratio"] -= 1
+    words = bound_words(pd.concat([above, below, rows], ignore_index=True))[1]
+    assert "upper bound at the tokens is certificate R" in words
+    assert "lower bound over the ball is tie" in words
+
+
 def test_bounds_that_say_nothing_here_are_named_with_what_they_need() -> None:
     rows = made_up()
     rows.loc[rows["name"] == "tie", ["holds", "source"]] = [False, "A theorem (needs: no bias; V = I)"]
