@@ -49,7 +49,7 @@ def site(tmp_path: Path) -> Path:
 
 def build(site: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     """Build as the documentation is built; return the exit code and the warnings of links."""
-    options = ["-q", "-E", "-W", "--keep-going", "-b", "html"]
+    options = ["-q", "-E", "-N", "-W", "--keep-going", "-b", "html"]  # -N: words without colours
     code = build_main([*options, str(site), str(site.parent / "html")])
     said = capsys.readouterr().err
     return code, [line for line in said.splitlines() if "is broken" in line]
