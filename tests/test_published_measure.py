@@ -53,6 +53,10 @@ def test_items_as_words() -> None:
         published.parse_items("output,tangent")
     with pytest.raises(ArgumentError, match="'output' twice"):
         published.parse_items("output,output")
+    with pytest.raises(ArgumentError, match="howsmooth reproduce adversarial --as-published"):
+        published.parse_items("slices")
+    with pytest.raises(ArgumentError, match="howsmooth reproduce bounds --as-published"):
+        published.parse_items("output,c-3")
 
 
 def test_without_items_it_is_the_corrected_quantity() -> None:

@@ -22,6 +22,11 @@ ITEMS = {
 }
 """The items of a measurement, each with what it changes."""
 
+_ELSEWHERE = {
+    "slices": "It changes adversarial tokens: howsmooth reproduce adversarial --as-published shows it.",
+    "c-3": "It changes a bound: howsmooth reproduce bounds --as-published shows it.",
+}
+
 
 def parse_items(text: str) -> tuple[str, ...] | None:
     """Read a comma list of items; None for ``all``, which means those that apply.
@@ -50,7 +55,9 @@ def check_items(items: Iterable[str]) -> tuple[str, ...]:
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
         if item not in ITEMS:
-            raise ArgumentError("as-published", expected=expected, got=repr(item))
+            raise ArgumentError(
+                "as-published", expected=expected, got=repr(item), remedy=_ELSEWHERE.get(item, "")
+            )
         if given.count(item) > 1:
             raise ArgumentError("as-published", expected="each item only once", got=f"{item!r} twice")
     return tuple(item for item in ITEMS if item in given)
