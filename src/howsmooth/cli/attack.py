@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from howsmooth.cli.measure import HOW, OUTPUT, TYPED
+from howsmooth.cli.measure import TYPED
+from howsmooth.cli.options import (
+    HOW,
+    OUTPUT,
+    AsDecoderOption,
+    JsonOption,
+    LayersOption,
+    QuietOption,
+    RandomInitOption,
+    Scope,
+    ScopeOption,
+    SeedOption,
+    SourceArgument,
+    TextOption,
+    ThreadsOption,
+    under,
+)
 from howsmooth.cli.progress import Display, choose
 from howsmooth.cli.watch import INTERRUPTED
 from howsmooth.study.names import encodable
@@ -17,7 +32,6 @@ from howsmooth.study.names import encodable
 __all__ = ["attack"]
 
 WHAT = "What to attack"
-Scope = StrEnum("Scope", ["head", "heads", "attention"])
 
 _EXAMPLES = (
     "Into --out go a store, summary.csv with one row an attention and length, attacks.csv with everything "
@@ -33,28 +47,9 @@ _EXAMPLES = (
 
 
 def attack(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
-            show_default=False,
-        ),
-    ],
-    text: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|PATH",
-            help="The text whose tokens a model is given, as for howsmooth measure.",
-            rich_help_panel=WHAT,
-        ),
-    ] = "python-docs",
-    layers: Annotated[
-        str,
-        typer.Option(
-            metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
-        ),
-    ] = "all",
+    source: SourceArgument,
+    text: Annotated[str, under(WHAT, TextOption)] = "python-docs",
+    layers: Annotated[str, under(WHAT, LayersOption)] = "all",
     heads: Annotated[
         str | None,
         typer.Option(
@@ -64,14 +59,7 @@ def attack(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    scope: Annotated[
-        Scope,
-        typer.Option(
-            metavar="SCOPE",
-            help="head: one head, values only; heads: all, before the output projection; attention: with it.",
-            rich_help_panel=WHAT,
-        ),
-    ] = Scope["head"],
+    scope: Annotated[Scope, under(WHAT, ScopeOption)] = Scope["head"],
     lengths: Annotated[
         str,
         typer.Option(
@@ -89,18 +77,8 @@ def attack(
             rich_help_panel=WHAT,
         ),
     ] = "auto",
-    random_init: Annotated[
-        bool,
-        typer.Option(
-            "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
-        ),
-    ] = False,
-    as_decoder: Annotated[
-        bool,
-        typer.Option(
-            "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
-        ),
-    ] = False,
+    random_init: Annotated[bool, under(WHAT, RandomInitOption)] = False,
+    as_decoder: Annotated[bool, under(WHAT, AsDecoderOption)] = False,
     steps: Annotated[
         int,
         typer.Option(
@@ -113,26 +91,13 @@ def attack(
         int,
         typer.Option(help="Random restarts among inputs of few distinct tokens.", rich_help_panel=HOW),
     ] = 48,
-    seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="CPU threads. Default: what PyTorch chooses.",
-            show_default=False,
-            rich_help_panel=HOW,
-        ),
-    ] = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the store, tables, figures and inputs.", rich_help_panel=OUTPUT)
     ] = Path("howsmooth-attack"),
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
-    ] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> int:
     """Look for the tokens at which attention is steepest, within the ball that its tokens lie in."""
     from howsmooth.cli.parsing import parse_radius, use_threads

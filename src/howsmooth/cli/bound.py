@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from howsmooth.cli.measure import HOW, OUTPUT, WHAT
+from howsmooth.cli.options import (
+    HOW,
+    OUTPUT,
+    WHAT,
+    AsDecoderOption,
+    HeadsOption,
+    JsonOption,
+    LayersOption,
+    RandomInitOption,
+    Scope,
+    ScopeOption,
+    SourceArgument,
+    TextOption,
+    ThreadsOption,
+)
 from howsmooth.cli.progress import choose
 
-__all__ = ["Scope", "bound"]
+__all__ = ["bound"]
 
-Scope = StrEnum("Scope", ["head", "heads", "attention"])
 
 _EXAMPLES = (
     "One table a layer: bounds at the tokens of the text, beside the measured constant; and bounds over all "
@@ -29,40 +41,11 @@ _EXAMPLES = (
 
 
 def bound(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
-            show_default=False,
-        ),
-    ],
-    text: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|PATH",
-            help="The text whose tokens a model is given, as for howsmooth measure.",
-            rich_help_panel=WHAT,
-        ),
-    ] = "python-docs",
-    layers: Annotated[
-        str,
-        typer.Option(
-            metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
-        ),
-    ] = "all",
-    heads: Annotated[
-        str,
-        typer.Option(metavar="RANGES", help="Like --layers; only with --scope head.", rich_help_panel=WHAT),
-    ] = "all",
-    scope: Annotated[
-        Scope,
-        typer.Option(
-            metavar="SCOPE",
-            help="head: one head, values only; heads: all, before the output projection; attention: with it.",
-            rich_help_panel=WHAT,
-        ),
-    ] = Scope["attention"],
+    source: SourceArgument,
+    text: TextOption = "python-docs",
+    layers: LayersOption = "all",
+    heads: HeadsOption = "all",
+    scope: ScopeOption = Scope["attention"],
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -81,31 +64,13 @@ def bound(
             rich_help_panel=WHAT,
         ),
     ] = "auto",
-    random_init: Annotated[
-        bool,
-        typer.Option(
-            "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
-        ),
-    ] = False,
-    as_decoder: Annotated[
-        bool,
-        typer.Option(
-            "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
-        ),
-    ] = False,
+    random_init: RandomInitOption = False,
+    as_decoder: AsDecoderOption = False,
     seed: Annotated[
         int,
         typer.Option(help="Of the sequence that is picked, and of random weights.", rich_help_panel=HOW),
     ] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="CPU threads. Default: what PyTorch chooses.",
-            show_default=False,
-            rich_help_panel=HOW,
-        ),
-    ] = None,
+    threads: ThreadsOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -115,10 +80,7 @@ def bound(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
+    json: JsonOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)
     ] = False,

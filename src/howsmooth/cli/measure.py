@@ -10,6 +10,21 @@ from typing import Annotated
 
 import typer
 
+from howsmooth.cli.options import (
+    HOW,
+    OUTPUT,
+    WHAT,
+    AsDecoderOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    HeadsOption,
+    JsonOption,
+    LayersOption,
+    QuietOption,
+    RandomInitOption,
+    SeedOption,
+)
 from howsmooth.cli.progress import choose
 from howsmooth.cli.watch import INTERRUPTED, Watch
 from howsmooth.study.names import encodable
@@ -20,7 +35,6 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The words after ``howsmooth``, as typed."""
 
 Scope = StrEnum("Scope", ["head", "heads", "attention", "residual", "block"])
-Dtype = StrEnum("Dtype", ["float32", "float64"])
 
 _EXAMPLES = (
     "Into --out go a store with one row a measurement, measurements.csv, exponents.csv, figures, and a "
@@ -36,10 +50,6 @@ _EXAMPLES = (
     "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
     "layers, heads, scopes, texts and models can be added to a folder at any time.",
 )
-
-WHAT = "What to measure"
-HOW = "How to measure"
-OUTPUT = "Output"
 
 
 def measure(
@@ -62,16 +72,8 @@ def measure(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    layers: Annotated[
-        str,
-        typer.Option(
-            metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
-        ),
-    ] = "all",
-    heads: Annotated[
-        str,
-        typer.Option(metavar="RANGES", help="Like --layers; only with --scope head.", rich_help_panel=WHAT),
-    ] = "all",
+    layers: LayersOption = "all",
+    heads: HeadsOption = "all",
     lengths: Annotated[
         str,
         typer.Option(
@@ -98,18 +100,8 @@ def measure(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    random_init: Annotated[
-        bool,
-        typer.Option(
-            "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
-        ),
-    ] = False,
-    as_decoder: Annotated[
-        bool,
-        typer.Option(
-            "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
-        ),
-    ] = False,
+    random_init: RandomInitOption = False,
+    as_decoder: AsDecoderOption = False,
     as_published: Annotated[
         str | None,
         typer.Option(
@@ -130,9 +122,9 @@ def measure(
     max_iterations: Annotated[
         int, typer.Option(help="Golub-Kahan steps at most.", rich_help_panel=HOW)
     ] = 200,
-    seed: Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)] = 0,
-    device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.", rich_help_panel=HOW)] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
+    seed: SeedOption = 0,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.float32,
     no_bounds: Annotated[
         bool,
         typer.Option("--no-bounds", help="Compute no bounds beside the constants.", rich_help_panel=HOW),
@@ -149,13 +141,8 @@ def measure(
     out: Annotated[
         Path, typer.Option(help="Folder for the store, tables, figures and report.", rich_help_panel=OUTPUT)
     ] = Path("howsmooth-out"),
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
-    ] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> int:
     """Measure the local Lipschitz constant of a model's attention on real text, with an interval."""
     from howsmooth.cli.parsing import build_plan, use_threads

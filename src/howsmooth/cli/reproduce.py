@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.measure import HOW, OUTPUT, TYPED, Dtype
+from howsmooth.cli.measure import TYPED
+from howsmooth.cli.options import (
+    HOW,
+    OUTPUT,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    QuietOption,
+    ThreadsOption,
+)
 from howsmooth.cli.progress import Display, choose
 from howsmooth.cli.watch import INTERRUPTED
 from howsmooth.errors import ArgumentError
@@ -123,28 +133,15 @@ def reproduce(
     seed: Annotated[
         int, typer.Option(min=0, help="From which all randomness derives.", rich_help_panel=HOW)
     ] = 0,
-    device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.", rich_help_panel=HOW)] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)] = Dtype.float32,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="CPU threads. Default: what PyTorch chooses.",
-            show_default=False,
-            rich_help_panel=HOW,
-        ),
-    ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    threads: ThreadsOption = None,
     out: Annotated[
         Path,
         typer.Option(help="Folder for the page, the figures and what is measured.", rich_help_panel=OUTPUT),
     ] = Path("howsmooth-reproduced"),
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
-    ] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> int:
     """Reproduce the figures of the paper: measured, drawn, and put on one page with what is seen in them."""
     from howsmooth.cli.parsing import use_threads

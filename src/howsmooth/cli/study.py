@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from howsmooth.cli.measure import TYPED
+from howsmooth.cli.options import JsonOption, QuietOption, under
 from howsmooth.cli.progress import choose
 from howsmooth.cli.watch import INTERRUPTED, Watch
 from howsmooth.errors import ArgumentError, StoreError
@@ -58,8 +59,8 @@ def study(
         Path | None,
         typer.Option(help="Folder of the study. Default: what the plan says.", show_default=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    json: Annotated[bool, under(None, JsonOption)] = False,
+    quiet: Annotated[bool, under(None, QuietOption)] = False,
 ) -> int:
     """Carry out a study that is written down in a plan file."""
     if merge:
