@@ -3,7 +3,8 @@
 The local Lipschitz constant of a map f at tokens X is the spectral norm of its Jacobian, ‖D_X f‖₂.
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
 Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
-holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes.
+holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes;
+``measures`` holds attention on probability measures, ``dynamics`` attention through depth.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds, published
+    from howsmooth import adversarial, bounds, dynamics, measures, published
     from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -33,8 +34,10 @@ __all__ = [
     "adversarial",
     "bounds",
     "capture",
+    "dynamics",
     "load_model",
     "local_lipschitz",
+    "measures",
     "published",
 ]
 
@@ -45,7 +48,7 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
-_WHOLE_ROOMS = ("adversarial", "bounds", "published")
+_WHOLE_ROOMS = ("adversarial", "bounds", "dynamics", "measures", "published")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Attention through depth: tokens, measures and Gaussians as they flow."""

@@ -1,0 +1,1 @@
+"""Probability measures that attention acts on, and the distances between them."""
