@@ -49,3 +49,16 @@ class Chooser {
     return true;
   }
 }
+
+// The fields that lead to a record: which attention on which text, and then the last ones, by their keys.
+function fieldsOf(names, ...last) {
+  const unnamed = {
+    layer: { label: "layer", name: (value) => `layer ${value}` },
+    head: { label: "head", name: (value) => (value === null ? "all heads" : `head ${value}`) },
+    n: { label: "length", name: (value) => `n = ${value}` },
+    sample: { label: "sample", name: (value) => `sample ${value}` },
+  };
+  return ["model", "text", "scope", "layer", "head", ...last].map((key) => (
+    { key, ...(unnamed[key] ?? { label: key, name: (value) => names[key][value] }) }
+  ));
+}

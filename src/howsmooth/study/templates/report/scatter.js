@@ -20,17 +20,9 @@ class Scatter {
     this.box = find("scatter");
     this.tip = find("scatter-tip");
 
-    const naming = (axis) => (value) => this.names[axis][value];
     this.chooser = new Chooser(
       find("scatter-fields"),
-      [
-        { key: "model", label: "model", name: naming("model") },
-        { key: "text", label: "text", name: naming("text") },
-        { key: "scope", label: "scope", name: naming("scope") },
-        { key: "layer", label: "layer", name: (value) => `layer ${value}` },
-        { key: "head", label: "head", name: (value) => (value === null ? "all heads" : `head ${value}`) },
-        { key: "quantity", label: "quantity", name: naming("quantity") },
-      ],
+      fieldsOf(this.names, "quantity"),
       this.groups,
       { start: { model: 0, text: 0, scope: 0, quantity: 0 }, all: true, changed: () => this.changed() },
     );

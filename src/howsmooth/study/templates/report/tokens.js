@@ -5,18 +5,9 @@ const LEVELS = 9;
 class Tokens {
   constructor(data) {
     this.data = data;
-    const naming = (axis) => (value) => data.names[axis][value];
     this.chooser = new Chooser(
       find("tokens-fields"),
-      [
-        { key: "model", label: "model", name: naming("model") },
-        { key: "text", label: "text", name: naming("text") },
-        { key: "scope", label: "scope", name: naming("scope") },
-        { key: "layer", label: "layer", name: (value) => `layer ${value}` },
-        { key: "head", label: "head", name: (value) => (value === null ? "all heads" : `head ${value}`) },
-        { key: "n", label: "length", name: (value) => `n = ${value}` },
-        { key: "sample", label: "sample", name: (value) => `sample ${value}` },
-      ],
+      fieldsOf(data.names, "n", "sample"),
       data.rows,
       { start: data.rows[data.start], all: false, changed: () => this.show() },
     );
