@@ -13,14 +13,15 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from howsmooth.reproduce.drawing.fits import beside_corrected, fit_measured, fit_published, is_steady
 from howsmooth.reproduce.drawing.paper import PAPER, WIDTH, save_picture
 from howsmooth.reproduce.finding import Finding, Picture, read_note
 from howsmooth.reproduce.kept import Kept
 from howsmooth.reproduce.words import power, ratio
-from howsmooth.study.exponents import LEVEL, Exponent, fit_exponent
+from howsmooth.study.exponents import LEVEL, Exponent
 from howsmooth.study.figures.style import literal, new_figure, set_axis
 from howsmooth.study.names import decimal, file_stem, readable
-from howsmooth.study.published_rows import CORRECTED, PUBLISHED, read_rows
+from howsmooth.study.published_rows import read_rows
 from howsmooth.study.radius import Correlation, radius_correlation
 from howsmooth.study.store import Store
 
@@ -29,7 +30,6 @@ __all__ = ["Series", "draw"]
 _COLOURS = ("#440154", "#e07b00", "#21918c", "#3b528b")
 _MARKERS = ("o", "^", "s", "D")
 _PUBLISHED_LINE = (0.0, (1.0, 1.2))
-_STEADY = 1.001
 _MOST_ACROSS = 4
 
 
@@ -120,33 +120,19 @@ def _read(folder: Path, one: dict[str, Any], note: dict[str, Any]) -> list[Serie
         for text in note["texts"]:
             part = rows[(rows["layer"] == layer) & (rows["text"] == text)]
             norms = entering.get(text, nothing)
-            fit = fit_exponent(
-                part["n"].to_numpy(), part["lipschitz"].to_numpy(), part["converged"].to_numpy(dtype=bool)
-            )
-            published = _beside(theirs[(theirs["layer"] == layer) & (theirs["text"] == text)])
+            published = beside_corrected(theirs[(theirs["layer"] == layer) & (theirs["text"] == text)])
             series = Series(
                 model=one["model"],
                 layer=layer,
                 text=text,
                 rows=part,
-                fit=fit,
+                fit=fit_measured(part),
                 entering=norms[norms["layer"] == layer],
                 published=published,
-                published_fit=fit_exponent(
-                    published["n"].to_numpy(),
-                    published["lipschitz"].to_numpy(np.float64),
-                    np.isfinite(published["lipschitz"].to_numpy(np.float64)),
-                ),
+                published_fit=fit_published(published),
             )
             found.append(series)
     return found
-
-
-def _beside(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put the published values beside the corrected ones of the same sequences."""
-    right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
-    theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
-    return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()
 
 
 # ---- the pictures
@@ -318,7 +304,7 @@ def _words(each: Series) -> str:
 def _norm_words(radius: np.ndarray, found: Correlation) -> str:
     if not len(radius):
         return "was not measured"
-    if radius.max() <= _STEADY * radius.min():
+    if is_steady(radius):
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
     words = f"goes from {radius.min():.3g} to {radius.max():.3g}"
     if math.isnan(found.value):

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from howsmooth.reproduce.drawing.fits import beside_corrected, fit_measured, fit_published, is_steady
 from howsmooth.reproduce.finding import read_note
 from howsmooth.reproduce.words import made_of, power, ratio
-from howsmooth.study.exponents import LEVEL, QUARTER, Exponent, fit_exponent
+from howsmooth.study.exponents import LEVEL, QUARTER, Exponent
 from howsmooth.study.names import decimal, readable
-from howsmooth.study.published_rows import CORRECTED, PUBLISHED, read_rows
+from howsmooth.study.published_rows import read_rows
 from howsmooth.study.radius import radius_correlation
 from howsmooth.study.store import Contents, Store
 
 __all__ = ["Panel", "panel_table", "panel_words", "quarter_line", "read_panels"]
-
-_STEADY = 1.001
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +99,17 @@ def _panel(
     note: dict[str, Any],
 ) -> Panel:
     rows = _asked(contents.measurements, text, note)
-    fit = fit_exponent(
-        rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), rows["converged"].to_numpy(dtype=bool)
-    )
-    panel = {"model": column["model"], "layer": column["layer"], "text": text, "rows": rows, "fit": fit}
+    panel = {
+        "model": column["model"],
+        "layer": column["layer"],
+        "text": text,
+        "rows": rows,
+        "fit": fit_measured(rows),
+    }
     if published is None:
         return Panel(**panel)
-    theirs = _asked(published, text, note)
-    right = theirs[theirs["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
-    theirs = theirs[theirs["quantity"] == PUBLISHED].set_index(["n", "sample"])
-    theirs = theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()
-    finite = np.isfinite(theirs["lipschitz"].to_numpy(dtype=float))
-    return Panel(
-        **panel,
-        published=theirs,
-        published_fit=fit_exponent(theirs["n"].to_numpy(), theirs["lipschitz"].to_numpy(), finite),
-    )
+    beside = beside_corrected(_asked(published, text, note))
+    return Panel(**panel, published=beside, published_fit=fit_published(beside))
 
 
 def _asked(rows: pd.DataFrame, text: str, note: dict[str, Any]) -> pd.DataFrame:
@@ -175,7 +169,7 @@ def _words(panel: Panel) -> str:
 
 def _radius_words(rows: pd.DataFrame) -> str:
     radius = rows["radius_mean"].to_numpy(dtype=float)
-    if radius.max() <= _STEADY * radius.min():
+    if is_steady(radius):
         return f"The mean radius is {radius.mean():.4g} for all of them."
     found = radius_correlation(rows["n"].to_numpy(), radius, LEVEL)
     words = f"The mean radius goes from {radius.min():.4g} to {radius.max():.4g}"
