@@ -166,24 +166,15 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class Bounding:
-    """A bound at one sequence, or why there is none.
+class SiteBound:
+    """A bound on one attention at one sequence, or why there is none.
 
     ``quantity`` is what is bounded: with ``‖D_X f‖`` the constant at this sequence, else one over all inputs
-    in the ball of the ``radius``: an upper bound is one on the measurement too, a lower one is not.
+    in a ball, with the radius beside it: an upper bound is one on the measurement too, a lower one is not.
     Where it does not ``hold``, ``value`` and ``log_value`` are ``None`` and ``source`` says why. A value that
     overflows is infinite, with a finite logarithm.
     """
 
-    model: str
-    text: str
-    scope: str
-    layer: int
-    head: int | None
-    n: int
-    sample: int
-    start: int
-    radius: float
     name: str
     side: str
     quantity: str
@@ -194,16 +185,18 @@ class Bounding:
 
 
 @dataclass(frozen=True)
-class SiteBound:
-    """A bound on one attention, or why there is none; see :class:`Bounding`."""
+class Bounding(SiteBound):
+    """A bound with the attention and the sequence it is on, and the ``radius`` of the ball."""
 
-    name: str
-    side: str
-    quantity: str
-    value: float | None
-    log_value: float | None
-    holds: bool
-    source: str
+    model: str
+    text: str
+    scope: str
+    layer: int
+    head: int | None
+    n: int
+    sample: int
+    start: int
+    radius: float
 
 
 @dataclass(frozen=True)
@@ -256,7 +249,7 @@ class Contents:
         ``SENSITIVITY_COLUMNS``: ``tokens`` a list of words, ``input_energy`` and ``output_energy`` lists
         of numbers of the same length; ``place`` is missing if the tokenizer cannot tell.
     bounds
-        One row a bound, see :class:`Bounding`, with ``BOUND_COLUMNS``; what is missing is NaN.
+        One row a bound, see :class:`SiteBound`, with ``BOUND_COLUMNS``; what is missing is NaN.
     published
         One row a quantity and sequence, with ``PUBLISHED_COLUMNS`` and the number of its run.
 
