@@ -6,8 +6,20 @@ around it; ``norms`` and ``compositions`` build the wider scopes (residual, pre-
 
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.map import TokenMap
+from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.self_attention import SelfAttention
+from howsmooth.attention.weighting import Weighting
 
-__all__ = ["Compose", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention", "TokenMap"]
+__all__ = [
+    "AbstractMeasure",
+    "Compose",
+    "LayerNorm",
+    "RMSNorm",
+    "Residual",
+    "Rotary",
+    "SelfAttention",
+    "TokenMap",
+    "Weighting",
+]

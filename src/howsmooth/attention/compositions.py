@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.map import TokenMap
+from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Compose", "Residual"]
@@ -69,8 +70,8 @@ class Residual(_Around):
         """Return the same map with parameters of another dtype or on another device."""
         return Residual(self.inner.to(dtype=dtype, device=device))
 
-    def _forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        return x + self.inner._forward(x, weighting)
 
 
 class Compose(_Around):
@@ -111,5 +112,5 @@ class Compose(_Around):
         """Return the same map with parameters of another dtype or on another device."""
         return Compose(self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device))
 
-    def _forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x))
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        return self.outer._forward(self.inner._forward(x, weighting), weighting)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import abc
+from typing import TypeVar, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.attention.measure import AbstractMeasure
+from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["TokenMap", "as_parameter", "check_tokens"]
+__all__ = ["TokenMap", "as_parameter", "check_measure", "check_tokens"]
+
+Measure = TypeVar("Measure", bound=AbstractMeasure)
 
 
 class TokenMap(abc.ABC):
     """A differentiable map X (..., n, d) -> (..., n, d_out), independent over the leading axes.
 
-    Its parameters are plain tensors without gradients; a map is never changed after it is built.
+    Called on a probability measure it gives its image, a measure again (Definitions 2.4 and 2.6). Its
+    parameters are plain tensors without gradients; a map is never changed after it is built.
     """
 
     @property
@@ -51,13 +57,51 @@ class TokenMap(abc.ABC):
         """Raise ArgumentError if the map cannot take ``n`` tokens."""
 
     @abc.abstractmethod
-    def _forward(self, x: Tensor) -> Tensor:
-        """Apply the map to tokens that were checked."""
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        """Apply the map to tokens that were checked; ``weighting`` makes them the atoms of a measure."""
 
-    def __call__(self, X: Tensor) -> Float[Tensor, "*batch n d_out"]:
-        """Apply the map to tokens X (..., n, d) and return (..., n, d_out)."""
+    @overload
+    def __call__(self, X: Tensor) -> Tensor: ...
+
+    @overload
+    def __call__(self, X: Measure) -> Measure: ...
+
+    def __call__(self, X: object) -> Float[Tensor, "*batch n d_out"] | AbstractMeasure:
+        """Apply the map to tokens X (..., n, d), giving (..., n, d_out), or to a measure, giving its image.
+
+        Raises
+        ------
+        ArgumentError
+            If shape, dtype, device or length do not fit, or the map does not act on such a measure.
+
+        """
+        if isinstance(X, AbstractMeasure):
+            return X.push_forward(self)
+        if not isinstance(X, Tensor):
+            raise ArgumentError(
+                "X",
+                expected="a tensor of tokens (..., n, d), or a measure",
+                got=type(X).__name__,
+                remedy="Use torch.as_tensor, or howsmooth.measures.DiscreteMeasure.",
+            )
         check_tokens(X, self)
         return self._forward(X)
+
+
+def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
+    """Raise ArgumentError unless dimension, dtype and device of the measure are those of ``f``."""
+    for what, got, wanted in (
+        ("dimension", measure.d, f.d),
+        ("dtype", measure.dtype, f.dtype),
+        ("device", measure.device, f.device),
+    ):
+        if got != wanted:
+            raise ArgumentError(
+                "measure",
+                expected=f"{what} {wanted}, as the map's",
+                got=str(got),
+                remedy="" if what == "dimension" else f"Convert one of the two, with .to({what}=...).",
+            )
 
 
 def check_tokens(x: Tensor, f: TokenMap) -> None:

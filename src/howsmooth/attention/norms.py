@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -53,7 +54,7 @@ class _Norm(TokenMap):
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         h, s = self.direction_and_length(x)
         out = math.sqrt(self.d) * h / s * self.weight
         return out if self.bias is None else out + self.bias

@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.attention.core import attention_probabilities, visible_keys, weighted_values
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.attention.rotary import Rotary
+from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]
@@ -160,9 +161,26 @@ class SelfAttention(TokenMap):
 
     # ---- the map
 
-    def visible_keys(self, n: int) -> Bool[Tensor, "n n"] | None:
-        """Return which keys (columns) each query (row) sees; None if all."""
-        return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device)
+    def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
+        """Return which keys (columns) each query (row) sees; None if all.
+
+        Raises
+        ------
+        ArgumentError
+            If the map does not act on measures, because of a mask or rotary positions, or is causal and the
+            weighting has no positions.
+
+        """
+        if weighting is None:
+            return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device)
+        if self.mask is not None or self.rotary is not None:
+            raise ArgumentError(
+                "measure",
+                expected="attention that sees tokens by their place in space, and by causal=True",
+                got="a boolean mask" if self.mask is not None else "rotary positions",
+                remedy="These belong to a list of tokens: call the map on tokens.",
+            )
+        return weighting.earlier() if self.causal else None
 
     def projections(
         self, X: Float[Tensor, "*batch n d"]
@@ -184,10 +202,12 @@ class SelfAttention(TokenMap):
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
         return q, k, project(self.value, self.value_bias)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        visible = self.visible_keys(x.shape[-2], weighting)
         q, k, v = self.projections(x)
         q = q.unflatten(-3, (self.kv_heads, self.heads // self.kv_heads))
-        p = attention_probabilities(q, k, self.scale, self.visible_keys(x.shape[-2]))
+        log_weights = None if weighting is None else weighting.log_weights
+        p = attention_probabilities(q, k, self.scale, visible, log_weights)
         heads = weighted_values(p, v).flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:
             return heads

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.attention.core import attention_probabilities, weighted_values
+from howsmooth.attention.weighting import Weighting
+from howsmooth.errors import ArgumentError
 
 __all__ = ["DropoutAttention", "unmasked", "with_dropout"]
 
@@ -68,8 +70,14 @@ class DropoutAttention(TokenMap):
         inner = self.inner.to(dtype=dtype, device=device)
         return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         f = self.inner
+        if weighting is not None:
+            raise ArgumentError(
+                "measure",
+                expected="a map that acts on measures",
+                got="attention with dropout",
+            )
         q, k, v = f.projections(x)
         q = q.unflatten(-3, (f.kv_heads, f.heads // f.kv_heads))
         p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[-2]))
