@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from howsmooth.errors import StoreError
+from howsmooth.study.files import replace_file
 
 __all__ = ["Finding", "Picture", "read_note", "write_note"]
 
@@ -62,12 +63,9 @@ def write_note(folder: Path, note: Mapping[str, Any]) -> None:
         If it cannot be written.
 
     """
-    path = folder / _NOTE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{_NOTE}.partial")
-        partial.write_text(json.dumps(note, indent=2, sort_keys=True), encoding="utf-8")
-        partial.replace(path)
+        replace_file(folder / _NOTE, json.dumps(note, indent=2, sort_keys=True))
     except OSError as error:
         raise StoreError(
             f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
