@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 import pandas as pd
 
 from howsmooth.reproduce.finding import Finding
 from howsmooth.study.names import readable
+from howsmooth.study.pages import digest, style_sheet, templates_of
 
 __all__ = ["PAGE", "Section", "render", "table_name"]
 
@@ -78,19 +77,13 @@ def render(folder: Path, sections: Sequence[Section], command: str, environment:
         HTML that needs nothing outside; its links lead to the PDF and CSV files in ``folder``.
 
     """
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("howsmooth.reproduce"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    templates = templates_of("howsmooth.reproduce")
     templates.filters["plain"] = _plain
-    style = files("howsmooth.reproduce").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    own = files("howsmooth.reproduce").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
+    style = style_sheet(own)
     return templates.get_template("reproduce.html.jinja").render(
         style=style,
-        style_digest=f"sha256-{digest}",
+        style_digest=digest(style),
         sections=[_section(one, folder) for one in sections],
         command=command,
         environment=list(environment.items()),

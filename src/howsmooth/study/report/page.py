@@ -6,20 +6,19 @@ so that a browser runs and applies nothing else, whatever the data hold.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.figures import Picture
 from howsmooth.study.names import sentence
+from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
+from howsmooth.study.published_tables import compare
 from howsmooth.study.radius import STRATA
 from howsmooth.study.report import wording
 from howsmooth.study.report.bounding import bounds_beside, sharpest
@@ -59,13 +58,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         HTML without a single reference to anything outside.
 
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("howsmooth.study"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_of("howsmooth.study")
     environment.filters |= {
         "number": wording.number,
         "slope": wording.slope,
@@ -76,10 +69,6 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
     rows = contents.measurements
     found = families(rows, exponents, pictures)
     style, script = _style(found), _script()
-    from howsmooth.study.published_tables import (
-        compare,
-    )  # which writes files beside the page, as publish does
-
     published = contents.published
     compared = compare(published)
     data = {
@@ -90,8 +79,8 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
     return environment.get_template("report.html.jinja").render(
         style=Markup(style),
         script=Markup(script),
-        style_digest=_digest(style),
-        script_digest=_digest(script),
+        style_digest=digest(style),
+        script_digest=digest(script),
         data=[(name, embedded(value)) for name, value in data.items() if value is not None],
         left_out=_left_out(data["scatter"], lambda found: len(found["points"]["n"])),
         published=beside(compared),
@@ -135,15 +124,10 @@ def _style(found: Sequence[dict[str, Any]]) -> str:
     images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
     least = sorted({int(image["least"]) for image in images})
     rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
-    return (_ASSETS / "report.css").read_text(encoding="utf-8") + rules
+    return style_sheet((_ASSETS / "report.css").read_text(encoding="utf-8")) + rules
 
 
 def _script() -> str:
     """Read the script, its parts in one scope of their own."""
     parts = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
-
-
-def _digest(content: str) -> str:
-    """Write the digest by which a content security policy names an element's content."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
