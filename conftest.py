@@ -10,6 +10,7 @@ Python. A block that is not to be run is written as ``sh`` or ``text``.
 
 from __future__ import annotations
 
+import atexit
 import doctest
 import os
 import re
@@ -27,6 +28,12 @@ ROOT = Path(__file__).parent
 RUNNABLE = ("howsmooth", "python", "ls", "head", "cat")
 DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SECONDS = 120
+
+# Tests leave the user's cache alone, and share one among their processes: to put `python-docs` together
+# takes seconds in each.
+if "HOWSMOOTH_CACHE" not in os.environ:
+    os.environ["HOWSMOOTH_CACHE"] = tempfile.mkdtemp(prefix="howsmooth-cache-")
+    atexit.register(shutil.rmtree, os.environ["HOWSMOOTH_CACHE"], ignore_errors=True)
 
 
 def _commands(block: str) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from howsmooth.errors import TextError
+from howsmooth.texts.cache import kept
 
 __all__ = ["docstrings_of", "library_files", "prose_paragraphs", "python_docs"]
 
@@ -135,9 +136,13 @@ def docstrings_of(source: str) -> Iterator[str]:
         waiting += reversed(inner)
 
 
+def _topics_file(root: Path) -> Path:
+    return root / "pydoc_data" / "topics.py"
+
+
 def _topics(root: Path) -> list[str]:
     """Return the texts of `pydoc_data.topics`, sorted by name; empty when this Python lacks the file."""
-    path = root / "pydoc_data" / "topics.py"
+    path = _topics_file(root)
     if not path.is_file():
         return []
     for node in ast.parse(path.read_text("utf-8")).body:
@@ -226,10 +231,17 @@ def python_docs(root: Path | None = None) -> tuple[str, str]:
 
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    files = library_files(root)
+    topics = _topics_file(root)
+    made_of = [Path(__file__), *files, *([topics] if topics.is_file() else [])]
+    return kept("python-docs", made_of, lambda: _read(root, files))
+
+
+def _read(root: Path, files: list[Path]) -> tuple[str, str]:
     paragraphs: dict[str, None] = {}  # keeps the order, drops repetitions
     for topic in _topics(root):
         paragraphs.update(dict.fromkeys(prose_paragraphs(topic)))
-    for path in library_files(root):
+    for path in files:
         for docstring in docstrings_of(path.read_text("utf-8", errors="replace")):
             paragraphs.update(dict.fromkeys(prose_paragraphs(docstring)))
     content = "\n\n".join(paragraphs) + "\n"
