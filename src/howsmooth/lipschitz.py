@@ -1,7 +1,8 @@
-"""The local Lipschitz constant ‖D_X f‖₂ of a map at given tokens, with an interval."""
+"""The local Lipschitz constant ‖D_X f‖₂ of a map at given tokens or at a measure, with an interval."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,11 +12,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.accuracy import check_accuracy
-from howsmooth.attention import TokenMap
-from howsmooth.attention.map import check_tokens
+from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
+from howsmooth.attention.map import check_measure, check_tokens
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
-from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
+from howsmooth.jacobian import (
+    AutodiffJacobian,
+    closed_form_jacobian,
+    has_closed_form,
+    weighted_autodiff_jacobian,
+)
+from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
 
 __all__ = ["LipschitzEstimate", "local_lipschitz"]
 
@@ -49,7 +55,7 @@ class LipschitzEstimate:
         Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out): the
         perturbation of X that moves the output most, and where it moves it. Where singular values are
         repeated (symmetric inputs) they are one choice of many. The output direction is zero where the
-        constant is.
+        constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight a_i.
     method
         "closed form" or "autodiff".
     scope
@@ -101,7 +107,7 @@ class LipschitzEstimate:
 
 def local_lipschitz(
     f: Callable[[Tensor], Tensor],
-    x: Tensor,
+    x: Tensor | AbstractMeasure,
     *,
     rtol: float = 1e-4,
     confidence: float = 0.999,
@@ -114,13 +120,18 @@ def local_lipschitz(
     Batched Golub–Kahan bidiagonalisation of the Jacobian from a random start; each member stops when
     its own interval is narrower than ``rtol``.
 
+    At a discrete measure Σ_i a_i δ_{x_i} it is the weighted norm sup |J E|_a / |E|_a of the mean-field map,
+    |E|_a² = Σ_i a_i |e_i|² (Lemma C.5): how far the image moves in W₂ where the atoms move whole. Where they
+    may split, see :func:`howsmooth.measures.wasserstein_lipschitz`.
+
     Parameters
     ----------
     f
         A map of this library (closed form), or any differentiable PyTorch map of tokens (..., n, d) to a
         tensor with the same leading axes (autodiff). Members of the batch must be independent.
     x
-        Tokens (..., n, d), float32 or float64; batched over the leading axes.
+        Tokens (..., n, d), float32 or float64, batched over the leading axes; or a measure with atoms, at
+        which a map of this library is measured, in float64.
     rtol
         Relative width of the interval at which a member has converged.
     confidence
@@ -143,16 +154,18 @@ def local_lipschitz(
     ArgumentError
         If an argument does not fit; the message names it.
     NonFiniteError
-        If ``x``, f(x) or a product is not finite.
+        If ``x``, f(x) or a product is not finite, or the constant itself is beyond float64's range.
     DerivativeError
         If ``f`` cannot be differentiated, or its two derivatives disagree.
 
     References
     ----------
     Definition of the local constant: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024,
-    Section 3. Interval: docs/theory/spectral-norm.md.
+    Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: docs/theory/spectral-norm.md.
 
     """
+    if isinstance(x, AbstractMeasure):
+        return _at_measure(f, x, rtol, confidence, max_iterations, seed, method)
     _check_arguments(f, x, rtol, confidence, max_iterations)
     chosen = _chosen_method(f, method)
     if isinstance(f, TokenMap):
@@ -190,6 +203,59 @@ def local_lipschitz(
         output_direction=shaped["left"],
         method=chosen,
         scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        rtol=rtol,
+        seed=seed if isinstance(seed, int) else tuple(seed),
+    )
+
+
+def _at_measure(
+    f: Callable[[Tensor], Tensor],
+    measure: AbstractMeasure,
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    seed: int | Sequence[int],
+    method: str,
+) -> LipschitzEstimate:
+    """Measure the weighted norm at a discrete measure, in float64 whatever the dtype of its atoms."""
+    if not isinstance(f, TokenMap):
+        raise ArgumentError(
+            "f",
+            expected="a map of howsmooth, which acts on measures",
+            got=type(f).__name__,
+            remedy="Of other maps the constant is measured at tokens.",
+        )
+    check_measure(measure, f)
+    points, weighting = measure.weighted_tokens()
+    x, weighting = points.detach().double(), Weighting(weighting.log_weights.detach(), weighting.positions)
+    _check_arguments(f, x, rtol, confidence, max_iterations)
+    chosen = _chosen_method(f, method)
+    operator: LinearOperator
+    if chosen == "closed form":
+        operator = closed_form_jacobian(f, x[None], weighting=weighting)
+    else:
+        operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
+    start = _starts(operator, _member_seeds(seed, 1))
+    # The constant may be e^350, whose square overflows: near one, it does not.
+    size = float(operator.product(start).abs().max())
+    factor = 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
+    found = golub_kahan(
+        Scaled(operator, factor), start, rtol=rtol, confidence=confidence, max_iterations=max_iterations
+    )
+    if not math.isfinite(float(found.sigma) / factor):
+        log = math.log(float(found.sigma)) - math.log(factor)
+        raise NonFiniteError("f", expected="a constant in the range of float64", got=f"exp({log:.6g})")
+    return LipschitzEstimate(
+        value=(found.sigma / factor)[0],
+        lower=(found.lower / factor)[0],
+        upper=(found.upper / factor)[0],
+        confidence=confidence,
+        converged=found.converged[0],
+        iterations=found.steps[0],
+        input_direction=found.right[0],
+        output_direction=found.left[0],
+        method=chosen,
+        scope=f"{f.describe()}, at a measure of {x.shape[0]} atoms",
         rtol=rtol,
         seed=seed if isinstance(seed, int) else tuple(seed),
     )

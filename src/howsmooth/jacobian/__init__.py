@@ -1,6 +1,13 @@
 """Jacobians of token maps as linear operators: in closed form, or by automatic differentiation."""
 
-from howsmooth.jacobian.autodiff import AutodiffJacobian
+from howsmooth.jacobian.autodiff import AutodiffJacobian, weighted_autodiff_jacobian
 from howsmooth.jacobian.closed_form import closed_form_jacobian, has_closed_form
+from howsmooth.jacobian.frozen import frozen_derivatives
 
-__all__ = ["AutodiffJacobian", "closed_form_jacobian", "has_closed_form"]
+__all__ = [
+    "AutodiffJacobian",
+    "closed_form_jacobian",
+    "frozen_derivatives",
+    "has_closed_form",
+    "weighted_autodiff_jacobian",
+]

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["AutodiffJacobian"]
+__all__ = ["AutodiffJacobian", "weighted_autodiff_jacobian"]
+
+# Roots of weights are divided by: this keeps them, and probabilities beside them, in float64's range.
+_LEAST_LOG_WEIGHT = -600.0
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -169,6 +173,38 @@ class AutodiffJacobian(LinearOperator):
                     got="a map that mixes them",
                     remedy="Measure one member at a time, or put batch statistics in evaluation mode.",
                 )
+
+
+def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
+    """Return the operator of (√(a_i/a_j) J_ij) of a map at a measure, by automatic differentiation.
+
+    It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so that all checks hold for it as they stand.
+
+    Parameters
+    ----------
+    f
+        Any map that acts on measures.
+    x
+        Atoms (n, d), float64 as the map.
+    weighting
+        Their weights, none below e^-600.
+
+    Raises
+    ------
+    ArgumentError
+        If a weight is smaller, or the map does not act on such a measure.
+
+    """
+    smallest = float(weighting.log_weights.min())
+    if smallest < _LEAST_LOG_WEIGHT:
+        raise ArgumentError(
+            "measure",
+            expected=f"weights of at least exp({_LEAST_LOG_WEIGHT:g}), for automatic differentiation",
+            got=f"exp({smallest:.6g})",
+            remedy="Softmax attention has a closed form, which forms smaller weights in logarithms.",
+        )
+    root = (weighting.log_weights / 2).exp()[:, None].to(x)
+    return AutodiffJacobian(lambda y: root * f._forward(y / root, weighting), root * x)
 
 
 def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.attention.core import attention_probabilities
-from howsmooth.errors import ArgumentError
-from howsmooth.jacobian.softmax import SoftmaxDerivative
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
+from howsmooth.attention.core import attention_probabilities, attention_scores
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian.softmax import SoftmaxDerivative, WeightedSoftmaxDerivative
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["closed_form_jacobian", "has_closed_form"]
@@ -31,8 +31,13 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
     return isinstance(f, SelfAttention | LayerNorm | RMSNorm)
 
 
-def closed_form_jacobian(f: TokenMap, x: Tensor, *, dtype: torch.dtype | None = None) -> LinearOperator:
+def closed_form_jacobian(
+    f: TokenMap, x: Tensor, *, weighting: Weighting | None = None, dtype: torch.dtype | None = None
+) -> LinearOperator:
     """Return the Jacobian of ``f`` at each member of ``x`` (batch, n, d).
+
+    With a weighting it is the operator of the blocks √(a_i/a_j) J_ij: the Jacobian at the measure of weights
+    a_i on the tokens, between the norms |E|_a² = Σ_i a_i |e_i|² (Definition C.4). It acts on √a_i e_i.
 
     Parameters
     ----------
@@ -40,8 +45,17 @@ def closed_form_jacobian(f: TokenMap, x: Tensor, *, dtype: torch.dtype | None = 
         A map for which :func:`has_closed_form` is true.
     x
         Tokens (batch, n, d), in the dtype of the map.
+    weighting
+        Weights and positions that make each member's tokens the atoms of a measure.
     dtype
         Dtype of the products, float32 or float64; that of ``x`` by default.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or the map does not act on measures.
+    NonFiniteError
+        If an entry √(a_i/a_j) P_ij is beyond the range of the products' dtype.
 
     """
     if x.device.type == "mps":
@@ -54,20 +68,23 @@ def closed_form_jacobian(f: TokenMap, x: Tensor, *, dtype: torch.dtype | None = 
     if not has_closed_form(f):
         raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
     f.check_length(x.shape[-2])
-    return _linearise(f.to(dtype=torch.float64), x.double(), dtype or x.dtype)
+    return _linearise(f.to(dtype=torch.float64), x.double(), weighting, dtype or x.dtype)
 
 
-def _linearise(f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
+def _linearise(f: TokenMap, x: Tensor, weighting: Weighting | None, dtype: torch.dtype) -> LinearOperator:
     """Linearise a float64 map at float64 tokens; products in ``dtype``."""
     match f:
         case SelfAttention():
-            return AttentionJacobian.at(f, x, dtype)
+            return AttentionJacobian.at(f, x, weighting, dtype)
         case LayerNorm() | RMSNorm():
+            # Token by token: both roots of a weight cancel.
             return NormJacobian.at(f, x, dtype)
         case Residual():
-            return ResidualJacobian(_linearise(f.inner, x, dtype))
+            return ResidualJacobian(_linearise(f.inner, x, weighting, dtype))
         case Compose():
-            return ComposedJacobian(_linearise(f.outer, f.inner(x), dtype), _linearise(f.inner, x, dtype))
+            image = f.inner._forward(x, weighting)
+            outer = _linearise(f.outer, image, weighting, dtype)
+            return ComposedJacobian(outer, _linearise(f.inner, x, weighting, dtype))
         case _:  # pragma: no cover - has_closed_form was asked first
             raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
 
@@ -80,7 +97,11 @@ class AttentionJacobian(LinearOperator):
     """
 
     def __init__(
-        self, attention: SelfAttention, weight: Tensor, output: Tensor | None, core: SoftmaxDerivative
+        self,
+        attention: SelfAttention,
+        weight: Tensor,
+        output: Tensor | None,
+        core: SoftmaxDerivative | WeightedSoftmaxDerivative,
     ) -> None:
         n, batch = core.k.shape[1], core.k.shape[0] // attention.kv_heads
         super().__init__(
@@ -99,18 +120,20 @@ class AttentionJacobian(LinearOperator):
         self.rotary = None if rotary is None else rotary.to(dtype=weight.dtype)
 
     @classmethod
-    def at(cls, f: SelfAttention, x: Tensor, dtype: torch.dtype) -> AttentionJacobian:
-        """Linearise float64 attention at float64 tokens (batch, n, d)."""
+    def at(
+        cls, f: SelfAttention, x: Tensor, weighting: Weighting | None, dtype: torch.dtype
+    ) -> AttentionJacobian:
+        """Linearise float64 attention at float64 tokens (batch, n, d), or at a measure on them."""
+        visible = f.visible_keys(x.shape[1], weighting)
         q, k, v = f.projections(x)
-        group = f.heads // f.kv_heads
-        q = q.unflatten(1, (f.kv_heads, group))
-        p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[1]))
-        q = (f.scale * q).flatten(2, 3).flatten(0, 1)
-        k, v, p = k.flatten(0, 1), v.flatten(0, 1), p.flatten(2, 3).flatten(0, 1)
-        k, v = k - k.mean(dim=1, keepdim=True), v - v.mean(dim=1, keepdim=True)
-        core = SoftmaxDerivative(*(t.to(dtype) for t in (q, k, v, p, p @ v)))
+        q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
         output = None if f.output is None else f.output.to(dtype)
+        core = (
+            _softmax_derivative(f.scale, q, k, v, visible, dtype)
+            if weighting is None
+            else _weighted_softmax_derivative(f.scale, q, k, v, visible, weighting, dtype)
+        )
         return cls(f, weight.to(dtype), output, core)
 
     def _product(self, e: Tensor) -> Tensor:
@@ -148,6 +171,49 @@ class AttentionJacobian(LinearOperator):
         heads = torch.arange(kv_heads, device=members.device)
         rows = (members[:, None] * kv_heads + heads).flatten().to(self.device)
         return AttentionJacobian(self.attention, self.weight, self.output, self.core.select(rows))
+
+
+def _softmax_derivative(
+    scale: float, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
+) -> SoftmaxDerivative:
+    p = attention_probabilities(q, k, scale, visible).flatten(2, 3).flatten(0, 1)
+    q, k, v = _stacked(scale, q, k, v)
+    return SoftmaxDerivative(*(t.to(dtype) for t in (q, k, v, p, p @ v)))
+
+
+def _weighted_softmax_derivative(
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    weighting: Weighting,
+    dtype: torch.dtype,
+) -> WeightedSoftmaxDerivative:
+    # A shift of all keys is one of each row of scores, which the softmax forgets: centred, they round less.
+    scores = attention_scores(q, k - k.mean(dim=-2, keepdim=True), scale, visible, weighting.log_weights)
+    log_p = torch.log_softmax(scores, dim=-1)
+    half = weighting.log_weights / 2
+    tilted = (log_p + (half[:, None] - half)).exp().flatten(2, 3).flatten(0, 1).to(dtype)
+    if not bool(torch.isfinite(tilted).all()):
+        largest = float((log_p + (half[:, None] - half)).max())
+        raise NonFiniteError(
+            "f",
+            expected=f"weighted probabilities √(a_i/a_j) P_ij in the range of {dtype}",
+            got=f"one of about exp({largest:.6g})",
+            remedy="The constant is of that size. Take smaller tokens or weights nearer to each other.",
+        )
+    p = log_p.exp().flatten(2, 3).flatten(0, 1)
+    q, k, v = _stacked(scale, q, k, v)
+    log_range = float(weighting.log_weights.abs().max())
+    q, k, v, p, mean = (t.to(dtype) for t in (q, k, v, p, p @ v))
+    return WeightedSoftmaxDerivative(q, k, v, p, tilted, mean, log_range)
+
+
+def _stacked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head."""
+    q, k, v = (scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    return q, k - k.mean(dim=1, keepdim=True), v - v.mean(dim=1, keepdim=True)
 
 
 class NormJacobian(LinearOperator):

@@ -3,11 +3,12 @@
 from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
 from howsmooth.spectral.interval import a_posteriori_upper, a_priori_upper, start_quantile
-from howsmooth.spectral.operator import LinearOperator, Subset
+from howsmooth.spectral.operator import LinearOperator, Scaled, Subset
 
 __all__ = [
     "LeadingTriplet",
     "LinearOperator",
+    "Scaled",
     "Subset",
     "a_posteriori_upper",
     "a_priori_upper",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 
-__all__ = ["LinearOperator", "Subset"]
+__all__ = ["LinearOperator", "Scaled", "Subset"]
 
 
 class LinearOperator(abc.ABC):
@@ -124,3 +124,24 @@ class Subset(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.whole.adjoint_product(self._scattered(u))[self.members]
+
+
+class Scaled(LinearOperator):
+    """An operator times a positive number: a power of two that brings its norm near to one loses no digit."""
+
+    def __init__(self, whole: LinearOperator, factor: float) -> None:
+        super().__init__(
+            whole.batch, whole.in_shape, whole.out_shape, whole.dtype, whole.device, whole.rounding
+        )
+        self.whole = whole
+        self.factor = factor
+
+    def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
+        """Return some of the members."""
+        return Scaled(self.whole.select(members), self.factor)
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.factor * self.whole.product(e)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.factor * self.whole.adjoint_product(u)

@@ -1,0 +1,142 @@
+"""The derivative of x ↦ Γ_μ(x) at the atoms of a measure, the measure frozen.
+
+It is the term δ_ij of the Jacobian: V C_i A for a head of softmax attention, C_i the covariance of the atoms
+that x_i sees. It says what happens when an atom splits and its halves move apart, the measure to first order
+unchanged. Derivation: docs/theory/mean-field.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
+from howsmooth.attention.core import attention_probabilities
+
+__all__ = ["frozen_derivatives"]
+
+# Numbers in the largest tensor of a block of atoms.
+_BLOCK = 1 << 22
+
+# The logarithm of no mass: the softmax gives it the weight 0, exactly.
+_NO_MASS = -1e30
+
+Rows = Callable[[slice], Tensor]
+
+
+def frozen_derivatives(
+    f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
+) -> Iterator[Float[Tensor, "block d_out d"]]:
+    """Give the derivatives D Γ_μ(x_i) of all atoms in their order, some at a time.
+
+    Parameters
+    ----------
+    f
+        A map that acts on measures, in float64.
+    x
+        Atoms (n, d), float64.
+    weighting
+        Their weights and positions.
+
+    Raises
+    ------
+    ArgumentError
+        If the map does not act on such a measure.
+
+    """
+    n = x.shape[0]
+    rows = _rows(f, x, weighting)
+    step = max(1, min(n, _BLOCK // (_width(f) * n + f.d * f.d_out)))
+    for begin in range(0, n, step):
+        yield rows(slice(begin, min(begin + step, n)))
+
+
+def _width(f: TokenMap) -> int:
+    """Numbers that a block holds for each of its atoms and each atom that it sees."""
+    match f:
+        case SelfAttention():
+            return f.heads * (f.key_dim + f.value_dim)
+        case Residual():
+            return _width(f.inner)
+        case Compose():
+            return max(_width(f.outer), _width(f.inner))
+        case _:
+            return f.d + f.d_out
+
+
+def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
+    match f:
+        case SelfAttention():
+            return _attention(f, x, weighting)
+        case LayerNorm() | RMSNorm():
+            return _norm(f, x)
+        case Residual():
+            inner, eye = _rows(f.inner, x, weighting), torch.eye(f.d, dtype=x.dtype, device=x.device)
+            return lambda rows: inner(rows) + eye
+        case Compose():
+            first = _rows(f.inner, x, weighting)
+            second = _rows(f.outer, f.inner._forward(x, weighting), weighting)
+            return lambda rows: second(rows) @ first(rows)
+        case _:
+            return _by_autodiff(f, x, weighting)
+
+
+def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
+    """Σ_h W_h Cov_i(v, k) · scale Q_h, the covariance under P_i of values and keys."""
+    visible = f.visible_keys(x.shape[0], weighting)
+    q, k, v = f.projections(x)
+    # Heads that share a key head are grouped; keys and values centred, as products of differences are wanted.
+    q = q.unflatten(0, (f.kv_heads, f.heads // f.kv_heads))
+    k, v = (t - t.mean(dim=-2, keepdim=True) for t in (k, v))
+    output = f.output
+    if output is None:
+        output = torch.eye(f.d_out, dtype=x.dtype, device=x.device)
+    output = output.unflatten(1, (f.heads, f.value_dim))
+
+    def derivatives(rows: slice) -> Tensor:
+        seen = None if visible is None else visible[rows]
+        p = attention_probabilities(q[..., rows, :], k, f.scale, seen, weighting.log_weights)
+        dv, dk = (t[:, None, None] - (p @ t[:, None])[..., None, :] for t in (v, k))
+        spread = (p[..., None] * dv).mT @ dk
+        moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]
+        return torch.einsum("ohv,hbvd->bod", output, moved)
+
+    return derivatives
+
+
+def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
+    h, s = f.direction_and_length(x)
+    unit, factor = h / s, math.sqrt(f.d) / s
+    eye = torch.eye(f.d, dtype=x.dtype, device=x.device)
+    centring = eye - 1.0 / f.d if f.centred else eye
+
+    def derivatives(rows: slice) -> Tensor:
+        u = unit[rows]
+        return f.weight[:, None] * factor[rows, :, None] * (centring - u[:, :, None] * u[:, None, :])
+
+    return derivatives
+
+
+def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
+    """Follow further atoms without mass at the places of the block: their outputs are Γ_μ there."""
+
+    def derivatives(rows: slice) -> Tensor:
+        probe = x[rows].detach().clone().requires_grad_()
+        massless = torch.full_like(probe[:, 0], _NO_MASS, dtype=torch.float64)
+        positions = weighting.positions
+        if positions is not None:
+            positions = torch.cat((positions, positions[rows]))
+        extended = Weighting(torch.cat((weighting.log_weights, massless)), positions)
+        with torch.enable_grad():
+            image = f._forward(torch.cat((x, probe)), extended)[x.shape[0] :]
+            # No output depends on another probe, so one pass gives a row of every derivative.
+            parts = [
+                torch.autograd.grad(part.sum(), probe, retain_graph=True)[0] for part in image.unbind(-1)
+            ]
+        return torch.stack(parts, dim=1)
+
+    return derivatives
