@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from howsmooth import adversarial, bounds, dynamics, measures, published
-    from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
+    from howsmooth.attention import Compose, L2Attention, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
     from howsmooth.models import Site, capture, load_model
@@ -24,6 +24,7 @@ __version__ = metadata.version("howsmooth")
 __all__ = [
     "Compose",
     "HowsmoothError",
+    "L2Attention",
     "LayerNorm",
     "LipschitzEstimate",
     "RMSNorm",
@@ -43,7 +44,7 @@ __all__ = [
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
 _ROOMS = {
-    "attention": ("Compose", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention"),
+    "attention": ("Compose", "L2Attention", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention"),
     "errors": ("HowsmoothError",),
     "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),

@@ -5,6 +5,7 @@ around it; ``norms`` and ``compositions`` build the wider scopes (residual, pre-
 """
 
 from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.map import TokenMap
 from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.norms import LayerNorm, RMSNorm
@@ -15,6 +16,7 @@ from howsmooth.attention.weighting import Weighting
 __all__ = [
     "AbstractMeasure",
     "Compose",
+    "L2Attention",
     "LayerNorm",
     "RMSNorm",
     "Residual",

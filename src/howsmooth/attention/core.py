@@ -6,21 +6,38 @@ so that query heads which share a key head are one matrix product and no key is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-__all__ = ["attention_probabilities", "attention_scores", "visible_keys", "weighted_values"]
+__all__ = ["attend", "attention_probabilities", "attention_scores", "visible_keys", "weighted_values"]
+
+# Attention probabilities that are formed at a time: what stays in a processor's caches, or keeps an
+# accelerator busy. Memory is that of the tokens and a few times this, however long the sequence.
+_ENTRIES = {"cpu": 1 << 20}
+_ENTRIES_ELSEWHERE = 1 << 26
+
+# Which keys the queries of some rows see: (rows, keys), the first keys only if no further one is seen;
+# None if all.
+Visible = Callable[[slice], Bool[Tensor, "rows keys"] | None]
 
 
 def visible_keys(
-    n: int, *, causal: bool, mask: Bool[Tensor, "n_mask n_mask"] | None, device: torch.device
-) -> Bool[Tensor, "n n"] | None:
-    """Return which keys (columns) each query (row) sees, or None if all of them."""
+    n: int,
+    *,
+    causal: bool,
+    mask: Bool[Tensor, "n_mask n_mask"] | None,
+    device: torch.device,
+    rows: slice = slice(None),
+) -> Bool[Tensor, "rows keys"] | None:
+    """Return which keys (columns) the queries of ``rows`` see, causal ones up to the last; None if all."""
     if not causal:
-        return mask
-    triangle = torch.ones(n, n, dtype=torch.bool, device=device).tril_()
-    return triangle if mask is None else triangle & mask
+        return None if mask is None else mask[rows]
+    order = torch.arange(n, device=device)
+    triangle = order[: rows.stop] <= order[rows, None]
+    return triangle if mask is None else triangle & mask[rows, : rows.stop]
 
 
 def attention_scores(
@@ -28,13 +45,16 @@ def attention_scores(
     k: Float[Tensor, "*batch kv_heads n key_dim"],
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
-    log_weights: Float[Tensor, " n"] | None = None,
+    offsets: Float[Tensor, "*#heads n"] | None = None,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """Return scale · q kᵀ + log a, −∞ where the key is not visible: the softmax of its rows is P."""
+    """Return scale · q kᵀ + offsets, −∞ where the key is not visible: the softmax of its rows is P.
+
+    ``offsets`` are added to the columns: log-weights of a measure (C.4), or terms of the keys.
+    """
     group, m = q.shape[-3], q.shape[-2]
     scores = (scale * (q.flatten(-3, -2) @ k.mT)).reshape(*k.shape[:-2], group, m, k.shape[-2])
-    if log_weights is not None:
-        scores = scores + log_weights.to(scores.dtype)
+    if offsets is not None:
+        scores = scores + offsets.to(scores.dtype)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
 
 
@@ -43,10 +63,10 @@ def attention_probabilities(
     k: Float[Tensor, "*batch kv_heads n key_dim"],
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
-    log_weights: Float[Tensor, " n"] | None = None,
+    offsets: Float[Tensor, "*#heads n"] | None = None,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """P_ij ∝ a_j exp(scale · ⟨q_i, k_j⟩) over the visible keys; a_j = 1/n without weights (2.1, C.4)."""
-    return torch.softmax(attention_scores(q, k, scale, visible, log_weights), dim=-1)
+    """P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over the visible keys j (Definitions 2.1 and C.4)."""
+    return torch.softmax(attention_scores(q, k, scale, visible, offsets), dim=-1)
 
 
 def weighted_values(
@@ -54,3 +74,37 @@ def weighted_values(
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
     """Σ_j P_ij v_j for each head."""
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
+
+
+def attend(
+    q: Float[Tensor, "*batch kv_heads group n key_dim"],
+    k: Float[Tensor, "*batch kv_heads n key_dim"],
+    v: Float[Tensor, "*batch kv_heads n value_dim"],
+    scale: float,
+    visible: Visible,
+    offsets: Float[Tensor, "*#heads 1 n"] | None = None,
+) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
+    """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
+
+    A backward pass through it keeps all blocks.
+    """
+    group, n = q.shape[-3], q.shape[-2]
+    lead = k.shape[:-2]
+    if offsets is not None:
+        offsets = offsets.expand(*lead, group, 1, n).flatten(0, -4)
+    q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
+    entries = _ENTRIES.get(q.device.type, _ENTRIES_ELSEWHERE)
+    heads, length = max(1, entries // (group * n * n)), max(1, entries // (group * n))
+    # One tensor for all rows: small results between large blocks would leave holes in the memory that the
+    # next block does not fit into.
+    out = q.new_empty((len(k), group, n, v.shape[-1]))
+    for h in range(0, len(k), heads):
+        some = slice(h, h + heads)
+        for i in range(0, n, length):
+            rows = slice(i, min(i + length, n))
+            seen = visible(rows)
+            keys = slice(n if seen is None else seen.shape[1])
+            terms = None if offsets is None else offsets[some, ..., keys]
+            p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms)
+            out[some, :, rows] = weighted_values(p, v[some, keys])
+    return out.reshape(*lead, group, n, -1)

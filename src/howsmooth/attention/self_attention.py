@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.core import attention_probabilities, visible_keys, weighted_values
-from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.attention.core import attend, visible_keys
+from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.map import as_parameter
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
@@ -17,7 +18,7 @@ from howsmooth.errors import ArgumentError
 __all__ = ["SelfAttention"]
 
 
-class SelfAttention(TokenMap):
+class SelfAttention(HeadsAttention):
     """Multi-head softmax self-attention, X (..., n, d) -> (..., n, d_out).
 
     f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
@@ -72,40 +73,21 @@ class SelfAttention(TokenMap):
         mask: Tensor | None = None,
         rotary: Rotary | None = None,
     ) -> None:
-        self.query = as_parameter("query", query, ("heads", "key_dim", "d"))
-        self.heads, self.key_dim, d = self.query.shape
-        q = self.query
-        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, d), like=q)
-        self.kv_heads = self.key.shape[0]
-        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", d), like=q)
-        self.value_dim = self.value.shape[1]
-        if self.heads % self.kv_heads:
-            raise ArgumentError(
-                "key",
-                expected=f"a number of key heads that divides the {self.heads} query heads",
-                got=f"{self.kv_heads} key heads",
-            )
-        width = self.heads * self.value_dim
-
-        def optional(name: str, given: Tensor | None, shape: tuple[int | str, ...]) -> Tensor | None:
-            return None if given is None else as_parameter(name, given, shape, like=q)
-
-        self.output = optional("output", output, ("d_out", width))
-        self.query_bias = optional("query_bias", query_bias, (self.heads, self.key_dim))
-        self.key_bias = optional("key_bias", key_bias, (self.kv_heads, self.key_dim))
-        self.value_bias = optional("value_bias", value_bias, (self.kv_heads, self.value_dim))
-        if output_bias is not None and self.output is None:
-            raise ArgumentError(
-                "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
-            )
-        self.output_bias = optional("output_bias", output_bias, (self.d_out,))
-        self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
-        if not math.isfinite(self.scale):
-            raise ArgumentError("scale", expected="a finite number", got=str(scale))
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+        )
         self.causal = bool(causal)
-        self.mask = None if mask is None else _check_mask(mask, self.causal, q.device)
+        self.mask = None if mask is None else _check_mask(mask, self.causal, self.device)
         if rotary is not None:
-            as_parameter("rotary.cos", rotary.cos, ("n", "rot_dim"), like=q)
+            as_parameter("rotary.cos", rotary.cos, ("n", "rot_dim"), like=self.query)
             if rotary.rot_dim > self.key_dim:
                 raise ArgumentError(
                     "rotary", expected=f"rot_dim <= key_dim = {self.key_dim}", got=f"{rotary.rot_dim}"
@@ -114,39 +96,12 @@ class SelfAttention(TokenMap):
 
     # ---- what it is
 
-    @property
-    def d(self) -> int:
-        """Dimension of an input token."""
-        return self.query.shape[2]
-
-    @property
-    def d_out(self) -> int:
-        """Dimension of an output token."""
-        return self.heads * self.value_dim if self.output is None else self.output.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
-        return self.query.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.query.device
-
     def describe(self) -> str:
         """Return one phrase that says what the map is."""
-        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
-        if self.kv_heads != self.heads:
-            heads += f" over {self.kv_heads} key/value heads"
         masking = "causal" if self.causal else "unmasked"
         if self.mask is not None:
             masking = "causal with a further mask" if self.causal else "masked"
-        projected = "with output projection" if self.output is not None else "heads concatenated"
-        return f"self-attention, {heads}, {masking}, {projected}"
-
-    def __repr__(self) -> str:
-        return f"SelfAttention({self.describe()}, d={self.d}, key_dim={self.key_dim}, d_out={self.d_out})"
+        return self._described("self-attention", masking)
 
     def check_length(self, n: int) -> None:
         """Raise ArgumentError if the mask or the rotary tables do not fit ``n`` tokens."""
@@ -161,8 +116,12 @@ class SelfAttention(TokenMap):
 
     # ---- the map
 
-    def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return which keys (columns) each query (row) sees; None if all.
+    def visible_keys(
+        self, n: int, weighting: Weighting | None = None, rows: slice = slice(None)
+    ) -> Bool[Tensor, "rows keys"] | None:
+        """Return which keys (columns) each query (row) sees, up to the last that one of ``rows`` may see.
+
+        None if all queries see all keys.
 
         Raises
         ------
@@ -172,7 +131,7 @@ class SelfAttention(TokenMap):
 
         """
         if weighting is None:
-            return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device)
+            return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device, rows=rows)
         if self.mask is not None or self.rotary is not None:
             raise ArgumentError(
                 "measure",
@@ -180,7 +139,7 @@ class SelfAttention(TokenMap):
                 got="a boolean mask" if self.mask is not None else "rotary positions",
                 remedy="These belong to a list of tokens: call the map on tokens.",
             )
-        return weighting.earlier() if self.causal else None
+        return weighting.earlier(rows) if self.causal else None
 
     def projections(
         self, X: Float[Tensor, "*batch n d"]
@@ -190,52 +149,36 @@ class SelfAttention(TokenMap):
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
         """Return queries, keys and values of tokens X, after biases and rotary positions."""
-
-        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = X @ weight.flatten(0, 1).mT
-            if bias is not None:
-                rows = rows + bias.flatten()
-            return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
-
-        q, k = project(self.query, self.query_bias), project(self.key, self.key_bias)
+        q, k, v = self._project(X)
         if self.rotary is not None:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
-        return q, k, project(self.value, self.value_bias)
+        return q, k, v
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        visible = self.visible_keys(x.shape[-2], weighting)
+        def visible(rows: slice) -> Tensor | None:
+            return self.visible_keys(x.shape[-2], weighting, rows)
+
         q, k, v = self.projections(x)
-        q = q.unflatten(-3, (self.kv_heads, self.heads // self.kv_heads))
-        log_weights = None if weighting is None else weighting.log_weights
-        p = attention_probabilities(q, k, self.scale, visible, log_weights)
-        heads = weighted_values(p, v).flatten(-4, -3).movedim(-3, -2).flatten(-2)
-        if self.output is None:
-            return heads
-        out = heads @ self.output.mT
-        return out if self.output_bias is None else out + self.output_bias
+        log_weights = None if weighting is None else weighting.log_weights[None, None]
+        return self._projected(attend(self._grouped(q), k, v, self.scale, visible, log_weights))
 
     # ---- related maps
 
-    def _rebuilt(self, **changes: object) -> SelfAttention:
-        names = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
-        keywords = {name: getattr(self, name) for name in (*names, "scale", "causal", "mask", "rotary")}
-        return SelfAttention(**(keywords | changes))
+    def _arguments(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        mask = None if self.mask is None else self.mask.to(device=device)
+        rotary = None if self.rotary is None else self.rotary.to(dtype=dtype, device=device)
+        return super()._arguments(dtype, device) | {"causal": self.causal, "mask": mask, "rotary": rotary}
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SelfAttention:
         """Return the same attention with parameters of another dtype or on another device."""
-        names = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
-        moved: dict[str, object] = {
-            name: tensor.to(dtype=dtype, device=device)
-            for name in names
-            if (tensor := getattr(self, name)) is not None
-        }
-        if self.mask is not None:
-            moved["mask"] = self.mask.to(device=device)
-        if self.rotary is not None:
-            moved["rotary"] = self.rotary.to(dtype=dtype, device=device)
-        return self._rebuilt(**moved)
+        return SelfAttention(**self._arguments(dtype, device))
+
+    def _rebuilt(self, **changes: object) -> SelfAttention:
+        return SelfAttention(**(self._arguments() | changes))
 
     def without_output(self) -> SelfAttention:
         """Return the same heads concatenated, before the output projection (scope ``heads``)."""

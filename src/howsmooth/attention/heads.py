@@ -1,0 +1,142 @@
+"""What all attentions with heads share: projections of the tokens, biases, the output projection."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.errors import ArgumentError
+
+__all__ = ["HeadsAttention"]
+
+_TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
+
+
+class HeadsAttention(TokenMap):
+    """Attention that is given by query, key, value and output matrices; the scores are up to the class."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None,
+        *,
+        query_bias: Tensor | None,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+        output_bias: Tensor | None,
+        scale: float | None,
+    ) -> None:
+        self.query = as_parameter("query", query, ("heads", "key_dim", "d"))
+        self.heads, self.key_dim, d = self.query.shape
+        q = self.query
+        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, d), like=q)
+        self.kv_heads = self.key.shape[0]
+        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", d), like=q)
+        self.value_dim = self.value.shape[1]
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                "key",
+                expected=f"a number of key heads that divides the {self.heads} query heads",
+                got=f"{self.kv_heads} key heads",
+            )
+        width = self.heads * self.value_dim
+
+        def optional(name: str, given: Tensor | None, shape: tuple[int | str, ...]) -> Tensor | None:
+            return None if given is None else as_parameter(name, given, shape, like=q)
+
+        self.output = optional("output", output, ("d_out", width))
+        self.query_bias = optional("query_bias", query_bias, (self.heads, self.key_dim))
+        self.key_bias = optional("key_bias", key_bias, (self.kv_heads, self.key_dim))
+        self.value_bias = optional("value_bias", value_bias, (self.kv_heads, self.value_dim))
+        if output_bias is not None and self.output is None:
+            raise ArgumentError(
+                "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
+            )
+        self.output_bias = optional("output_bias", output_bias, (self.d_out,))
+        self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
+        if not math.isfinite(self.scale):
+            raise ArgumentError("scale", expected="a finite number", got=str(scale))
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.query.shape[2]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self.heads * self.value_dim if self.output is None else self.output.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.query.device
+
+    def __repr__(self) -> str:
+        sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
+        return f"{type(self).__name__}({self.describe()}, {sizes})"
+
+    # ---- for the classes that derive from it
+
+    def _described(self, kind: str, masking: str) -> str:
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
+        if self.kv_heads != self.heads:
+            heads += f" over {self.kv_heads} key/value heads"
+        projected = "with output projection" if self.output is not None else "heads concatenated"
+        return f"{kind}, {heads}, {masking}, {projected}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the parameters that are there, by name."""
+        given = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def _arguments(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments that build the map anew, converted; a class with further ones adds them."""
+        tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
+        return tensors | {"scale": self.scale}
+
+    def _project(
+        self, X: Float[Tensor, "*batch n d"]
+    ) -> tuple[
+        Float[Tensor, "*batch heads n key_dim"],
+        Float[Tensor, "*batch kv_heads n key_dim"],
+        Float[Tensor, "*batch kv_heads n value_dim"],
+    ]:
+        """Return queries, keys and values of tokens X, after biases."""
+
+        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+            rows = X @ weight.flatten(0, 1).mT
+            if bias is not None:
+                rows = rows + bias.flatten()
+            return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
+
+        queries, keys = project(self.query, self.query_bias), project(self.key, self.key_bias)
+        return queries, keys, project(self.value, self.value_bias)
+
+    def _grouped(self, q: Tensor) -> Tensor:
+        """Return queries (..., heads, n, key_dim) as (..., kv_heads, group, n, key_dim)."""
+        return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
+
+    def _projected(
+        self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
+    ) -> Float[Tensor, "*batch n d_out"]:
+        """Return the heads side by side, through the output projection if there is one."""
+        rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
+        if self.output is None:
+            return rows
+        out = rows @ self.output.mT
+        return out if self.output_bias is None else out + self.output_bias

@@ -1,0 +1,106 @@
+"""L2 self-attention: scores that fall with the distance of query and key (Kim et al., 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention.core import attend, visible_keys
+from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.weighting import Weighting
+from howsmooth.errors import ArgumentError
+
+__all__ = ["L2Attention"]
+
+
+class L2Attention(HeadsAttention):
+    """Multi-head L2 self-attention, X (..., n, d) -> (..., n, d_out).
+
+    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
+    −scale · |Q_h x_i + b_q,h − K_h x_j − b_k,h|² over the visible keys j.
+
+    The attention of Kim, Papamakarios and Mnih, which is Lipschitz on the whole space, has ``key`` equal to
+    ``query``, scale 1/√k and the values V_h Q_hᵀQ_h / √k; :func:`howsmooth.bounds.l2_attention` is its
+    constant.
+
+    Parameters
+    ----------
+    query, key, value, output, query_bias, key_bias, value_bias, output_bias
+        As for :class:`~howsmooth.attention.SelfAttention`.
+    scale
+        Factor > 0 of the squared distances.
+    causal
+        Token i sees the tokens j <= i only.
+
+    Raises
+    ------
+    ArgumentError
+        If a shape, dtype or device does not fit, or scale is not a finite number > 0.
+    NonFiniteError
+        If a parameter holds NaN or infinity.
+
+    References
+    ----------
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021. With scale 1 it is the
+    L2 attention of Castin, Ablin, Carrillo, Peyré, *A Unified Perspective on the Dynamics of Deep
+    Transformers*, 2025.
+
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None = None,
+        *,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        scale: float = 1.0,
+        causal: bool = False,
+    ) -> None:
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+        )
+        if self.scale <= 0:
+            raise ArgumentError("scale", expected="a number > 0", got=f"{scale:g}")
+        self.causal = bool(causal)
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return self._described("L2 attention", "causal" if self.causal else "unmasked")
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> L2Attention:
+        """Return the same attention with parameters of another dtype or on another device."""
+        return L2Attention(**self._arguments(dtype, device), causal=self.causal)
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        n = x.shape[-2]
+
+        def visible(rows: slice) -> Tensor | None:
+            if weighting is not None:
+                return weighting.earlier(rows) if self.causal else None
+            return visible_keys(n, causal=self.causal, mask=None, device=self.device, rows=rows)
+
+        q, k, v = self._project(x)
+        q = self._grouped(q)
+        # −|q − k|² = 2⟨q, k⟩ − |k|² but for a term of the row, which the softmax forgets. Distances do not
+        # change when q and k are shifted together; near zero they lose fewer digits.
+        centre = k.mean(dim=-2, keepdim=True)
+        q, k = q - centre.unsqueeze(-3), k - centre
+        terms = -self.scale * (k * k).sum(dim=-1)[..., None, None, :]
+        if weighting is not None:
+            terms = terms + weighting.log_weights.to(terms.dtype)
+        return self._projected(attend(q, k, v, 2 * self.scale, visible, terms))

@@ -1,0 +1,78 @@
+"""Attention formed in blocks: the same numbers, in memory that does not grow with n²."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.attention import core
+from howsmooth.measures import DiscreteMeasure
+from tests._cases import CASES, D, dense_jacobian, tokens
+
+
+@pytest.mark.parametrize("entries", [1, 40, 150])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry: a row of one head at a time; 150: two heads, or a few rows of a larger group."""
+    f, x = CASES[name](7), tokens(0, 2, 7, D)
+    whole = f(x)
+    measure = DiscreteMeasure(x[0], positions=torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2]))
+    acts = "masked" not in name and "rotary" not in name
+    moved = f(measure).points if acts else None
+    monkeypatch.setitem(core._ENTRIES, "cpu", entries)
+    torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
+    if acts:
+        torch.testing.assert_close(f(measure).points, moved, rtol=1e-13, atol=1e-13)
+
+
+def test_blocks_are_differentiated_in_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = CASES["causal grouped, hot"](5), tokens(1, 5, D)
+    whole = dense_jacobian(f, x)
+    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
+    torch.testing.assert_close(dense_jacobian(f, x), whole, rtol=1e-12, atol=1e-12)
+    forward = torch.func.jacfwd(f)(x).reshape(whole.shape)
+    torch.testing.assert_close(forward, whole, rtol=1e-12, atol=1e-12)
+    members = tokens(2, 3, 5, D)
+    torch.testing.assert_close(torch.func.vmap(f)(members), f(members), rtol=1e-13, atol=1e-13)
+
+
+MEMORY = """
+import resource, torch, howsmooth as hs
+from howsmooth.measures import DiscreteMeasure
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+def draw(*shape):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+n, causal = {n}, {causal}
+f = hs.{kind}(draw(2, 2, 2), draw(1, 2, 2), draw(1, 2, 2), draw(2, 4), causal=causal)
+for x in (draw(10, 2), draw(n, 2)):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    f(x) if not {measure} else f(DiscreteMeasure.sequence(x))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "measure"), [("SelfAttention", False, False), ("L2Attention", True, True)]
+)
+def test_memory_of_a_call_does_not_grow_with_the_square_of_n(kind: str, causal: bool, measure: bool) -> None:
+    """One n × n matrix of one head would take 288 MB."""
+    script = MEMORY.format(n=6000, kind=kind, causal=causal, measure=measure)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 100e6
+
+
+def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 tokens do not fit into one block; some rows by hand."""
+    f = CASES["one head"](1)
+    x = tokens(3, 2000, D)
+    rows = torch.tensor([0, 523, 524, 1048, 1999])
+    q, k, v = f.projections(x)
+    p = torch.softmax(f.scale * q[0, rows] @ k[0].mT, dim=-1)
+    expected = p @ v[0] @ f.output.mT + f.output_bias
+    torch.testing.assert_close(f(x)[rows], expected, rtol=1e-12, atol=1e-12)
+    assert isinstance(f, hs.SelfAttention)
