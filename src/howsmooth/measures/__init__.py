@@ -1,6 +1,17 @@
 """Probability measures that attention acts on, and the distances between them."""
 
 from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.gaussian import Gaussian, affine_action, affine_action_at
 from howsmooth.measures.lipschitz import WassersteinLipschitz, wasserstein_lipschitz
+from howsmooth.measures.transport import Transport, wasserstein
 
-__all__ = ["DiscreteMeasure", "WassersteinLipschitz", "wasserstein_lipschitz"]
+__all__ = [
+    "DiscreteMeasure",
+    "Gaussian",
+    "Transport",
+    "WassersteinLipschitz",
+    "affine_action",
+    "affine_action_at",
+    "wasserstein",
+    "wasserstein_lipschitz",
+]

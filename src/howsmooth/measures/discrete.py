@@ -14,7 +14,8 @@ from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError
+from howsmooth.measures.checks import check_numbers
 
 __all__ = ["DiscreteMeasure"]
 
@@ -242,7 +243,7 @@ def _check_points(points: object, name: str = "points") -> Tensor:
             got=f"shape {tuple(points.shape)}",
             remedy="Put one atom in each row; for one atom write x[None, :].",
         )
-    _check_numbers(name, points)
+    check_numbers(name, points)
     return points
 
 
@@ -259,21 +260,8 @@ def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
         )
     if value.device != points.device:
         raise ArgumentError(name, expected=f"a tensor on {points.device}, as points", got=str(value.device))
-    _check_numbers(name, value)
+    check_numbers(name, value)
     return value
-
-
-def _check_numbers(name: str, value: Tensor) -> None:
-    if value.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(
-            name,
-            expected="float32 or float64",
-            got=str(value.dtype),
-            remedy="Convert it, for instance with .double().",
-        )
-    if not bool(torch.isfinite(value).all()):
-        remedy = "Leave out atoms of weight zero." if name == "log_weights" else ""
-        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity", remedy=remedy)
 
 
 def _check_weights(weights: Tensor) -> Tensor:

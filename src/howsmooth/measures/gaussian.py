@@ -1,0 +1,254 @@
+"""Gaussian measures, on which attention acts by an affine map (docs/theory/flows.md)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import (
+    AbstractMeasure,
+    Compose,
+    L2Attention,
+    Residual,
+    SelfAttention,
+    TokenMap,
+    Weighting,
+)
+from howsmooth.attention.map import check_measure
+from howsmooth.errors import ArgumentError
+from howsmooth.measures.checks import check_numbers
+from howsmooth.measures.discrete import DiscreteMeasure
+
+__all__ = ["Gaussian", "affine_action", "affine_action_at"]
+
+# How far from symmetric and from positive a covariance may be, relative to its largest entry or
+# eigenvalue and in units of d · eps: rounding of a product such as B Bᵀ stays below.
+_ROUNDINGS = 32
+
+
+class Gaussian(AbstractMeasure):
+    """The normal distribution N(mean, covariance) on R^d.
+
+    Unmasked attention acts on it as x ↦ M x + c, so that its image is Gaussian again: f(gaussian), for
+    :class:`~howsmooth.attention.SelfAttention`, :class:`~howsmooth.attention.L2Attention`, and residuals
+    and compositions of them. Other maps refuse it; they act on a sample.
+
+    Parameters
+    ----------
+    mean
+        (d,), float32 or float64, finite.
+    covariance
+        (d, d), of the same dtype, symmetric and positive semidefinite up to rounding. It may be singular: the
+        measure then lives on a subspace.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or the covariance is not symmetric or has a negative eigenvalue.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
+    """
+
+    def __init__(self, mean: object, covariance: object) -> None:
+        self.mean: Float[Tensor, " d"] = _tensor("mean", mean, 1)
+        sigma = _tensor("covariance", covariance, 2)
+        d = self.mean.shape[0]
+        if sigma.shape != (d, d):
+            raise ArgumentError(
+                "covariance", expected=f"shape ({d}, {d}), as mean", got=f"shape {tuple(sigma.shape)}"
+            )
+        if (sigma.dtype, sigma.device) != (self.mean.dtype, self.mean.device):
+            raise ArgumentError(
+                "covariance",
+                expected=f"{self.mean.dtype} on {self.mean.device}, as mean",
+                got=f"{sigma.dtype} on {sigma.device}",
+            )
+        self.covariance: Float[Tensor, "d d"] = _covariance(sigma)
+
+    @property
+    def d(self) -> int:
+        """Dimension of a token."""
+        return self.mean.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of mean and covariance."""
+        return self.mean.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of mean and covariance."""
+        return self.mean.device
+
+    def __repr__(self) -> str:
+        rank = int(torch.linalg.matrix_rank(self.covariance.detach(), hermitian=True))
+        return f"Gaussian(d={self.d}, covariance of rank {rank})"
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Gaussian:
+        """Return the same measure in another dtype or on another device."""
+        return Gaussian(
+            self.mean.to(dtype=dtype, device=device), self.covariance.to(dtype=dtype, device=device)
+        )
+
+    def sample(self, n: object, seed: object) -> DiscreteMeasure:
+        """Return ``n`` independent atoms of equal weight, the same ones for the same seed.
+
+        Raises
+        ------
+        ArgumentError
+            If n is not a whole number >= 1, or the seed is no whole number.
+
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ArgumentError("n", expected="a whole number >= 1", got=repr(n))
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ArgumentError("seed", expected="a whole number", got=repr(seed))
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        drawn = torch.randn(n, self.d, generator=generator, dtype=torch.float64)
+        values, vectors = torch.linalg.eigh(self.covariance.double())
+        root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
+        return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
+
+    def push_forward(self, f: TokenMap) -> Gaussian:
+        """Return the image N(M α + c, M Σ Mᵀ) of the measure under ``f``; the same as ``f(gaussian)``.
+
+        Raises
+        ------
+        ArgumentError
+            If dimension, dtype or device differ, or ``f`` does not keep measures Gaussian.
+
+        """
+        matrix, shift = affine_action(f, self)
+        return Gaussian(matrix @ self.mean + shift, matrix @ self.covariance @ matrix.mT)
+
+    def weighted_tokens(self) -> tuple[Tensor, Weighting]:
+        """Raise ArgumentError: a Gaussian has no atoms."""
+        raise ArgumentError(
+            "measure",
+            expected="a measure with atoms",
+            got="a Gaussian",
+            remedy="Take gaussian.sample(n, seed).",
+        )
+
+
+def affine_action(
+    f: TokenMap, gaussian: Gaussian
+) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
+    """Return M and c with Γ_μ(x) = M x + c, for the mean-field map Γ_μ of ``f`` at a Gaussian μ = N(α, Σ).
+
+    Self-attention with A_h = scale · K_hᵀQ_h and b_h = scale · K_hᵀb_q,h sees at x the Gaussian shifted
+    by Σ(A_h x + b_h): M = Σ_h O_h Σ A_h and c = Σ_h O_h(α + Σ b_h) + biases, with O_h the value and output
+    matrices of head h. For L2 attention the Gaussian seen at x has the mean
+    (I + 2sΣK_hᵀK_h)⁻¹(α + 2sΣK_hᵀ(Q_h x + b_q,h − b_k,h)).
+
+    Raises
+    ------
+    ArgumentError
+        If dimension, dtype or device differ, or ``f`` does not keep measures Gaussian: a mask, a norm layer,
+        rotary positions, another map.
+
+    References
+    ----------
+    Castin, Ablin, Carrillo, Peyré, *A Unified Perspective on the Dynamics of Deep Transformers*, 2025.
+    Proof: docs/theory/flows.md.
+
+    """
+    check_measure(gaussian, f)
+    return affine_action_at(f, gaussian.mean, gaussian.covariance)
+
+
+def affine_action_at(
+    f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
+) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
+    """As :func:`affine_action`, at a mean and a symmetric covariance that are taken as they are."""
+    match f:
+        case SelfAttention() | L2Attention():
+            return _attention_action(f, mean, covariance)
+        case Residual():
+            matrix, shift = affine_action_at(f.inner, mean, covariance)
+            return matrix + torch.eye(len(mean), dtype=mean.dtype, device=mean.device), shift
+        case Compose():
+            matrix, shift = affine_action_at(f.inner, mean, covariance)
+            outer, outer_shift = affine_action_at(
+                f.outer, matrix @ mean + shift, matrix @ covariance @ matrix.mT
+            )
+            return outer @ matrix, outer @ shift + outer_shift
+        case _:
+            raise _not_gaussian(f.describe())
+
+
+def _attention_action(
+    f: SelfAttention | L2Attention, mean: Tensor, covariance: Tensor
+) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
+    if f.causal or (isinstance(f, SelfAttention) and (f.mask is not None or f.rotary is not None)):
+        raise _not_gaussian(f.describe() + (", rotary positions" if getattr(f, "rotary", None) else ""))
+    group = f.heads // f.kv_heads
+    key, value = (t.repeat_interleave(group, dim=0) for t in (f.key, f.value))
+    bias = torch.zeros_like(f.query[:, :, 0]) if f.query_bias is None else f.query_bias
+    # What head h sees at x is N(·, ·) with the mean seen_matrix x + seen_shift.
+    if isinstance(f, SelfAttention):
+        lifted = f.scale * covariance @ key.mT
+        seen_matrix, seen_shift = lifted @ f.query, mean + (lifted @ bias[..., None])[..., 0]
+    else:
+        if f.key_bias is not None:
+            bias = bias - f.key_bias.repeat_interleave(group, dim=0)
+        lifted = 2 * f.scale * covariance @ key.mT
+        identity = torch.eye(f.d, dtype=f.dtype, device=f.device)
+        right = torch.cat((lifted @ f.query, (mean + (lifted @ bias[..., None])[..., 0])[..., None]), dim=-1)
+        solved = torch.linalg.solve(identity + lifted @ key, right)
+        seen_matrix, seen_shift = solved[..., :-1], solved[..., -1]
+    matrix = (value @ seen_matrix).flatten(0, 1)
+    rows = (value @ seen_shift[..., None])[..., 0]
+    if f.value_bias is not None:
+        rows = rows + f.value_bias.repeat_interleave(group, dim=0)
+    shift = rows.flatten()
+    if f.output is None:
+        return matrix, shift
+    shift = f.output @ shift
+    return f.output @ matrix, shift if f.output_bias is None else shift + f.output_bias
+
+
+def _not_gaussian(what: str) -> ArgumentError:
+    return ArgumentError(
+        "measure",
+        expected="unmasked softmax or L2 attention, residuals and compositions of them, for a Gaussian",
+        got=what,
+        remedy="The image of a Gaussian is no Gaussian there: take a sample, gaussian.sample(n, seed).",
+    )
+
+
+def _tensor(name: str, value: object, axes: int) -> Tensor:
+    shape = "(d,)" if axes == 1 else "(d, d)"
+    if not isinstance(value, Tensor):
+        raise ArgumentError(
+            name, expected=f"a tensor {shape}", got=type(value).__name__, remedy="Use torch.as_tensor."
+        )
+    if value.ndim != axes or value.numel() == 0:
+        raise ArgumentError(name, expected=f"shape {shape}, d >= 1", got=f"shape {tuple(value.shape)}")
+    check_numbers(name, value)
+    return value
+
+
+def _covariance(sigma: Tensor) -> Tensor:
+    """Return the covariance made symmetric to the last bit, after checking that it is one."""
+    allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
+    skew = float((sigma - sigma.mT).detach().abs().max())
+    if skew > allowed * float(sigma.detach().abs().max()):
+        raise ArgumentError(
+            "covariance",
+            expected="a symmetric matrix",
+            got=f"entries that differ by {skew:.3g} across the diagonal",
+            remedy="Write (covariance + covariance.mT) / 2 if that is rounding.",
+        )
+    # Halves, not the half of a sum: entries near the largest float would overflow.
+    symmetric = 0.5 * sigma + 0.5 * sigma.mT
+    values = torch.linalg.eigvalsh(symmetric.detach().double())
+    if float(values[0]) < -allowed * float(values.abs().max()):
+        raise ArgumentError(
+            "covariance",
+            expected="no negative eigenvalue",
+            got=f"an eigenvalue {float(values[0]):.3g} (the largest is {float(values[-1]):.3g})",
+        )
+    return symmetric
