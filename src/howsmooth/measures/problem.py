@@ -1,0 +1,158 @@
+"""A transport problem between atoms in float64, and intervals for its cost that are proved.
+
+Above the cost stands that of a feasible plan, below it the value of feasible potentials; neither trusts the
+solver. Derivations: docs/guide/transport.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+from scipy.sparse import coo_array, csr_array
+from scipy.spatial.distance import cdist
+
+__all__ = ["Plan", "Problem"]
+
+EPSILON = float(np.finfo(np.float64).eps)
+TINY = float(np.finfo(np.float64).tiny)
+
+# Potentials are taken over so many pairs of atoms at once.
+_BLOCK_PAIRS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Masses moved from atom ``rows[e]`` of the one measure to atom ``columns[e]`` of the other."""
+
+    rows: Int[ndarray, " e"]
+    columns: Int[ndarray, " e"]
+    masses: Float[ndarray, " e"]
+
+    @classmethod
+    def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> Plan:
+        """Return the entries of ``matrix`` that are not zero."""
+        rows, columns = np.nonzero(matrix)
+        return cls(rows, columns, matrix[rows, columns])
+
+    def matrix(self, shape: tuple[int, int]) -> csr_array:
+        """Return the plan as a sparse matrix."""
+        return coo_array((self.masses, (self.rows, self.columns)), shape=shape).tocsr()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Move masses ``a`` at points ``x`` to masses ``b`` at points ``y`` at the cost |x_i − y_j|^p.
+
+    Masses sum to one up to rounding; points lie in a box so small that no cost exceeds one.
+    """
+
+    x: Float[ndarray, "n d"]
+    y: Float[ndarray, "m d"]
+    a: Float[ndarray, " n"]
+    b: Float[ndarray, " m"]
+    p: float
+
+    @cached_property
+    def costs(self) -> Float[ndarray, "n m"]:
+        """All costs, each from the differences of coordinates: close atoms lose no digits."""
+        return self._power(cdist(self.x, self.y, "sqeuclidean" if self.p == 2 else "euclidean"))
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding of a cost: d squares and their sum, root and power."""
+        return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
+
+    def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
+        """Return the costs along the entries of a plan, none of a positive distance as small as zero."""
+        difference = self.x[plan.rows] - self.y[plan.columns]
+        squares = np.einsum("ed,ed->e", difference, difference)
+        costs = self._power(squares if self.p == 2 else np.sqrt(squares))
+        return np.where(np.any(difference != 0, axis=1), np.maximum(costs, TINY), 0.0)
+
+    def _power(self, distances: ndarray) -> ndarray:
+        # For p = 2 the squares come without a root.
+        return distances if self.p in (1, 2) else distances**self.p
+
+    # ---- above
+
+    def repaired(self, plan: Plan) -> Plan:
+        """Return a plan whose marginals are ``a`` and ``b`` to rounding, close to the one given.
+
+        Rows and columns that carry too much are scaled down (Altschuler, Weed and Rigollet 2017); what is
+        then missing goes along the entries that are there, the cheapest first, and the rest anywhere.
+        """
+        n, m = len(self.a), len(self.b)
+        masses = plan.masses * _shares(self.a, np.bincount(plan.rows, plan.masses, n))[plan.rows]
+        masses = masses * _shares(self.b, np.bincount(plan.columns, masses, m))[plan.columns]
+        left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
+        right = np.maximum(self.b - np.bincount(plan.columns, masses, m), 0.0)
+        # A basic plan has fewer than n + m entries; along the many of an entropic one little is gained.
+        if len(plan.rows) <= 2 * (n + m):
+            wanting = np.flatnonzero((left[plan.rows] > 0) & (right[plan.columns] > 0))
+            for e in wanting[np.argsort(self.costs_of(plan)[wanting], kind="stable")]:
+                i, j = plan.rows[e], plan.columns[e]
+                more = min(left[i], right[j])
+                masses[e] += more
+                left[i] -= more
+                right[j] -= more
+        rest = _corner(left, right)
+        return Plan(
+            np.concatenate((plan.rows, rest.rows)),
+            np.concatenate((plan.columns, rest.columns)),
+            np.concatenate((masses, rest.masses)),
+        )
+
+    def cost_above(self, plan: Plan) -> float:
+        """Return the cost of a feasible plan, rounded up."""
+        return math.fsum(plan.masses * self.costs_of(plan)) * (1 + self.rounding)
+
+    # ---- below
+
+    def cost_below(
+        self, right: Float[ndarray, " m"]
+    ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
+        """Return the value of feasible potentials (f, g) made of ``right``, rounded down, with f and g.
+
+        f_i = min_j (c_ij − right_j), g_j = min_i (c_ij − f_i): then f_i + g_j <= c_ij, and so
+        Σ a_i f_i + Σ b_j g_j is at most the cost of any plan.
+        """
+        f = np.empty(len(self.a))
+        g = np.full(len(self.b), np.inf)
+        for rows in self._blocks():
+            block = self.costs[rows] * (1 - self.rounding)
+            f[rows] = (block - right).min(axis=1)
+            np.minimum(g, (block - f[rows, None]).min(axis=0), out=g)
+        return self.dual_value(f, g), f, g
+
+    def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
+        """Return Σ a_i f_i + Σ b_j g_j, less what rounding of potentials and products can be."""
+        terms = np.concatenate((self.a * f, self.b * g))
+        return math.fsum(terms) - 4 * EPSILON * math.fsum(np.abs(terms))
+
+    def _blocks(self) -> Iterator[slice]:
+        height = max(1, _BLOCK_PAIRS // len(self.b))
+        return (slice(i, i + height) for i in range(0, len(self.a), height))
+
+
+def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
+    """Return what rows that carry too much are multiplied by; one for the others."""
+    shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
+    return shares
+
+
+def _corner(left: ndarray, right: ndarray) -> Plan:
+    """Return a plan with the marginals ``left`` and ``right``: the north-west corner rule."""
+    rows, columns = np.flatnonzero(left), np.flatnonzero(right)
+    ends_left, ends_right = np.cumsum(left[rows]), np.cumsum(right[columns])
+    if not (len(rows) and len(columns)):
+        return Plan(rows[:0], columns[:0], left[:0])
+    ends = np.unique(np.concatenate((ends_left, ends_right)))
+    ends = ends[ends <= min(ends_left[-1], ends_right[-1])]
+    masses = np.diff(ends, prepend=0.0)
+    return Plan(rows[np.searchsorted(ends_left, ends)], columns[np.searchsorted(ends_right, ends)], masses)

@@ -1,0 +1,140 @@
+"""Optimal transport by POT, each answer with the interval that proves it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import ot
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from howsmooth.measures.problem import EPSILON, Plan, Problem
+
+__all__ = ["Solution", "entropic", "exact", "on_the_line"]
+
+# A network simplex pivots some n log n times; this only ends what would never end.
+_PIVOTS = 100_000_000
+
+# The regularisation falls by this factor when so many iterations have closed less than this part of the
+# interval.
+_FALL = 2.0
+_STEPS = 50
+_PROGRESS = 0.1
+
+# Rows and columns of an entropic plan that are right to this (Euclidean norm) are settled.
+_MARGINS = 1e-9
+
+# Entries of an entropic plan that carry less than this share of their row are left out and repaired.
+_SHARE = 1e-10
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A feasible plan, an interval for the optimal cost, and potentials where the solver has them."""
+
+    plan: Plan
+    below: float
+    above: float
+    left: Float[ndarray, " n"] | None = None
+    right: Float[ndarray, " m"] | None = None
+
+
+def exact(problem: Problem) -> Solution:
+    """Solve by POT's network simplex."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the interval says whether it has finished
+        matrix, log = ot.emd(problem.a, problem.b, problem.costs, numItermax=_PIVOTS, log=True)
+    plan = problem.repaired(Plan.of_matrix(matrix))
+    # Where each atom is next to its own image, potentials of zero lose fewer digits than the solver's.
+    starts = (log["v"], np.zeros(len(problem.b)))
+    below, left, right = max((problem.cost_below(start) for start in starts), key=lambda found: found[0])
+    return Solution(plan, below, problem.cost_above(plan), left, right)
+
+
+def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
+    """Solve by POT's Sinkhorn in the log domain, the regularisation falling from the mean cost.
+
+    It falls to ``regularisation``, or until the costs above and below are within (1 + rtol)^p.
+    """
+    costs, a, b = (torch.from_numpy(array) for array in (problem.costs, problem.a, problem.b))
+    strength = float(a @ costs @ b) or 1.0
+    floor = strength * EPSILON if regularisation is None else regularisation
+    warm: tuple[torch.Tensor, torch.Tensor] | None = None
+    best: Solution | None = None
+    used = 0
+    while used < max_iterations:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the interval says whether it has converged
+            matrix, log = ot.bregman.sinkhorn_log(
+                a,
+                b,
+                costs,
+                max(strength, floor),
+                numItermax=min(_STEPS, max_iterations - used),
+                stopThr=_MARGINS,
+                log=True,
+                warn=False,
+                warmstart=warm,
+            )
+        used += log["niter"] + 1
+        warm = (log["log_u"], log["log_v"])
+        before = best
+        best = _tighter(best, _of_entropic(problem, matrix, max(strength, floor) * log["log_v"]))
+        settled = float(log["err"][-1]) < _MARGINS
+        if regularisation is None and best.above <= best.below * (1 + rtol) ** problem.p:
+            break
+        if strength <= floor:
+            if settled:
+                break
+        elif settled or (before is not None and _width(before) - _width(best) < _PROGRESS * _width(best)):
+            # POT's logarithms are potentials over the regularisation, which falls.
+            fall = min(_FALL, strength / floor)
+            warm = (warm[0] * fall, warm[1] * fall)
+            strength /= _FALL
+    assert best is not None
+    return best
+
+
+def _of_entropic(problem: Problem, matrix: torch.Tensor, right: torch.Tensor) -> Solution:
+    rows = matrix.numpy()
+    rows = np.where(rows >= _SHARE / rows.shape[1] * problem.a[:, None], rows, 0.0)
+    plan = problem.repaired(Plan.of_matrix(rows))
+    below, f, g = problem.cost_below(right.numpy())
+    return Solution(plan, below, problem.cost_above(plan), f, g)
+
+
+def _width(solution: Solution) -> float:
+    return solution.above - solution.below
+
+
+def _tighter(one: Solution | None, other: Solution) -> Solution:
+    """Return the plan and the potentials that are better, of whichever they are."""
+    if one is None:
+        return other
+    above = one if one.above <= other.above else other
+    below = one if one.below >= other.below else other
+    return Solution(above.plan, below.below, above.above, below.left, below.right)
+
+
+def on_the_line(problem: Problem) -> Solution:
+    """Solve in one dimension, by POT's sorted transport: in order, whatever p >= 1.
+
+    A plan along which both coordinates increase is optimal between its own marginals; moving these to the
+    ones asked for costs at most the largest cost, one, a mass.
+    """
+    x, y = problem.x[:, 0], problem.y[:, 0]
+    found = ot.emd_1d(x, y, problem.a, problem.b, metric="sqeuclidean", dense=False).tocoo()
+    plan = Plan(found.row, found.col, found.data)
+    costs = problem.costs_of(plan)
+    order = np.lexsort((y[plan.columns], x[plan.rows]))
+    monotone = bool(np.all(np.diff(y[plan.columns][order]) >= 0))
+    missing = sum(
+        float(np.abs(np.bincount(places, plan.masses, len(wanted)) - wanted).sum())
+        for places, wanted in ((plan.rows, problem.a), (plan.columns, problem.b))
+    )
+    below = float(plan.masses @ costs) * (1 - problem.rounding - 2 * len(costs) * EPSILON) - missing
+    plan = problem.repaired(plan)
+    return Solution(plan, max(below, 0.0) if monotone else 0.0, problem.cost_above(plan))

@@ -1,0 +1,313 @@
+"""Wasserstein distances, each with an interval that feasible plans and potentials prove."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from howsmooth.attention import AbstractMeasure
+from howsmooth.errors import ArgumentError
+from howsmooth.measures.atoms import Answer, Pair
+from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.solvers import entropic, exact, on_the_line
+
+__all__ = ["Transport", "wasserstein"]
+
+Method = Literal["exact", "entropic", "1d", "bures", "matched"]
+
+# Pairs of atoms whose costs are held at once: 4 GB of float64, of which POT makes some copies.
+_LARGEST = 5 * 10**8
+
+
+@dataclass(frozen=True, eq=False)
+class Transport:
+    """A Wasserstein distance with its interval.
+
+    Attributes
+    ----------
+    value
+        W_p, float64, shape (): the root of the plan's cost. Carries a gradient where one was asked for.
+    lower, upper
+        W_p is between them: by feasible potentials, and by a feasible plan. Proved for weights as float64
+        holds them, whatever the solver did; no chance is involved.
+    plan
+        Mass moved from atom i of the one to atom j of the other, a sparse tensor (n, m), float64; None for
+        Gaussians, and where the distance is infinite.
+    method
+        Which solver: "exact" (network simplex), "entropic" (Sinkhorn), "1d" (in order), "bures" (Gaussians),
+        or "matched" where every atom's own image is the nearest of all, so that no solver was needed.
+    converged
+        upper − lower <= rtol · upper, or both are below what rounding of the weights can make.
+    p, rtol
+        As asked for.
+
+    """
+
+    value: Float[Tensor, ""]
+    lower: float
+    upper: float
+    plan: Tensor | None
+    method: Method
+    converged: bool
+    p: float
+    rtol: float
+
+    @property
+    def remedy(self) -> str:
+        """What to do about an interval that is too wide; empty if it is not."""
+        if self.converged:
+            return ""
+        advice = {
+            "entropic": "raise max_iterations, lower the regularisation, or take method='exact'",
+            "bures": "one of the covariances is close to singular; loosen rtol",
+        }.get(self.method, "loosen rtol; the distance is close to the rounding of the weights")
+        return f"The interval is wider than rtol = {self.rtol:g}: {advice}. It holds all the same."
+
+    def __repr__(self) -> str:
+        status = "converged" if self.converged else "NOT converged"
+        return (
+            f"Transport(W_{self.p:g} = {float(self.value):.6g} in [{self.lower:.6g}, {self.upper:.6g}], "
+            f"{status}, {self.method})"
+        )
+
+
+def wasserstein(
+    mu: object,
+    nu: object,
+    p: object = 2,
+    *,
+    method: str = "auto",
+    regularisation: float | None = None,
+    rtol: float | None = None,
+    max_iterations: int = 1000,
+    gradient: bool = False,
+) -> Transport:
+    """Measure the Wasserstein distance W_p(μ, ν), p >= 1, with an interval.
+
+    Positions are not looked at; see :func:`conditional_wasserstein`.
+
+    Parameters
+    ----------
+    mu, nu
+        Two discrete measures of one dimension.
+    p
+        The order, p >= 1, finite.
+    method
+        "exact": the network simplex of POT, thousands of atoms in seconds. "1d": in one dimension, by
+        sorting. "entropic": Sinkhorn in the log domain. "auto" is "1d" in one dimension, "exact" in others.
+    regularisation
+        For "entropic": the strength of the entropy, in units of |x − y|^p, reached in stages. By default it
+        falls until the interval is narrow enough.
+    rtol
+        Relative width of the interval that counts as converged; 1e-6 by default, 1e-2 for "entropic".
+    max_iterations
+        For "entropic".
+    gradient
+        Whether ``value`` carries the derivative by points and log-weights that ask for one: that of the
+        plan's cost and the potentials (for "entropic", of the regularised problem; at distance zero, zero).
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or there are too many pairs of atoms.
+
+    References
+    ----------
+    Flamary et al., *POT: Python Optimal Transport*, JMLR 2021. Intervals: docs/guide/transport.md.
+
+    """
+    order = check_order(p)
+    options = Options.of(method, regularisation, rtol, max_iterations, gradient)
+    one, other = check_pair(mu, nu)
+    pair = Pair.of(one, other, order)
+    answer, used = solve(pair, options)
+    value = torch.tensor(pair.in_units(answer.value), dtype=torch.float64, device=one.device)
+    if options.gradient:
+        value = _with_gradient(value, pair, answer, one, other)
+    return Transport(
+        value=value,
+        lower=math.ldexp(answer.lower, pair.exponent),
+        upper=pair.in_units(answer.upper),
+        plan=_sparse(pair, answer, one),
+        method=used,
+        converged=options.narrow(answer.lower, answer.upper, pair.noise),
+        p=order,
+        rtol=options.rtol,
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to solve, checked."""
+
+    method: str
+    regularisation: float | None
+    rtol: float
+    max_iterations: int
+    gradient: bool
+
+    @classmethod
+    def of(
+        cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
+    ) -> Options:
+        """Return the options, or raise ArgumentError."""
+        if method not in ("auto", "exact", "entropic", "1d", "bures"):
+            raise ArgumentError(
+                "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
+            )
+        if regularisation is not None:
+            regularisation = _check_number("regularisation", regularisation, "a number > 0")
+            if method != "entropic":
+                raise ArgumentError(
+                    "regularisation",
+                    expected="none",
+                    got=repr(regularisation),
+                    remedy="Take method='entropic'.",
+                )
+        if rtol is None:
+            rtol = 1e-2 if method == "entropic" else 1e-6
+        if not isinstance(max_iterations, int) or isinstance(max_iterations, bool) or max_iterations < 1:
+            raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+        if not isinstance(gradient, bool):
+            raise ArgumentError("gradient", expected="True or False", got=repr(gradient))
+        rtol = _check_number("rtol", rtol, "a number > 0")
+        return cls(str(method), regularisation, rtol, max_iterations, gradient)
+
+    def narrow(self, lower: float, upper: float, noise: float) -> bool:
+        """Whether an interval counts as converged."""
+        return upper - lower <= self.rtol * upper or upper <= noise
+
+
+def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
+    """Solve one problem by the method asked for; "auto" looks for a match first."""
+    n, m, d = len(pair.x), len(pair.y), pair.x.shape[1]
+    method = options.method if options.method != "auto" else "1d" if d == 1 else "exact"
+    if method == "1d" and d != 1:
+        raise ArgumentError(
+            "method", expected="'auto', 'exact' or 'entropic' for these points", got=f"'1d' with d = {d}"
+        )
+    if method == "bures":
+        raise ArgumentError("method", expected="two Gaussians for 'bures'", got="discrete measures")
+    if method != "1d" and n * m > _LARGEST:
+        raise ArgumentError(
+            "mu, nu",
+            expected=f"at most {_LARGEST:.0e} pairs of atoms",
+            got=f"{n} times {m}",
+            remedy="Put atoms together with merged(tolerance), or take fewer.",
+        )
+    if options.method in ("auto", "exact", "1d"):
+        matched = pair.matched()
+        if matched is not None:
+            return matched, "matched"
+    if method == "1d":
+        return pair.answer(on_the_line(pair.problem)), "1d"
+    if method == "exact":
+        return pair.answer(exact(pair.problem)), "exact"
+    strength = options.regularisation
+    if strength is not None:
+        strength = max(math.ldexp(strength, -round(pair.p * pair.exponent)), 1e-300)
+    return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
+
+
+# ---- derivatives
+
+
+def _with_gradient(
+    value: Tensor, pair: Pair, answer: Answer, mu: DiscreteMeasure, nu: DiscreteMeasure
+) -> Tensor:
+    """Return ``value`` with a derivative: by points that of the plan's cost, by weights the potentials."""
+    for points, gradient in zip((mu.points, nu.points), _by_points(pair, answer), strict=True):
+        value = _attach(value, points, gradient)
+    for logs, potential in ((mu.log_weights, answer.left), (nu.log_weights, answer.right)):
+        if not logs.requires_grad:
+            continue
+        if potential is None:
+            raise ArgumentError(
+                "gradient",
+                expected="weights without gradients for method '1d'",
+                got="log-weights that ask for one",
+                remedy="Take method='exact', which has potentials.",
+            )
+        with np.errstate(divide="ignore"):
+            sizes = np.log(np.abs(potential)) + logs.detach().cpu().numpy()
+        steep = (
+            np.sign(potential) * np.exp(sizes - (pair.p - 1) * math.log(answer.value)) / pair.p
+            if answer.value > 0
+            else np.zeros_like(potential)
+        )
+        value = _attach(value, logs, np.ldexp(steep, pair.exponent))
+    return value
+
+
+def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float[ndarray, "m d"]]:
+    """Return the derivatives of W_p by the points: Σ m_e (|z_e| / W_p)^{p−1} z_e/|z_e| at both ends of e."""
+    rows, columns = answer.plan.rows, answer.plan.columns
+    moves = pair.x[rows] - pair.y[columns]
+    lengths = np.linalg.norm(moves, axis=1)
+    moved = lengths > 0
+    pulls = np.zeros_like(moves)
+    if answer.value > 0:
+        logs = answer.log_masses[moved] + (pair.p - 1) * np.log(lengths[moved] / answer.value)
+        pulls[moved] = np.exp(logs)[:, None] * moves[moved] / lengths[moved, None]
+    left, right = np.zeros_like(pair.x), np.zeros_like(pair.y)
+    np.add.at(left, rows, pulls)
+    np.subtract.at(right, columns, pulls)
+    return left, right
+
+
+def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
+    """Return ``value`` as it is, with the derivative ``gradient`` by ``argument``."""
+    if not argument.requires_grad:
+        return value
+    slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)
+    change = (argument - argument.detach()).double()  # zero
+    return value + (slope * change).sum()
+
+
+def _sparse(pair: Pair, answer: Answer, like: DiscreteMeasure) -> Tensor:
+    places = torch.as_tensor(np.stack((answer.plan.rows, answer.plan.columns)), dtype=torch.int64)
+    masses = torch.as_tensor(answer.plan.masses, dtype=torch.float64)
+    shape = (len(pair.x), len(pair.y))
+    return torch.sparse_coo_tensor(places, masses, shape, check_invariants=True).coalesce().to(like.device)
+
+
+# ---- checks of arguments
+
+
+def check_order(p: object) -> float:
+    """Return p as a number >= 1, or raise ArgumentError."""
+    if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
+        raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
+    return float(p)
+
+
+def check_pair(mu: object, nu: object) -> tuple[DiscreteMeasure, DiscreteMeasure]:
+    """Return two discrete measures of one dimension and device, or raise ArgumentError."""
+    for name, measure in (("mu", mu), ("nu", nu)):
+        if not isinstance(measure, DiscreteMeasure):
+            remedy = "Write DiscreteMeasure(points, weights)."
+            if isinstance(measure, AbstractMeasure):
+                remedy = "Sample a Gaussian to compare it with atoms."
+            raise ArgumentError(name, expected="a DiscreteMeasure", got=type(measure).__name__, remedy=remedy)
+    assert isinstance(mu, DiscreteMeasure)
+    assert isinstance(nu, DiscreteMeasure)
+    if mu.d != nu.d or mu.device != nu.device:
+        raise ArgumentError(
+            "nu",
+            expected=f"atoms of dimension {mu.d} on {mu.device}, as mu's",
+            got=f"dimension {nu.d} on {nu.device}",
+        )
+    return mu, nu
+
+
+def _check_number(name: str, value: object, expected: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ArgumentError(name, expected=expected, got=repr(value))
+    return float(value)
