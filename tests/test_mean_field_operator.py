@@ -204,7 +204,8 @@ def test_frozen_derivatives_by_autodiff() -> None:
 
 
 def test_frozen_derivatives_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    f, x, weighting = random_attention(1), tokens(12, 5, D), Weighting(WEIGHTS.log())
+    f, x = random_attention(1, causal=True), tokens(12, 5, D)
+    weighting = Weighting(WEIGHTS.log(), POSITIONS)
     whole = list(frozen_derivatives(f, x, weighting))
     monkeypatch.setattr("howsmooth.jacobian.frozen._BLOCK", 400)
     parts = list(frozen_derivatives(f, x, weighting))

@@ -68,8 +68,9 @@ class Balanced:
     def mean_field(self, n: int, radius: float, local: float) -> float:
         """Return max(‖D_X f‖, max_i ‖V C_i A‖), unmasked: the growth where atoms of a measure may split.
 
-        A lower bound of the mean-field map's constant in W₂ (Lemma 2 of docs/theory/worst-inputs.md). C_i is
-        the covariance that token i sees, here a multiple of uuᵀ.
+        The local constant of the mean-field map in W₂ at the measure of these tokens, so a lower bound of the
+        constant on the ball (docs/theory/mean-field.md). C_i is the covariance that token i sees, here a
+        multiple of uuᵀ.
 
         Parameters
         ----------
