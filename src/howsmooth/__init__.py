@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from howsmooth import adversarial, bounds, dynamics, measures, published
-    from howsmooth.attention import Compose, L2Attention, LayerNorm, Residual, RMSNorm, Rotary, SelfAttention
+    from howsmooth.attention import (
+        Compose,
+        L2Attention,
+        LayerNorm,
+        Residual,
+        RMSNorm,
+        Rotary,
+        SelfAttention,
+        SinkhornAttention,
+    )
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
     from howsmooth.models import Site, capture, load_model
@@ -31,6 +40,7 @@ __all__ = [
     "Residual",
     "Rotary",
     "SelfAttention",
+    "SinkhornAttention",
     "Site",
     "adversarial",
     "bounds",
@@ -44,7 +54,16 @@ __all__ = [
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
 _ROOMS = {
-    "attention": ("Compose", "L2Attention", "LayerNorm", "RMSNorm", "Residual", "Rotary", "SelfAttention"),
+    "attention": (
+        "Compose",
+        "L2Attention",
+        "LayerNorm",
+        "RMSNorm",
+        "Residual",
+        "Rotary",
+        "SelfAttention",
+        "SinkhornAttention",
+    ),
     "errors": ("HowsmoothError",),
     "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),

@@ -11,6 +11,7 @@ from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.self_attention import SelfAttention
+from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 from howsmooth.attention.weighting import Weighting
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Residual",
     "Rotary",
     "SelfAttention",
+    "SinkhornAttention",
     "TokenMap",
     "Weighting",
 ]

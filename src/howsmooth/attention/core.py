@@ -12,7 +12,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-__all__ = ["attend", "attention_probabilities", "attention_scores", "visible_keys", "weighted_values"]
+__all__ = [
+    "attend",
+    "attention_probabilities",
+    "attention_scores",
+    "row_blocks",
+    "visible_keys",
+    "weighted_values",
+]
 
 # Attention probabilities that are formed at a time: what stays in a processor's caches, or keeps an
 # accelerator busy. Memory is that of the tokens and a few times this, however long the sequence.
@@ -76,6 +83,14 @@ def weighted_values(
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
 
 
+def row_blocks(lead: int, group: int, n: int, device: torch.device) -> list[tuple[slice, list[slice]]]:
+    """Cut ``lead`` times (group, n, n) entries into blocks: some of the lead at a time, and of their rows."""
+    entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
+    heads, length = max(1, entries // (group * n * n)), max(1, entries // (group * n))
+    rows = [slice(i, min(i + length, n)) for i in range(0, n, length)]
+    return [(slice(h, h + heads), rows) for h in range(0, lead, heads)]
+
+
 def attend(
     q: Float[Tensor, "*batch kv_heads group n key_dim"],
     k: Float[Tensor, "*batch kv_heads n key_dim"],
@@ -93,15 +108,11 @@ def attend(
     if offsets is not None:
         offsets = offsets.expand(*lead, group, 1, n).flatten(0, -4)
     q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
-    entries = _ENTRIES.get(q.device.type, _ENTRIES_ELSEWHERE)
-    heads, length = max(1, entries // (group * n * n)), max(1, entries // (group * n))
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
     out = q.new_empty((len(k), group, n, v.shape[-1]))
-    for h in range(0, len(k), heads):
-        some = slice(h, h + heads)
-        for i in range(0, n, length):
-            rows = slice(i, min(i + length, n))
+    for some, all_rows in row_blocks(len(k), group, n, q.device):
+        for rows in all_rows:
             seen = visible(rows)
             keys = slice(n if seen is None else seen.shape[1])
             terms = None if offsets is None else offsets[some, ..., keys]

@@ -1,0 +1,202 @@
+"""Sinkhorn attention against another library, closed forms, finite differences and its bound."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import mpmath
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention import core
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.measures import DiscreteMeasure
+from tests._cases import D, dense_jacobian, random_attention, tokens
+
+
+def random_sinkhorn(seed: int, *, tolerance: float = 1e-9, **keywords: object) -> hs.SinkhornAttention:
+    """Sinkhorn attention with the Gaussian parameters of the softmax attention of this seed."""
+    f = random_attention(seed, **keywords)
+    return hs.SinkhornAttention(**f._tensors(), tolerance=tolerance)
+
+
+def _by_pot(f: hs.SinkhornAttention, x: Tensor, weights: np.ndarray) -> np.ndarray:
+    """Entropic transport from the measure to itself, at the cost −S, gives (a_i P_ij)."""
+    heads = []
+    for h in range(f.heads):
+        g = h * f.kv_heads // f.heads
+        scores = (f.scale * (x @ f.query[h].T + f.query_bias[h]) @ (x @ f.key[g].T).T).numpy()
+        plan = ot.sinkhorn(weights, weights, -scores, 1.0, stopThr=1e-15, numItermax=100_000)
+        heads.append(plan / weights[:, None] @ (x @ f.value[g].T + f.value_bias[g]).numpy())
+    return np.concatenate(heads, axis=1) @ f.output.numpy().T + f.output_bias.numpy()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_equals_entropic_transport_by_pot(kv_heads: int) -> None:
+    f, x = random_sinkhorn(0, kv_heads=kv_heads), tokens(0, 2, 6, D)
+    for member, image in zip(x, f(x), strict=True):
+        np.testing.assert_allclose(image, _by_pot(f, member, np.full(6, 1 / 6)), rtol=1e-7, atol=1e-7)
+    weights = torch.tensor([0.3, 0.1, 0.05, 0.25, 0.2, 0.1], dtype=torch.float64)
+    image = f(DiscreteMeasure(x[0], weights)).points
+    np.testing.assert_allclose(image, _by_pot(f, x[0], weights.numpy()), rtol=1e-7, atol=1e-7)
+
+
+def test_rows_and_columns_have_their_sums() -> None:
+    """With values that are the unit vectors, the output is P itself."""
+    n = 5
+    r = random_attention(1, heads=2, d=n, temperature=3.0)
+    x = torch.eye(n, dtype=torch.float64)
+    f = hs.SinkhornAttention(r.query, r.key, x.expand(2, n, n), tolerance=1e-12)
+    weights = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
+    for a, p in ((torch.full((n,), 1 / n).double(), f(x)), (weights, f(DiscreteMeasure(x, weights)).points)):
+        for head in p.split(n, dim=1):
+            torch.testing.assert_close(head.sum(dim=1), torch.ones(n).double(), rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(a @ head, a, rtol=1e-11, atol=1e-14)
+            assert float((head - 1 / n).abs().max()) > 0.1
+
+
+def test_weights_are_multiplicities() -> None:
+    f, x = random_sinkhorn(2, tolerance=1e-12), tokens(2, 3, D)
+    counts = torch.tensor([2, 1, 3])
+    image = f(DiscreteMeasure(x, counts.double() / 6))
+    torch.testing.assert_close(
+        image.points.repeat_interleave(counts, 0), f(x.repeat_interleave(counts, 0)), rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("exponent", [3.0, 700.0, 2000.0])
+def test_two_atoms_of_very_unequal_weights(exponent: float) -> None:
+    """The coupling with given marginals and e^{S11 + S22 − S12 − S21} solves a quadratic equation."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    f = hs.SinkhornAttention(one, one, one)
+    points = torch.tensor([[1.2], [-0.4]], dtype=torch.float64)
+    light = -exponent
+    heavy = math.log1p(-math.exp(light))
+    image = f(DiscreteMeasure(points, log_weights=torch.tensor([light, heavy], dtype=torch.float64))).points
+    mpmath.mp.dps = 2500
+    x, y = (mpmath.mpf(float(t)) for t in points.flatten())
+    a = mpmath.exp(mpmath.mpf(light))
+    ratio = mpmath.exp((x - y) ** 2)
+    # t = π_11: t (1 − 2a + t) = ratio (a − t)²
+    p, q, r = 1 - ratio, 1 - 2 * a + 2 * a * ratio, -ratio * a**2
+    t = (-q + mpmath.sqrt(q**2 - 4 * p * r)) / (2 * p)
+    p11, p21 = t / a, (a - t) / (1 - a)
+    assert float(image[0]) == pytest.approx(float(p11 * x + (1 - p11) * y), rel=1e-8)
+    assert float(image[1]) == pytest.approx(float(p21 * x + (1 - p21) * y), rel=1e-8)
+
+
+def test_derivatives_are_those_of_the_limit() -> None:
+    """Finite differences of first and second order; forward and reverse mode; points and weights."""
+    f, x = random_sinkhorn(3, temperature=2.0), tokens(3, 4, D)
+    assert torch.autograd.gradcheck(f, (x.clone().requires_grad_(),))
+    assert torch.autograd.gradgradcheck(f, (x.clone().requires_grad_(),))
+    j = dense_jacobian(f, x)
+    torch.testing.assert_close(torch.func.jacfwd(f)(x).reshape(j.shape), j, rtol=1e-10, atol=1e-10)
+    e = tokens(4, 4, D)
+    with torch.no_grad():
+        tangent = torch.func.jvp(f, (x,), (e,))[1]
+    torch.testing.assert_close(tangent.flatten(), j @ e.flatten(), rtol=1e-10, atol=1e-10)
+    h = 1e-5
+    difference = (f(x + h * e) - f(x - h * e)) / (2 * h)
+    torch.testing.assert_close(tangent, difference, rtol=1e-6, atol=1e-6)
+
+    def of_weights(logits: Tensor) -> Tensor:
+        return f(DiscreteMeasure(x, log_weights=torch.log_softmax(logits, dim=0))).points
+
+    assert torch.autograd.gradcheck(of_weights, (tokens(5, 4).requires_grad_(),))
+
+
+def test_with_and_without_derivatives_the_values_agree_to_the_tolerance() -> None:
+    f, x = random_sinkhorn(4, temperature=2.0), tokens(6, 5, D)
+    plain, tracked = f(x), f(x.clone().requires_grad_()).detach()
+    assert 0 < float((plain - tracked).abs().max()) < 1e-7
+    tight = random_sinkhorn(4, temperature=2.0, tolerance=1e-13)(x)
+    torch.testing.assert_close(tracked, tight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("seed", "radius"), [(0, 0.3), (1, 1.0), (2, 2.5)])
+def test_bound_holds(seed: int, radius: float) -> None:
+    softmax = random_attention(seed, heads=1, biases=False, d=3, d_out=3)
+    f = hs.SinkhornAttention(**softmax._tensors(), max_iterations=20_000)
+    x = tokens(seed, 3, 6, 3)
+    x = radius * x / x.norm(dim=-1, keepdim=True)
+    bound = hs.bounds.sinkhorn(softmax, radius).value
+    estimate = hs.local_lipschitz(f, x)
+    assert bool(estimate.converged.all())
+    assert bound / 20 < float(estimate.upper.max()) <= bound
+    assert float(estimate.value[0]) == pytest.approx(
+        float(torch.linalg.matrix_norm(dense_jacobian(f, x[0]), 2)), rel=1e-6
+    )
+
+
+def test_refused_where_it_does_not_converge() -> None:
+    f = random_sinkhorn(0, temperature=30.0)
+    with pytest.raises(ArgumentError, match="1000, after which a column is off by") as caught:
+        f(tokens(0, 7, D))
+    assert caught.value.argument == "max_iterations"
+    with pytest.raises(NonFiniteError, match="X: expected finite scores"):
+        random_sinkhorn(0)(torch.full((3, D), 1e200, dtype=torch.float64))
+
+
+def test_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = random_sinkhorn(5, kv_heads=1), tokens(7, 2, 6, D)
+    whole = f(x)
+    torch.testing.assert_close(torch.stack([f(member) for member in x]), whole, rtol=1e-13, atol=1e-13)
+    for entries in (1, 40, 250):
+        monkeypatch.setitem(core._ENTRIES, "cpu", entries)
+        torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
+
+
+MEMORY = """
+import resource, torch, howsmooth as hs
+torch.set_num_threads(1)
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+f = hs.SinkhornAttention(draw(1, 2, 2) / 5, draw(1, 2, 2), draw(1, 2, 2))
+for n in (10, 4500):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    f(draw(n, 2))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_without_derivatives_does_not_grow_with_the_square_of_n() -> None:
+    """One n × n matrix would take 162 MB."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 100e6
+
+
+def test_changes_dtype_and_nothing_else() -> None:
+    f, x = random_sinkhorn(6), tokens(8, 5, D)
+    single = f.to(dtype=torch.float32)
+    torch.testing.assert_close(single(x.float()).double(), f(x), rtol=1e-4, atol=1e-4)
+    assert (
+        single.describe() == f.describe() == "Sinkhorn attention, 3 heads, unmasked, with output projection"
+    )
+    tracked = single(x.float().requires_grad_())
+    torch.testing.assert_close(tracked.detach().double(), f(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "argument"),
+    [
+        ({"tolerance": 0.0}, "tolerance"),
+        ({"tolerance": 1.0}, "tolerance"),
+        ({"tolerance": float("nan")}, "tolerance"),
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"max_iterations": True}, "max_iterations"),
+        ({"scale": float("inf")}, "scale"),
+    ],
+)
+def test_refuses_numbers_that_do_not_fit(keywords: dict, argument: str) -> None:
+    one = torch.ones(1, 1, 1)
+    with pytest.raises(ArgumentError) as caught:
+        hs.SinkhornAttention(one, one, one, **keywords)
+    assert caught.value.argument == argument
