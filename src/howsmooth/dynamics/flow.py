@@ -1,0 +1,287 @@
+"""The flow x' = Γ_μ(x) of tokens and of measures through attention.
+
+Derivations, and the rates at which integrators, layers and particles converge: docs/theory/flows.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.dynamics.fields import Field, Layers, Sphere, Velocity, as_field, positive
+from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, ORDERS, Plan, Run, Status, integrate
+from howsmooth.dynamics.states import System, system_of
+from howsmooth.dynamics.trajectory import State, Trajectory
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["flow"]
+
+# Default and smallest tolerances: a step's error cannot be told from rounding below the last.
+_TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1e-5)}
+
+# Two runs whose blow-ups lie further apart than this part of the time to them tell of no blow-up.
+_APART = 0.25
+
+
+def flow(
+    field: object,
+    start: object,
+    times: object,
+    *,
+    method: object = "dopri5",
+    step: object = None,
+    rtol: object = None,
+    atol: object = None,
+    estimate_error: bool = False,
+    max_steps: int = 100_000,
+    on_progress: Callable[[float, State], None] | None = None,
+) -> Trajectory:
+    """Let tokens or a measure flow along a velocity, x' = f(X)_x, and keep the states at given times.
+
+    Parameters
+    ----------
+    field
+        The velocity: a map of this library with d_out = d (any attention, masked or not, behind a norm layer
+        or not), :class:`Layers` of maps in sequence, :class:`Sphere` of one of these, or a callable (t, x).
+    start
+        Tokens (n, d) or (batch, n, d), in the dtype of the map; or a
+        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions stay as they are. Members
+        of a batch share the steps of adaptive methods.
+    times
+        Increasing times, at least two. At the first the state is ``start``.
+    method
+        An integrator of torchdiffeq: "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", which
+        choose their steps, or "euler", "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule) with ``step``. Or
+        "residual": x ← x + h f(X), residual layers with step size h; under :class:`Layers` one a layer,
+        without ``step``; on a :class:`Sphere` each followed by the projection on it.
+    step
+        Step of the methods that do not choose it, at most the least distance of two times. Where it does not
+        divide such a distance (or a layer's time), shorter steps of equal length are taken; residual layers
+        are not shortened but refused.
+    rtol, atol
+        Tolerances of adaptive methods, held for every token alone; by default 1e-7 and 1e-9 in float64,
+        1e-4 and 1e-6 in float32.
+    estimate_error
+        Estimate the error of the last state by a second run, at half the step or a tenth of the tolerances.
+    max_steps
+        Steps allowed between two times.
+    on_progress
+        Called as ``on_progress(time, state)`` whenever an output time has been reached.
+
+    Returns
+    -------
+    Trajectory
+        The states, whether all times were reached, and if not, why and when it ended.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    NonFiniteError
+        If the start, or the velocity there, is not finite.
+
+    Notes
+    -----
+    A flow that is continued from a state gives exactly the states of one that was not interrupted. Gradients
+    are kept if the start asks for them; memory is that of the states, O(n d) each, and of some ten more.
+
+    References
+    ----------
+    Castin, Ablin, Peyré, ICML 2024, section 2; Geshkovski et al. 2023, for the flow and its clusters.
+    This library: docs/theory/flows.md.
+
+    """
+    velocity = as_field(field)
+    system = system_of(velocity, start)
+    moments = _check_times(times, velocity)
+    plan = _check_plan(velocity, moments, system.start.dtype, method, step, rtol, atol, max_steps)
+
+    def tell(time: float, y: Tensor) -> None:
+        if on_progress is not None:
+            on_progress(time, system.state(y))
+
+    with contextlib.nullcontext() if system.start.requires_grad else torch.no_grad():
+        _check_first_velocity(system, moments)
+        run = integrate(system, system.start, moments, plan, tell)
+        second: Run | None = None
+        blows_up = run.status == "blew up" and plan.method != "residual"
+        if estimate_error or blows_up:
+            with torch.no_grad():
+                second = integrate(system, system.start.detach(), moments, plan.refined())
+    status, reason, blow_up = _ending(run, second if blows_up else None, moments[0])
+    kept = len(run.states)
+    if blow_up is not None:
+        kept = max(1, sum(time < blow_up[0] for time in moments[:kept]))
+    error = _error(system, plan, run, second, kept) if second is not None and estimate_error else None
+    return Trajectory(
+        times=torch.tensor(moments[:kept], dtype=torch.float64),
+        states=system.states(run.states[:kept]),
+        status=status,
+        reason=reason,
+        blow_up=blow_up,
+        error=error,
+        drift=run.drift,
+        evaluations=1 + run.evaluations + (0 if second is None else second.evaluations),
+        method=plan.method,
+        step=plan.step,
+        rtol=plan.rtol if plan.adaptive else None,
+        atol=plan.atol if plan.adaptive else None,
+        field=velocity.describe(),
+    )
+
+
+def _ending(run: Run, second: Run | None, origin: float) -> tuple[Status, str, tuple[float, float] | None]:
+    """Return status, reason and the interval of a blow-up, from the run and a finer one."""
+    if run.status == "finished" or run.ended is None:
+        return "finished", "", None
+    lower, upper = run.ended
+    if run.status == "stopped":
+        return "stopped", f"{run.reason}, at t = {lower:.6g}", None
+    if second is not None:
+        if second.status != "blew up" or second.ended is None:
+            return "stopped", f"{run.reason} at t = {lower:.6g}, which a finer run does not: refine it", None
+        apart = abs(sum(run.ended) - sum(second.ended)) / 2
+        if apart > _APART * max(lower - origin, second.ended[0] - origin):
+            return (
+                "stopped",
+                f"{run.reason} at t = {lower:.6g}, with half the step at t = {second.ended[0]:.6g}: the step "
+                "is too large",
+                None,
+            )
+        lower = max(origin, min(lower, second.ended[0]) - 2 * apart)
+        upper = max(upper, second.ended[1]) + 2 * apart
+    return "blew up", f"{run.reason}, between t = {lower:.10g} and {upper:.10g}", (lower, upper)
+
+
+def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
+    """Estimate the error of the last state kept, from that of a finer run (Richardson's extrapolation)."""
+    last = min(kept, len(second.states)) - 1
+    difference = system.distance(run.states[last].detach(), second.states[last])
+    if plan.adaptive:
+        return difference / (1 - 0.1)
+    return difference / (1 - 0.5 ** ORDERS[plan.method])
+
+
+def _check_first_velocity(system: System, moments: list[float]) -> None:
+    """Raise NonFiniteError unless the velocity at the start is finite."""
+    end = min([s for s in system.switches if s > moments[0]] + [moments[1]])
+    first: Velocity = system.velocity(moments[0], end)
+    with torch.no_grad():
+        t = torch.tensor(moments[0], dtype=torch.float64, device=system.start.device)
+        v = first(t, system.start.detach())
+    if not bool(torch.isfinite(v).all()):
+        raise NonFiniteError(
+            "start",
+            expected="tokens at which the velocity is finite",
+            got="a velocity with NaN or infinity",
+            remedy="The scores overflow, or the field is not defined there.",
+        )
+
+
+def _check_times(times: object, field: Field) -> list[float]:
+    """Return the times as floats, after checking that they increase and the field is defined there."""
+    expected = "at least two finite, increasing times"
+    if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
+        raise ArgumentError("times", expected=expected, got=type(times).__name__)
+    try:
+        moments = [float(time) for time in times]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError("times", expected=expected, got=repr(times)) from error
+    if len(moments) < 2 or not all(map(math.isfinite, moments)):
+        raise ArgumentError("times", expected=expected, got=f"{moments[:5]}")
+    for before, after in pairwise(moments):
+        if not before < after:
+            raise ArgumentError("times", expected=expected, got=f"{after:g} after {before:g}")
+    slack = 1e-9 * (abs(field.until) if math.isfinite(field.until) else 0.0)
+    if math.isfinite(field.until) and (moments[0] < 0 or moments[-1] > field.until + slack):
+        raise ArgumentError(
+            "times",
+            expected=f"times from 0 to {field.until:g}, between which the layers lie",
+            got=f"times from {moments[0]:g} to {moments[-1]:g}",
+        )
+    return moments
+
+
+def _check_plan(
+    field: Field,
+    moments: list[float],
+    dtype: torch.dtype,
+    method: object,
+    step: object,
+    rtol: object,
+    atol: object,
+    max_steps: object,
+) -> Plan:
+    """Return how to integrate, after checking that method, step and tolerances fit each other."""
+    if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
+        raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise ArgumentError("max_steps", expected="an integer >= 1", got=repr(max_steps))
+    relative, absolute, smallest = _TOLERANCES[dtype]
+    gap = min(after - before for before, after in pairwise(moments))
+    if method in ADAPTIVE:
+        if step is not None:
+            raise ArgumentError(
+                "step",
+                expected=f"None: {method} chooses its steps",
+                got=repr(step),
+                remedy=f"Give rtol and atol, or a method with a step: {', '.join(FIXED)}.",
+            )
+        relative = relative if rtol is None else positive("rtol", rtol)
+        absolute = absolute if atol is None else positive("atol", atol)
+        if not smallest <= relative < 1:
+            raise ArgumentError(
+                "rtol",
+                expected=f"a number from {smallest:g}, below which {dtype} rounds, to 1",
+                got=f"{relative:g}",
+            )
+        return Plan(method, None, relative, absolute, max_steps)
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if given is not None:
+            raise ArgumentError(name, expected=f"None: {method} has a step", got=repr(given))
+    layers = field.field if isinstance(field, Sphere) else field
+    if method == "residual" and isinstance(layers, Layers):
+        if step is not None and not _whole(positive("step", step), layers.duration, once=True):
+            raise ArgumentError(
+                "step", expected=f"None, or {layers.duration:g}: one step a layer", got=repr(step)
+            )
+        size, origin = layers.duration, 0.0
+    else:
+        if step is None:
+            raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
+        size, origin = positive("step", step), moments[0]
+    if size > gap * (1 + 1e-9):
+        raise ArgumentError(
+            "step",
+            expected=f"at most {gap:g}, the least distance of two times",
+            got=f"{size:g}",
+            remedy="Take a smaller step, or fewer times.",
+        )
+    if method == "residual":
+        for time in moments:
+            if not _whole(time - origin, size):
+                raise ArgumentError(
+                    "times",
+                    expected=f"whole multiples of {size:g} after {origin:g}, where residual layers end",
+                    got=f"{time:g}",
+                )
+    plan = Plan(method, size, relative, absolute, max_steps)
+    longest = max(plan.steps(after - before) for before, after in pairwise(moments))
+    if longest > max_steps:
+        raise ArgumentError(
+            "step",
+            expected=f"at most max_steps = {max_steps} steps between two times",
+            got=f"{longest} steps of {size:g}",
+        )
+    return plan
+
+
+def _whole(length: float, unit: float, *, once: bool = False) -> bool:
+    """Whether ``length`` is a whole number of units (exactly one, if ``once``), up to rounding."""
+    count = 1 if once else round(length / unit)
+    return abs(length - count * unit) <= 1e-9 * max(unit, abs(length))

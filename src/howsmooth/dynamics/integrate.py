@@ -1,0 +1,256 @@
+"""From one output time to the next: torchdiffeq's integrators, watched at every step.
+
+Each stretch between two output times (and between two switches of the field) is integrated on its own, from
+its first state alone. So a flow that is continued from a state it has kept gives the same numbers as
+one that was never interrupted, and what was reached before a blow-up is not lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint
+
+from howsmooth.dynamics.fields import Velocity
+from howsmooth.dynamics.states import System
+
+__all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]
+
+ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
+FIXED = ("euler", "midpoint", "heun2", "heun3", "rk4", "residual")
+ORDERS = {"euler": 1, "residual": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4}
+
+Status = Literal["finished", "blew up", "stopped"]
+
+# A state that has grown so much, and whose size over whose speed is so small a part of the time asked for,
+# has blown up.
+_GROWN = 1e3
+_SUDDEN = 1e-8
+# Numbers beyond this power of the largest float are on their way out: squares of them overflow.
+_LARGE_POWER = 0.4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to integrate: method, step of fixed ones, tolerances of adaptive ones."""
+
+    method: str
+    step: float | None
+    rtol: float
+    atol: float
+    max_steps: int
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the method chooses its steps."""
+        return self.method in ADAPTIVE
+
+    def refined(self) -> Plan:
+        """Return the same at half the step, or at a tenth of the tolerances."""
+        if self.step is not None:
+            return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
+        return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
+
+    def steps(self, length: float) -> int:
+        """Return the number of equal steps of a fixed method in a stretch of this length."""
+        assert self.step is not None
+        return max(1, math.ceil(length / self.step - 1e-6))
+
+
+@dataclass
+class Run:
+    """What one integration gave: the states at the times reached, and why it ended."""
+
+    states: list[Tensor]
+    evaluations: int = 0
+    drift: float | None = None
+    status: Status = "finished"
+    reason: str = ""
+    # Between the last finite state and the first time at which there is none.
+    ended: tuple[float, float] | None = None
+
+
+class _EndedError(Exception):
+    """No further step is possible."""
+
+    def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
+        super().__init__(reason)
+        self.status: Status = status
+        self.reason = reason
+        self.lower = lower
+        self.upper = upper
+
+
+class _SmallerStepError(Exception):
+    """A trial step left the finite numbers."""
+
+
+@dataclass
+class _Watch:
+    """The velocity as torchdiffeq calls it, with the callbacks by which it tells of its steps."""
+
+    velocity: Velocity
+    plan: Plan
+    span: float
+    initial: float
+    time: float
+    state: Tensor
+    evaluations: int = 0
+    steps: int = 0
+    # The last step tried.
+    tried: float | None = None
+
+    def __call__(self, t: Tensor, y: Tensor) -> Tensor:
+        self.evaluations += 1
+        return self.velocity(t, y)
+
+    def callback_step(self, t0: Tensor, y0: Tensor, dt: Tensor) -> None:
+        """Look at the state before a step is tried; end the run where none is possible."""
+        time, step = float(t0), float(dt)
+        if not bool(torch.isfinite(y0).all()):
+            # An overflow can pass for a step without error, where the tolerance overflows as well.
+            raise _SmallerStepError if self.plan.adaptive else self.overflow(self.time, time)
+        self.steps += 1
+        if self.steps > self.plan.max_steps:
+            raise _EndedError(
+                "stopped",
+                f"{self.plan.max_steps} steps did not reach the next output time",
+                time,
+                time + step,
+            )
+        self.time, self.state = time, y0
+        if not self.plan.adaptive:
+            return
+        if step == 0:
+            raise _SmallerStepError
+        if not time + step > time:
+            raise self.exhausted()
+        self.tried = step
+
+    def overflow(self, lower: float, upper: float) -> _EndedError:
+        """Return the end of a run whose numbers are no longer finite."""
+        return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
+
+    def exhausted(self) -> _EndedError:
+        """Return the end of an adaptive run whose steps fell below the spacing of floating-point times."""
+        lower = self.time
+        upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
+        size, speed = _size(self.state), _size(self(torch.tensor(lower), self.state))
+        if size > torch.finfo(self.state.dtype).max ** _LARGE_POWER:
+            return self.overflow(lower, upper)
+        if size > _GROWN * self.initial and size <= _SUDDEN * self.span * speed:
+            return _EndedError(
+                "blew up", "the state grows beyond every bound within a finite time", lower, upper
+            )
+        return _EndedError(
+            "stopped",
+            "no step is small enough, though the state is bounded: the velocity jumps, is not finite, or "
+            "rounds more than the tolerance allows",
+            lower,
+            upper,
+        )
+
+
+def integrate(
+    system: System,
+    start: Tensor,
+    times: list[float],
+    plan: Plan,
+    on_output: Callable[[float, Tensor], None] | None = None,
+) -> Run:
+    """Integrate from times[0] and keep the state at each of ``times``, until the last or until it ends."""
+    run = Run([start], drift=system.drift(start))
+    span, initial = times[-1] - times[0], _size(start)
+    for begin, end in pairwise(times):
+        y = run.states[-1]
+        inner = [s for s in system.switches if begin < s < end]
+        for left, right in pairwise([begin, *inner, end]):
+            watch = _Watch(system.velocity(left, right), plan, span, initial, left, y)
+            try:
+                y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
+                if not bool(torch.isfinite(y).all()):
+                    raise watch.overflow(watch.time, right)
+            except _EndedError as ended:
+                run.status, run.reason = ended.status, ended.reason
+                run.ended = (ended.lower, ended.upper)
+                return run
+            finally:
+                run.evaluations += watch.evaluations
+            drift = system.drift(y)
+            if drift is not None and plan.method != "residual":
+                run.drift = max(drift, run.drift or 0.0)
+            y = system.settle(y)
+        run.states.append(y)
+        if on_output is not None:
+            on_output(end, y)
+    return run
+
+
+def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
+    """Take the residual layers y ← settle(y + h v(y)) of one stretch."""
+    count = watch.plan.steps(end - begin)
+    h = (end - begin) / count
+    watch.velocity = system.layer(begin, end)
+    y = watch.state
+    for i in range(count):
+        t = torch.tensor(begin + i * h, dtype=torch.float64, device=y.device)
+        watch.callback_step(t, y, torch.tensor(h))
+        y = system.settle(y + h * watch(t, y))
+    return y
+
+
+def _ode(watch: _Watch, end: float) -> Tensor:
+    """Integrate one stretch by torchdiffeq; begin again with smaller steps where a trial step overflowed."""
+    first: float | None = None
+    while True:
+        begin, y = watch.time, watch.state
+        t = torch.tensor([begin, end], dtype=torch.float64, device=y.device)
+        options: dict[str, object]
+        if watch.plan.adaptive:
+            # The last step ends at the output time, which is therefore no interpolation.
+            options = {"step_t": t[1:], "norm": _largest_token}
+            if first is not None:
+                options["first_step"] = first
+        else:
+            grid = torch.linspace(begin, end, watch.plan.steps(end - begin) + 1, dtype=t.dtype).to(t.device)
+            options = {"grid_constructor": lambda func, y0, t, grid=grid: grid}
+        try:
+            solution = odeint(
+                watch,
+                y,
+                t,
+                rtol=watch.plan.rtol,
+                atol=watch.plan.atol,
+                method=watch.plan.method,
+                options=options,
+            )
+        except _SmallerStepError:
+            first = (end - begin) * 1e-3 if watch.tried is None else min(watch.tried, end - begin) / 10
+            size, speed = _size(watch.state), _size(watch(t[0], watch.state))
+            still = first * speed <= torch.finfo(y.dtype).eps * size / 8
+            if still or not watch.time + first > watch.time:
+                raise watch.exhausted() from None
+            watch.tried = first
+            continue
+        reached: Tensor = solution[-1]
+        return reached
+
+
+@torch.no_grad()
+def _largest_token(error: Tensor) -> Tensor:
+    """Root mean square over a token's coordinates, and the largest over tokens: none is averaged away."""
+    return error.detach().square().mean(dim=-1).max().sqrt()
+
+
+def _size(y: Tensor) -> float:
+    return float(y.detach().abs().max())
+
+
+def _name(y: Tensor) -> str:
+    return str(y.dtype).removeprefix("torch.")
