@@ -212,6 +212,7 @@ def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
         chosen = tools or make_tools()[0]
         monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: chosen)
+        monkeypatch.setattr("howsmooth.texts.load_text", chosen.load_text)
         capsys.readouterr()
         code = main(("study", *arguments))
         captured = capsys.readouterr()

@@ -77,12 +77,8 @@ def study(
 
 
 def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, quiet: bool) -> int:
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.study.plan_file import read_plan
-    from howsmooth.study.publish import publish
-    from howsmooth.study.run import run
     from howsmooth.study.store import Store
-    from howsmooth.study.tools import default_tools
 
     asked = read_plan(path)
     folder = out or asked.out
@@ -91,6 +87,12 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
             f"{folder} holds a study already. Add --resume to continue it, --status to see how far it is, or "
             "choose another --out."
         )
+    # Only now what takes seconds to load.
+    from howsmooth.cli.parsing import use_threads
+    from howsmooth.study.publish import publish
+    from howsmooth.study.run import run
+    from howsmooth.study.tools import default_tools
+
     use_threads(asked.threads)
     typed = TYPED.get()
     command = encodable(shlex.join(["howsmooth", *typed]))
@@ -153,11 +155,10 @@ def _status(path: Path, out: Path | None, *, as_json: bool) -> int:
     from howsmooth.cli.study_result import show_status, status_as_json
     from howsmooth.study.plan_file import read_plan
     from howsmooth.study.status import status as compare
-    from howsmooth.study.tools import default_tools
+    from howsmooth.texts import load_text
 
     asked = read_plan(path)
     folder = out or asked.out
-    load_text = default_tools().load_text
     texts = [encodable(load_text(name).name) for name in asked.plan.texts]
     found = compare(asked.plan, texts, folder, asked.as_published)
     if as_json:

@@ -19,6 +19,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError, StoreError
 from howsmooth.models import LoadedModel
 from howsmooth.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.study.begin import begun_study
+from howsmooth.study.cost import measurement_cost
 from howsmooth.study.environment import environment
 from howsmooth.study.failure_log import FailureLog
 from howsmooth.study.plan import Plan, derive_seed
@@ -29,7 +30,7 @@ from howsmooth.study.records import PublishedKey, PublishedValue
 from howsmooth.study.sequences import Sequences
 from howsmooth.study.store import Store
 from howsmooth.study.tools import Tools
-from howsmooth.study.work import batch_size, measurement_cost
+from howsmooth.study.work import batch_size
 
 __all__ = ["run_as_published"]
 

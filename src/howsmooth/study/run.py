@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from howsmooth.study.begin import begun_study
+from howsmooth.study.cost import measurement_cost
 from howsmooth.study.environment import environment
 from howsmooth.study.failure_log import FailureLog
 from howsmooth.study.measuring import bounds_of, measured
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome, Progress
 from howsmooth.study.tools import Tools
-from howsmooth.study.work import Batch, Bounds, bounds_left, count_planned, measurement_cost, work
+from howsmooth.study.work import Batch, Bounds, bounds_left, count_planned, work
 
 __all__ = ["run"]
 

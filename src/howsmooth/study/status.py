@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from howsmooth.study.cost import measurement_cost
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_rows import PUBLISHED
 from howsmooth.study.store import Contents, Key, Store
-from howsmooth.study.work import measurement_cost
 
 __all__ = ["Part", "Status", "status"]
 

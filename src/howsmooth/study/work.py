@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from howsmooth.study.cost import measurement_cost
 from howsmooth.study.plan import Plan
 from howsmooth.study.prepare import Subject
 from howsmooth.study.records import Key
@@ -12,9 +13,7 @@ from howsmooth.study.sequences import Sequences
 from howsmooth.study.site_bounds import BOUNDED_SCOPES, bounded_lengths
 from howsmooth.study.store import Store
 
-__all__ = [
-    "Batch", "Bounds", "batch_size", "bounds_left", "count_planned", "measurement_cost", "work",
-]  # fmt: skip
+__all__ = ["Batch", "Bounds", "batch_size", "bounds_left", "count_planned", "work"]
 
 # Attention probabilities and their companions of one batch may take about this much memory.
 _BATCH_BYTES = 2**31
@@ -105,15 +104,6 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
     itemsize = 8 if dtype == "float64" else 4
     size = heads * n * n * itemsize * _ARRAYS_A_HEAD
     return max(1, _BATCH_BYTES // size)
-
-
-def measurement_cost(n: int) -> float:
-    """Estimate the time that a measurement takes, relative to others, as a function of its length.
-
-    A constant for what every batch pays, the projections' n and the attention's n². Only the shares
-    matter, and only for the time left that is shown.
-    """
-    return 20.0 + n + n * n / 400.0
 
 
 def bounds_left(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Bounds]:
