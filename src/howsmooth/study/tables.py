@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ATTACKS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema"]
+__all__ = ["ATTACKS", "FLOWS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema"]
 
 SCHEMA_VERSION = 3
 
@@ -135,7 +135,23 @@ _ATTACK_TABLES = (
     "CREATE UNIQUE INDEX one_row_an_attack ON attacks (layer, ifnull(head, -1), n, kind, name)",
 )
 
-# The numbers are "hsm1" and "hsa1".
+# Numbers of a state are the bytes of float64, least significant first.
+_FLOW_TABLES = (
+    """CREATE TABLE studies (
+        id INTEGER PRIMARY KEY CHECK (id = 1), created TEXT NOT NULL, identity TEXT NOT NULL, seal TEXT)""",
+    """CREATE TABLE runs (
+        id INTEGER PRIMARY KEY, started TEXT NOT NULL, command TEXT NOT NULL, environment TEXT NOT NULL,
+        seal TEXT)""",
+    """CREATE TABLE frames (
+        place INTEGER PRIMARY KEY, time REAL NOT NULL, n INTEGER NOT NULL, d INTEGER NOT NULL,
+        x BLOB NOT NULL, mean BLOB, covariance BLOB, evaluations INTEGER NOT NULL, seconds REAL NOT NULL,
+        run INTEGER REFERENCES runs (id), seal TEXT)""",
+    """CREATE TABLE endings (
+        id INTEGER PRIMARY KEY CHECK (id = 1), status TEXT NOT NULL, what TEXT NOT NULL,
+        reason TEXT NOT NULL, lower REAL NOT NULL, upper REAL NOT NULL, seal TEXT)""",
+)
+
+# The numbers are "hsm1", "hsa1" and "hsf1".
 MEASUREMENTS = Schema(
     "measurements.sqlite",
     "measurements",
@@ -147,3 +163,6 @@ MEASUREMENTS = Schema(
     sealed=_SEALED,
 )
 ATTACKS = Schema("attacks.sqlite", "attacks", 0x68736131, 1, _ATTACK_TABLES)
+FLOWS = Schema(
+    "flow.sqlite", "flows", 0x68736631, 1, _FLOW_TABLES, sealed=("studies", "runs", "frames", "endings")
+)

@@ -1,0 +1,153 @@
+"""A flow that moves: a GIF, or an MP4 where ffmpeg is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.animation import AbstractMovieWriter, FFMpegWriter, PillowWriter
+from matplotlib.collections import LineCollection
+from mpl_toolkits.mplot3d.art3d import Line3DCollection
+
+from howsmooth.errors import ArgumentError
+from howsmooth.study.figures.flow_view import FlowView, limits_of, outline, shown_tokens
+from howsmooth.study.figures.flows import map_axis, set_limits
+from howsmooth.study.figures.style import STYLE, literal, new_figure
+
+__all__ = ["ANIMATIONS", "animate_flow", "check_animation"]
+
+ANIMATIONS = ("gif", "mp4", "none")
+_MOST_FRAMES = 120
+_TAIL = 12
+_PER_SECOND = 15
+_DOTS_PER_INCH = 90
+_FAR = 3.0
+_ELLIPSE = "#c1121f"
+
+
+def check_animation(kind: str) -> None:
+    """Refuse a kind of animation that cannot be written here.
+
+    Raises
+    ------
+    ArgumentError
+        If there is none of this name, or the program that it needs is not there.
+
+    """
+    if kind not in ANIMATIONS:
+        raise ArgumentError("animation", expected=f"one of {', '.join(ANIMATIONS)}", got=repr(kind))
+    if kind == "mp4" and not FFMpegWriter.isAvailable():
+        raise ArgumentError(
+            "animation",
+            expected="gif or none, as there is no program ffmpeg here",
+            got="mp4",
+            remedy="Install ffmpeg, or choose --animation gif.",
+        )
+
+
+def animate_flow(
+    view: FlowView,
+    folder: Path,
+    kind: str,
+    on_frame: Callable[[int, int], None] = lambda done, total: None,
+) -> Path | None:
+    """Write ``flow.gif`` or ``flow.mp4``: at most 120 of the frames, evenly among them.
+
+    Parameters
+    ----------
+    view
+        What is seen of the flow.
+    folder
+        For the file.
+    kind
+        Of :data:`ANIMATIONS`; nothing is written for ``none``.
+    on_frame
+        Told how many frames are drawn, of how many.
+
+    """
+    if kind == "none":
+        return None
+    check_animation(kind)
+    frames = np.unique(np.linspace(0, len(view.times) - 1, min(len(view.times), _MOST_FRAMES)).round())
+    path, partial = folder / f"flow.{kind}", folder / f".flow.partial.{kind}"
+    with rc_context(STYLE):
+        figure = new_figure(5.4, 5.4)
+        scene = _Scene(figure, view)
+        writer: AbstractMovieWriter = (
+            PillowWriter(_PER_SECOND) if kind == "gif" else FFMpegWriter(_PER_SECOND)
+        )
+        with writer.saving(figure, partial, _DOTS_PER_INCH):
+            # The axes stay where the last frame, which has the longest numbers beside it, needs them.
+            scene.show(len(view.times) - 1)
+            figure.canvas.draw()
+            figure.set_layout_engine("none")
+            for done, place in enumerate(frames.astype(int)):
+                scene.show(int(place))
+                writer.grab_frame()
+                on_frame(done + 1, len(frames))
+    partial.replace(path)
+    return path
+
+
+class _Scene:
+    """Axes with tokens that can be put at the places of any frame."""
+
+    def __init__(self, figure: Any, view: FlowView) -> None:
+        self._view = view
+        self._shown = shown_tokens(view.points.shape[1])
+        self._axis = map_axis(figure, view, 111)
+        self._still = _fit_together(view)
+        colours = view.colours[self._shown]
+        lines: Any = Line3DCollection if view.dimensions == 3 else LineCollection
+        empty = np.zeros((len(self._shown), 2, max(2, view.dimensions)))
+        self._tails = lines(empty, colors=colours, linewidths=1.2, alpha=0.45, zorder=2)
+        self._axis.add_collection(self._tails)
+        dots: dict[str, Any] = {"s": 34 if len(self._shown) <= 100 else 12, "c": colours, "zorder": 4}
+        dots |= {"edgecolors": "white", "linewidths": 0.5, "clip_on": view.dimensions > 1}
+        if view.dimensions == 3:
+            dots["depthshade"] = False
+        self._dots = self._axis.scatter(*self._at(0).T, **dots)
+        self._ring = None
+        if view.mean is not None and view.dimensions == 2:
+            (self._ring,) = self._axis.plot([], [], color=_ELLIPSE, linewidth=1.6, zorder=5)
+        figure.suptitle(literal(view.title))
+        self._words = self._axis.set_title("t", loc="left", fontsize=9)
+        if self._still is not None:
+            set_limits(self._axis, view, self._still)
+
+    def _at(self, place: int) -> np.ndarray:
+        points = self._view.points[place, self._shown]
+        if self._view.dimensions > 1:
+            return np.asarray(points)
+        return np.column_stack([np.full(len(points), self._view.times[place]), points[:, 0]])
+
+    def show(self, place: int) -> None:
+        """Put the tokens where they are in a frame, with the last of their ways behind them."""
+        view = self._view
+        first = 0 if view.dimensions == 1 else max(0, place - _TAIL)
+        ways = np.stack([self._at(one) for one in range(first, place + 1)], axis=1)
+        self._tails.set_segments(list(ways))
+        now = self._at(place)
+        if view.dimensions == 3:
+            self._dots._offsets3d = tuple(now.T)
+        else:
+            self._dots.set_offsets(now)
+        if self._ring is not None and view.mean is not None and view.covariance is not None:
+            self._ring.set_data(*outline(view.mean[place], view.covariance[place]).T)
+        if self._still is None:
+            set_limits(self._axis, view, limits_of(view, slice(first, place + 1)))
+        self._words.set_text(f"t = {view.times[place]:.4g}")
+
+
+def _fit_together(view: FlowView) -> list[tuple[float, float]] | None:
+    """Return limits for all frames, unless the tokens would be too small to be seen in the first."""
+    whole = limits_of(view, slice(None))
+    near = view.dimensions == 1 or _width(whole) <= _FAR * _width(limits_of(view, [0]))
+    return whole if near else None
+
+
+def _width(limits: list[tuple[float, float]]) -> float:
+    return max(high - low for low, high in limits)

@@ -1,0 +1,130 @@
+"""What is seen of a flow: points in one, two or three coordinates, their colours, and how they are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64, Int
+from matplotlib import colormaps
+from matplotlib.colors import to_rgba_array
+
+__all__ = ["FlowView", "cluster_colours", "limits_of", "outline", "shown_tokens"]
+
+# Okabe and Ito's, which colour-blind people tell apart, without those that are too light on white.
+_CLUSTERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#000000")
+_ALONE = "#8c8c8c"
+_MOST_SHOWN = 1000
+_SIGMAS = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class FlowView:
+    """A flow as it is drawn.
+
+    Attributes
+    ----------
+    title, below
+        Words over the picture.
+    times
+        Of the frames.
+    points
+        Tokens in the coordinates that are shown, one to three.
+    axes
+        The names of these coordinates.
+    metrics
+        Columns to draw beside, against ``times``: by the words to put at their axes.
+    ordered
+        Whether tokens are coloured by their place; otherwise by the cluster that they end in, if some end
+        together.
+    clusters
+        The number of that cluster for each token.
+    mean, covariance
+        Of a Gaussian measure in these coordinates, if it is followed.
+    sphere
+        Its radius, if the tokens are on one and its shape is seen.
+
+    """
+
+    title: str
+    below: str
+    times: Float64[np.ndarray, " frames"]
+    points: Float64[np.ndarray, "frames n k"]
+    axes: tuple[str, ...]
+    metrics: pd.DataFrame
+    ordered: bool
+    clusters: Int[np.ndarray, " n"]
+    mean: Float64[np.ndarray, "frames k"] | None = None
+    covariance: Float64[np.ndarray, "frames k k"] | None = None
+    sphere: float | None = None
+
+    @cached_property
+    def colours(self) -> Float64[np.ndarray, "n 4"]:
+        """The colour of each token."""
+        named = {} if self.ordered else cluster_colours(self.clusters)
+        if not named:
+            places = np.linspace(0.0, 0.92, len(self.clusters))
+            return np.asarray(colormaps["viridis"](places), dtype=np.float64)
+        each = [named.get(int(one), _ALONE) for one in self.clusters]
+        return np.asarray(to_rgba_array(each), dtype=np.float64)
+
+    @property
+    def by_place(self) -> bool:
+        """Whether colours say which token it is, from first to last, rather than which cluster."""
+        return self.ordered or not cluster_colours(self.clusters)
+
+    @property
+    def dimensions(self) -> int:
+        """How many coordinates are shown."""
+        return int(self.points.shape[2])
+
+
+def cluster_colours(clusters: Int[np.ndarray, " n"]) -> dict[int, str]:
+    """Give each cluster of several tokens a colour, the largest first; none if there are too many."""
+    sizes = np.bincount(clusters)
+    together = np.flatnonzero(sizes > 1)
+    if len(together) > len(_CLUSTERS):
+        return {}
+    by_size = together[np.argsort(-sizes[together], kind="stable")]
+    return {int(one): _CLUSTERS[place] for place, one in enumerate(by_size)}
+
+
+def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
+    """Choose which tokens to draw: all, or as many as can be seen, evenly among them."""
+    return np.unique(np.linspace(0, n - 1, min(n, _MOST_SHOWN)).round().astype(np.int64))
+
+
+def outline(
+    mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"], corners: int = 100
+) -> Float64[np.ndarray, "corners 2"]:
+    """Return the ellipse of points two standard deviations from the mean."""
+    values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
+    angles = np.linspace(0.0, 2 * math.pi, corners)
+    circle = np.stack([np.cos(angles), np.sin(angles)])
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))
+    return np.asarray(mean + _SIGMAS * (root @ circle).T, dtype=np.float64)
+
+
+def limits_of(
+    view: FlowView, frames: Sequence[int] | slice, *, margin: float = 0.06
+) -> list[tuple[float, float]]:
+    """Return limits of each coordinate that hold all tokens of some frames, ellipses included.
+
+    With two or three coordinates all are of the same length, so that a circle is seen as one.
+    """
+    points = view.points[frames].reshape(-1, view.dimensions)
+    if view.mean is not None and view.covariance is not None and view.dimensions == 2:
+        ellipses = [outline(m, c) for m, c in zip(view.mean[frames], view.covariance[frames], strict=True)]
+        points = np.concatenate([points, *ellipses])
+    low, high = points.min(axis=0), points.max(axis=0)
+    # Subtracting first could overflow where the middle does not.
+    middle, half = low / 2 + high / 2, high / 2 - low / 2
+    if view.dimensions > 1:
+        half = np.full_like(half, half.max())
+    floor = 1e-3 * np.maximum(np.abs(middle), 1e-300)
+    half = np.maximum(half, floor) * (1 + 2 * margin)
+    return [(float(m - h), float(m + h)) for m, h in zip(middle, half, strict=True)]

@@ -1,0 +1,198 @@
+"""A flow in one figure: the ways of the tokens, and beside them what is measured along the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from mpl_toolkits.mplot3d.art3d import Line3DCollection
+
+from howsmooth.study.figures.flow_view import FlowView, limits_of, outline, shown_tokens
+from howsmooth.study.figures.style import GREY, STYLE, literal, new_figure, save
+
+__all__ = ["FlowPicture", "draw_flow", "map_axis", "set_limits"]
+
+_ELLIPSE = "#c1121f"
+
+
+@dataclass(frozen=True)
+class FlowPicture:
+    """A drawn figure: its two files, and words for the reader who does not see it."""
+
+    png: Path
+    pdf: Path
+    alt: str
+
+
+def draw_flow(view: FlowView, folder: Path) -> FlowPicture:
+    """Draw the still figure of a flow into ``flow.png`` and ``flow.pdf``.
+
+    Parameters
+    ----------
+    view
+        What is seen of the flow.
+    folder
+        For the files; made if it is not there.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        names = list(view.metrics.columns)
+        figure = new_figure(9.8 if names else 6.4, 5.4)
+        parts = figure.add_gridspec(1, 2 if names else 1, width_ratios=[1.75, 1] if names else None)
+        axis = map_axis(figure, view, parts[0, 0])
+        _draw_ways(axis, view)
+        set_limits(axis, view, limits_of(view, slice(None)))
+        if view.by_place:
+            _add_order(figure, axis, view)
+        figure.legend(
+            handles=_handles(view), loc="outside lower left", ncols=4, handlelength=1.6, columnspacing=1.4
+        )
+        if names:
+            _draw_metrics(figure, parts[0, 1].subgridspec(len(names), 1), view)
+        figure.suptitle(literal(f"{view.title}\n{view.below}"))
+        png, pdf = save(figure, folder, "flow", view.title)
+    return FlowPicture(png, pdf, _alt(view))
+
+
+def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
+    """Make the axes that tokens are drawn in: against time, in a plane or in space."""
+    if view.dimensions == 3:
+        axis: Any = figure.add_subplot(place, projection="3d")
+        axis.set(xlabel=view.axes[0], ylabel=view.axes[1], zlabel=view.axes[2])
+        axis.set_box_aspect((1, 1, 1), zoom=0.95)
+        axis.tick_params(labelsize=8, pad=0)
+        for one in (axis.xaxis, axis.yaxis, axis.zaxis):
+            one.set_pane_color((1.0, 1.0, 1.0, 0.0))
+            one.set_major_locator(MaxNLocator(5))
+        axis.grid(visible=False)
+        if view.sphere is not None:
+            _draw_globe(axis, view.sphere)
+        return axis
+    axis = figure.add_subplot(place)
+    if view.dimensions == 1:
+        axis.set(xlabel="time t", ylabel=view.axes[0])
+    else:
+        axis.set(xlabel=view.axes[0], ylabel=view.axes[1])
+        axis.set_aspect("equal", adjustable="box")
+        if view.sphere is not None:
+            angles = np.linspace(0.0, 2 * np.pi, 200)
+            axis.plot(view.sphere * np.cos(angles), view.sphere * np.sin(angles), color="0.8", linewidth=0.8)
+    axis.grid(visible=True, linewidth=0.4, color="0.9", zorder=0)
+    axis.set_axisbelow(True)
+    return axis
+
+
+def set_limits(axis: Any, view: FlowView, limits: list[tuple[float, float]]) -> None:
+    """Set what the axes show."""
+    if view.dimensions == 1:
+        axis.set(xlim=(view.times[0], view.times[-1]) if len(view.times) > 1 else None, ylim=limits[0])
+        return
+    axis.set(xlim=limits[0], ylim=limits[1])
+    if view.dimensions == 3:
+        axis.set_zlim(limits[2])
+
+
+def _draw_globe(axis: Any, radius: float) -> None:
+    u, v = np.mgrid[0 : 2 * np.pi : 25j, 0 : np.pi : 13j]
+    axis.plot_wireframe(
+        radius * np.cos(u) * np.sin(v),
+        radius * np.sin(u) * np.sin(v),
+        radius * np.cos(v),
+        color="0.85",
+        linewidth=0.4,
+    )
+
+
+def _draw_ways(axis: Any, view: FlowView) -> None:
+    """Draw the way of each token, hollow where it starts and full where it ends."""
+    shown = shown_tokens(view.points.shape[1])
+    colours = view.colours[shown]
+    ways = view.points[:, shown].swapaxes(0, 1)
+    ends: dict[str, Any] = {"zorder": 4, "linewidths": 0.9, "clip_on": view.dimensions > 1}
+    width = 1.0 if len(shown) <= 100 else 0.5
+    if view.dimensions == 1:
+        ways = np.stack([np.broadcast_to(view.times, ways.shape[:2]), ways[..., 0]], axis=-1)
+    lines: Any = Line3DCollection if view.dimensions == 3 else LineCollection
+    axis.add_collection(lines(ways, colors=colours, linewidths=width, alpha=0.55, zorder=2))
+    size = 26 if len(shown) <= 100 else 10
+    axis.scatter(*ways[:, 0].T, s=0.6 * size, facecolors="white", edgecolors=colours, **ends)
+    axis.scatter(*ways[:, -1].T, s=size, c=colours, edgecolors="white", **(ends | {"linewidths": 0.4}))
+    if view.mean is None or view.covariance is None:
+        return
+    if view.dimensions == 1:
+        middle, spread = view.mean[:, 0], 2 * np.sqrt(view.covariance[:, 0, 0])
+        axis.plot(view.times, middle - spread, color=_ELLIPSE, linewidth=1.4, zorder=5)
+        axis.plot(view.times, middle + spread, color=_ELLIPSE, linewidth=1.4, zorder=5)
+    if view.dimensions == 2:
+        for place, dashes in ((0, (0.0, (3.0, 2.0))), (-1, "solid")):
+            ring = outline(view.mean[place], view.covariance[place])
+            axis.plot(*ring.T, color=_ELLIPSE, linewidth=1.5, linestyle=dashes, zorder=5)
+
+
+def _handles(view: FlowView) -> list[Line2D]:
+    colour = GREY if not view.by_place else "#31688e"
+    dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": colour, "markersize": 5}
+    handles = [
+        Line2D([], [], markerfacecolor="white", label=f"start, t = {view.times[0]:.4g}", **dot),
+        Line2D([], [], label=f"end, t = {view.times[-1]:.4g}", **dot),
+    ]
+    if view.mean is not None and view.dimensions < 3:
+        words = "the Gaussian measure, two standard deviations"
+        handles.append(Line2D([], [], color=_ELLIPSE, linewidth=1.5, label=words))
+    return handles
+
+
+def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
+    n = view.points.shape[1]
+    scale = ScalarMappable(Normalize(1, max(n, 2)), ListedColormap(view.colours))
+    bar = figure.colorbar(scale, ax=axis, pad=0.02, aspect=34, shrink=0.75)
+    bar.set_label("place of the token")
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _draw_metrics(figure: Figure, places: Any, view: FlowView) -> None:
+    above: Axes | None = None
+    for row, name in enumerate(view.metrics.columns):
+        axis = figure.add_subplot(places[row, 0], sharex=above)
+        values = view.metrics[name].to_numpy(np.float64)
+        there = np.isfinite(values)
+        whole = bool(there.any()) and bool((values[there] == values[there].round()).all())
+        axis.plot(
+            view.times[there],
+            values[there],
+            color="#31688e",
+            linewidth=1.4,
+            drawstyle="steps-post" if whole else "default",
+        )
+        positive = values[there & (values > 0)]
+        if not whole and len(positive) == there.sum() > 0 and positive.max() > 50 * positive.min():
+            axis.set_yscale("log")
+        else:
+            axis.yaxis.set_major_locator(MaxNLocator(4, integer=whole))
+        axis.set_title(str(name), loc="left", fontsize=9, pad=3)
+        axis.grid(visible=True, linewidth=0.4, color="0.9")
+        axis.tick_params(labelsize=8, labelbottom=row == len(view.metrics.columns) - 1)
+        above = above or axis
+    axis.set_xlabel("time t")
+
+
+def _alt(view: FlowView) -> str:
+    n = view.points.shape[1]
+    words = f"Ways of {n} tokens from t = {view.times[0]:.4g} to t = {view.times[-1]:.4g}"
+    ends = [
+        f"{name} from {view.metrics[name].iloc[0]:.4g} to {view.metrics[name].iloc[-1]:.4g}"
+        for name in view.metrics.columns
+    ]
+    return f"{words}; beside it {', '.join(ends)}." if ends else f"{words}."

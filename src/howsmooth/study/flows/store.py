@@ -1,0 +1,255 @@
+"""The store of a flow: one SQLite file, a row for each frame, written when it is finished.
+
+As with measurements, a process killed at any moment leaves whole rows, every row carries a digest of its
+values, and a second writer is kept out.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from jaxtyping import Float64
+from torch import Tensor
+
+from howsmooth.errors import StoreError
+from howsmooth.study.schema import begun, connected, sealed_columns, store_there, translated
+from howsmooth.study.tables import FLOWS
+
+__all__ = ["Ending", "FlowStore", "Frame"]
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """The state at one time.
+
+    Attributes
+    ----------
+    place
+        0 for the start.
+    time
+        When.
+    x
+        The tokens.
+    mean, covariance
+        Of the Gaussian measure beside them, if it is followed.
+    evaluations
+        Of the field, since the frame before.
+    seconds
+        That it took.
+
+    """
+
+    place: int
+    time: float
+    x: Float64[Tensor, "n d"]
+    mean: Float64[Tensor, " d"] | None = None
+    covariance: Float64[Tensor, "d d"] | None = None
+    evaluations: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why there are no more frames.
+
+    Attributes
+    ----------
+    status
+        ``blew up``: there is no finite state beyond ``lower`` to ``upper``; ``stopped``: the integrator gave
+        up between these times.
+    what
+        That did: the tokens, or the Gaussian measure.
+    reason
+        In one sentence.
+    lower, upper
+        Times.
+
+    """
+
+    status: str
+    what: str
+    reason: str
+    lower: float
+    upper: float
+
+
+class FlowStore:
+    """An open store; use it as a context manager."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
+        self._connection = connection
+        self._lock = lock
+        self.path = path
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether the folder holds something under the store's name."""
+        return store_there(folder, FLOWS)
+
+    @classmethod
+    def open(cls, folder: Path, *, write: bool = True) -> FlowStore:
+        """Open the store in a folder, making both if they are not there and ``write`` is true.
+
+        Raises
+        ------
+        StoreError
+            If the store is damaged, not a store, in use, or in a folder that cannot be written.
+
+        """
+        connection, lock = connected(folder, FLOWS, write=write)
+        return cls(connection, folder / FLOWS.file, lock)
+
+    def __enter__(self) -> FlowStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Refuse to continue a flow with another one.
+
+        Raises
+        ------
+        StoreError
+            Naming the first thing that differs, and the remedy.
+
+        """
+        stored = self.identity()
+        for name, wanted in identity.items():
+            if stored and stored.get(name) != wanted:
+                raise StoreError(
+                    f"{self.path} holds another flow: it was made with {name} {stored.get(name)}, not "
+                    f"{wanted}. Choose another --out, or the same {name}."
+                )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what all frames have in common; empty if there are none."""
+        with translated(self.path):
+            row = self._connection.execute("SELECT identity FROM studies").fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
+
+    def begin(self, identity: Mapping[str, Any], start: Frame) -> None:
+        """Record what all frames have in common, and the first of them, once."""
+        with self._transaction():
+            if not self._count("studies"):
+                self._insert("studies", {"created": _now(), "identity": json.dumps(dict(identity))})
+                self._insert("frames", _row(start, None))
+
+    def start_run(self, command: str, environment: Mapping[str, str]) -> int:
+        """Record that a process begins; returns the number that its frames carry."""
+        with self._transaction():
+            values = {"started": _now(), "command": command, "environment": json.dumps(dict(environment))}
+            return self._insert("runs", values)
+
+    def add(self, frame: Frame, run: int) -> None:
+        """Write a frame."""
+        with self._transaction():
+            self._insert("frames", _row(frame, run))
+
+    def end(self, ending: Ending) -> None:
+        """Record why there are no more frames, and take back those of times when it had ended."""
+        with self._transaction():
+            self._connection.execute("DELETE FROM frames WHERE place > 0 AND time >= ?", (ending.lower,))
+            self._insert("endings", dict(ending.__dict__))
+
+    def ending(self) -> Ending | None:
+        """Return why there are no more frames, if there is a reason."""
+        with translated(self.path):
+            row = self._connection.execute(
+                "SELECT status, what, reason, lower, upper FROM endings"
+            ).fetchone()
+        return None if row is None else Ending(*row)
+
+    def count(self) -> int:
+        """Count the frames, the start included."""
+        with translated(self.path):
+            return self._count("frames")
+
+    def last(self) -> Frame:
+        """Return the latest frame."""
+        return self.frame(self.count() - 1)
+
+    def frame(self, place: int) -> Frame:
+        """Return the frame at a place."""
+        with translated(self.path):
+            row = self._connection.execute(
+                "SELECT time, n, d, x, mean, covariance, evaluations, seconds FROM frames WHERE place = ?",
+                (place,),
+            ).fetchone()
+        if row is None:
+            raise StoreError(f"{self.path} is damaged (frame {place} is missing). Choose another --out.")
+        time, n, d, x, mean, covariance, evaluations, seconds = row
+        return Frame(
+            place,
+            time,
+            _array(x, (n, d)),
+            None if mean is None else _array(mean, (d,)),
+            None if covariance is None else _array(covariance, (d, d)),
+            evaluations,
+            seconds,
+        )
+
+    # ---- plumbing
+
+    def _count(self, table: str) -> int:
+        return int(self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+    def _insert(self, table: str, values: Mapping[str, Any]) -> int:
+        names = list(values)
+        seal = ", ".join(f":{name}" for name in sealed_columns(names))
+        with translated(self.path):
+            cursor = self._connection.execute(
+                f"INSERT INTO {table} ({', '.join(names)}, seal) "
+                f"VALUES ({', '.join(f':{name}' for name in names)}, seal({seal}))",
+                values,
+            )
+        return int(cursor.lastrowid or 0)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with translated(self.path), begun(self._connection):
+            yield
+
+
+def _row(frame: Frame, run: int | None) -> dict[str, Any]:
+    n, d = frame.x.shape
+    return {
+        "place": frame.place,
+        "time": frame.time,
+        "n": n,
+        "d": d,
+        "x": _bytes(frame.x),
+        "mean": None if frame.mean is None else _bytes(frame.mean),
+        "covariance": None if frame.covariance is None else _bytes(frame.covariance),
+        "evaluations": frame.evaluations,
+        "seconds": frame.seconds,
+        "run": run,
+    }
+
+
+def _bytes(x: Tensor) -> bytes:
+    # Little-endian wherever the file was written.
+    return x.detach().cpu().contiguous().numpy().astype("<f8").tobytes()
+
+
+def _array(content: bytes, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype="<f8").astype(np.float64).reshape(shape))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

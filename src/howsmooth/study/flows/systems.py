@@ -1,0 +1,96 @@
+"""Systems with a name, after the pictures of Geshkovski, Letrouit, Polyanskiy, Rigollet (2023, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import L2Attention, SelfAttention, SinkhornAttention, TokenMap
+
+__all__ = ["SYSTEMS", "NamedSystem", "build_system"]
+
+
+@dataclass(frozen=True)
+class NamedSystem:
+    """Query, key and value matrices with a name.
+
+    Attributes
+    ----------
+    title
+        What it is, in one phrase.
+    matrices
+        Makes the three (d, d) matrices for a dimension, from a generator of random numbers.
+
+    """
+
+    title: str
+    matrices: Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
+
+
+def _eye(d: int) -> Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def _one_direction(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    value = -0.5 * _eye(d)
+    value[0, 0] = 1.0
+    return _eye(d), _eye(d), value
+
+
+def _turning(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    value = _eye(d)
+    if d > 1:
+        value[:2, :2] = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
+    return _eye(d), _eye(d), value
+
+
+def _random(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, d, d, generator=generator, dtype=torch.float64) / d**0.5
+    return query, key, value
+
+
+SYSTEMS: Mapping[str, NamedSystem] = {
+    "identity": NamedSystem("queries, keys and values are the tokens", lambda d, _: (_eye(d),) * 3),
+    "negative": NamedSystem(
+        "queries and keys are the tokens, values their negatives", lambda d, _: (_eye(d), _eye(d), -_eye(d))
+    ),
+    "one-direction": NamedSystem(
+        "values grow along the first axis and shrink along the others", _one_direction
+    ),
+    "turning": NamedSystem("values are the tokens, turned and stretched in the first plane", _turning),
+    "random": NamedSystem("queries, keys and values by Gaussian matrices", _random),
+}
+"""All of them, by name."""
+
+
+def build_system(
+    name: str, d: int, *, attention: str, causal: bool, beta: float, generator: torch.Generator
+) -> TokenMap:
+    """Build the map of a named system.
+
+    Parameters
+    ----------
+    name
+        Of :data:`SYSTEMS`.
+    d
+        Dimension of a token.
+    attention
+        ``softmax``: scores β⟨q_i, k_j⟩; ``l2``: scores −β|q_i − k_j|²; ``sinkhorn``: those of softmax, made
+        doubly stochastic.
+    causal
+        A token sees itself and those before it.
+    beta
+        The factor β.
+    generator
+        Of random matrices.
+
+    """
+    query, key, value = (matrix[None] for matrix in SYSTEMS[name].matrices(d, generator))
+    if attention == "l2":
+        return L2Attention(query, key, value, scale=beta, causal=causal)
+    if attention == "sinkhorn":
+        return SinkhornAttention(query, key, value, scale=beta)
+    return SelfAttention(query, key, value, scale=beta, causal=causal)
