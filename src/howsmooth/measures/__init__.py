@@ -1,5 +1,6 @@
 """Probability measures that attention acts on, and the distances between them."""
 
+from howsmooth.measures.conditional import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.gaussian import Gaussian, affine_action, affine_action_at
 from howsmooth.measures.lipschitz import WassersteinLipschitz, wasserstein_lipschitz
@@ -12,6 +13,7 @@ __all__ = [
     "WassersteinLipschitz",
     "affine_action",
     "affine_action_at",
+    "conditional_wasserstein",
     "wasserstein",
     "wasserstein_lipschitz",
 ]

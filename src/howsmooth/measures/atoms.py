@@ -17,7 +17,7 @@ from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.problem import EPSILON, TINY, Plan, Problem
 from howsmooth.measures.solvers import Solution
 
-__all__ = ["Answer", "Pair"]
+__all__ = ["Answer", "Pair", "in_units"]
 
 # Lighter atoms are left to the interval: POT's float64 has no room to split such masses.
 _LIGHTEST = math.log(1e-300)
@@ -140,18 +140,23 @@ class Pair:
 
     def in_units(self, scaled: float) -> float:
         """Return a distance in the units of the points."""
-        try:
-            distance = math.ldexp(scaled, self.exponent)
-        except OverflowError:
-            raise ArgumentError(
-                "mu, nu",
-                expected="a distance below 1.8e308",
-                got=f"{scaled:g} · 2^{self.exponent}",
-                remedy="Scale the points down: W_p scales with them.",
-            ) from None
-        if distance < TINY and scaled > 0:
-            raise _below_float64(f"{scaled:g} · 2^{self.exponent}")
-        return distance
+        return in_units(scaled, self.exponent)
+
+
+def in_units(scaled: float, exponent: int) -> float:
+    """Return ``scaled · 2**exponent``, or raise ArgumentError if that is no number of float64."""
+    try:
+        distance = math.ldexp(scaled, exponent)
+    except OverflowError:
+        raise ArgumentError(
+            "mu, nu",
+            expected="a distance below 1.8e308",
+            got=f"{scaled:g} · 2^{exponent}",
+            remedy="Scale the points down: W_p scales with them.",
+        ) from None
+    if distance < TINY and scaled > 0:
+        raise _below_float64(f"{scaled:g} · 2^{exponent}")
+    return distance
 
 
 def _exponent(size: float) -> int:

@@ -12,15 +12,17 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from howsmooth.attention import AbstractMeasure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.atoms import Answer, Pair
+from howsmooth.measures.bures import between_gaussians
 from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.gaussian import Gaussian
+from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.solvers import entropic, exact, on_the_line
 
-__all__ = ["Transport", "wasserstein"]
+__all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
-Method = Literal["exact", "entropic", "1d", "bures", "matched"]
+Method = Literal["exact", "entropic", "1d", "bures", "matched", "conditional"]
 
 # Pairs of atoms whose costs are held at once: 4 GB of float64, of which POT makes some copies.
 _LARGEST = 5 * 10**8
@@ -91,17 +93,17 @@ def wasserstein(
 ) -> Transport:
     """Measure the Wasserstein distance W_p(μ, ν), p >= 1, with an interval.
 
-    Positions are not looked at; see :func:`conditional_wasserstein`.
-
     Parameters
     ----------
     mu, nu
-        Two discrete measures of one dimension.
+        Two discrete measures, or two Gaussians. Positions are not looked at: see
+        :func:`conditional_wasserstein`.
     p
         The order, p >= 1, finite.
     method
         "exact": the network simplex of POT, thousands of atoms in seconds. "1d": in one dimension, by
-        sorting. "entropic": Sinkhorn in the log domain. "auto" is "1d" in one dimension, "exact" in others.
+        sorting. "entropic": Sinkhorn in the log domain. "bures": between Gaussians, p = 2. "auto" is "bures"
+        for Gaussians, "1d" in one dimension, else "exact".
     regularisation
         For "entropic": the strength of the entropy, in units of |x − y|^p, reached in stages. By default it
         falls until the interval is narrow enough.
@@ -110,8 +112,9 @@ def wasserstein(
     max_iterations
         For "entropic".
     gradient
-        Whether ``value`` carries the derivative by points and log-weights that ask for one: that of the
-        plan's cost and the potentials (for "entropic", of the regularised problem; at distance zero, zero).
+        Whether ``value`` carries the derivative by those of points, log-weights, means and covariances that
+        ask for one: that of the plan's cost and the potentials; for "entropic" that of the regularised
+        problem; at distance zero, zero.
 
     Raises
     ------
@@ -125,64 +128,73 @@ def wasserstein(
     """
     order = check_order(p)
     options = Options.of(method, regularisation, rtol, max_iterations, gradient)
-    one, other = check_pair(mu, nu)
+    if isinstance(mu, Gaussian) and isinstance(nu, Gaussian):
+        check_same_space(mu, nu)
+        return _of_gaussians(mu, nu, order, options)
+    one, other = check_discrete("mu", mu), check_discrete("nu", nu)
+    check_same_space(one, other)
     pair = Pair.of(one, other, order)
     answer, used = solve(pair, options)
-    value = torch.tensor(pair.in_units(answer.value), dtype=torch.float64, device=one.device)
+    return transport_of(pair, answer, used, options, (one, other))
+
+
+def transport_of(
+    pair: Pair,
+    answer: Answer,
+    method: Method,
+    options: Options,
+    measures: tuple[DiscreteMeasure, DiscreteMeasure],
+) -> Transport:
+    """Return an answer in the units of the measures, with its derivative if one was asked for."""
+    value = torch.tensor(pair.in_units(answer.value), dtype=torch.float64, device=measures[0].device)
     if options.gradient:
-        value = _with_gradient(value, pair, answer, one, other)
+        value = _with_gradient(value, pair, answer, *measures)
     return Transport(
         value=value,
         lower=math.ldexp(answer.lower, pair.exponent),
         upper=pair.in_units(answer.upper),
-        plan=_sparse(pair, answer, one),
-        method=used,
+        plan=_sparse(pair, answer, measures[0]),
+        method=method,
         converged=options.narrow(answer.lower, answer.upper, pair.noise),
-        p=order,
+        p=pair.p,
         rtol=options.rtol,
     )
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to solve, checked."""
-
-    method: str
-    regularisation: float | None
-    rtol: float
-    max_iterations: int
-    gradient: bool
-
-    @classmethod
-    def of(
-        cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
-    ) -> Options:
-        """Return the options, or raise ArgumentError."""
-        if method not in ("auto", "exact", "entropic", "1d", "bures"):
+def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
+    if options.method not in ("auto", "bures"):
+        raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
+    if p != 2:
+        raise ArgumentError(
+            "p",
+            expected="2 for Gaussians",
+            got=f"{p:g}",
+            remedy="There is no formula for other orders; compare samples, gaussian.sample(n, seed).",
+        )
+    answer = between_gaussians(mu, nu)
+    value = torch.tensor(answer.in_units(answer.value), dtype=torch.float64, device=mu.device)
+    if options.gradient:
+        if not answer.regular and (mu.covariance.requires_grad or nu.covariance.requires_grad):
             raise ArgumentError(
-                "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
+                "gradient",
+                expected="regular covariances where these ask for a derivative",
+                got="a singular one",
+                remedy="W_2 has no derivative there; detach the covariances, or add a multiple of I.",
             )
-        if regularisation is not None:
-            regularisation = _check_number("regularisation", regularisation, "a number > 0")
-            if method != "entropic":
-                raise ArgumentError(
-                    "regularisation",
-                    expected="none",
-                    got=repr(regularisation),
-                    remedy="Take method='entropic'.",
-                )
-        if rtol is None:
-            rtol = 1e-2 if method == "entropic" else 1e-6
-        if not isinstance(max_iterations, int) or isinstance(max_iterations, bool) or max_iterations < 1:
-            raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
-        if not isinstance(gradient, bool):
-            raise ArgumentError("gradient", expected="True or False", got=repr(gradient))
-        rtol = _check_number("rtol", rtol, "a number > 0")
-        return cls(str(method), regularisation, rtol, max_iterations, gradient)
-
-    def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Whether an interval counts as converged."""
-        return upper - lower <= self.rtol * upper or upper <= noise
+        slopes = (*answer.by_means, *answer.by_covariances)
+        arguments = (mu.mean, nu.mean, mu.covariance, nu.covariance)
+        for argument, slope in zip(arguments, slopes, strict=True):
+            value = _attach(value, argument, slope)
+    return Transport(
+        value=value,
+        lower=math.ldexp(answer.lower, answer.exponent),
+        upper=answer.in_units(answer.upper),
+        plan=None,
+        method="bures",
+        converged=options.narrow(answer.lower, answer.upper, answer.noise),
+        p=p,
+        rtol=options.rtol,
+    )
 
 
 def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
@@ -194,7 +206,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
             "method", expected="'auto', 'exact' or 'entropic' for these points", got=f"'1d' with d = {d}"
         )
     if method == "bures":
-        raise ArgumentError("method", expected="two Gaussians for 'bures'", got="discrete measures")
+        raise ArgumentError("mu, nu", expected="two Gaussians for method 'bures'", got="discrete measures")
     if method != "1d" and n * m > _LARGEST:
         raise ArgumentError(
             "mu, nu",
@@ -212,7 +224,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
         return pair.answer(exact(pair.problem)), "exact"
     strength = options.regularisation
     if strength is not None:
-        strength = max(math.ldexp(strength, -round(pair.p * pair.exponent)), 1e-300)
+        strength = float(np.clip(strength * np.exp2(-pair.p * pair.exponent), 1e-300, 1e300))
     return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
 
 
@@ -231,9 +243,9 @@ def _with_gradient(
         if potential is None:
             raise ArgumentError(
                 "gradient",
-                expected="weights without gradients for method '1d'",
+                expected="weights without gradients, for '1d' and for conditional distances",
                 got="log-weights that ask for one",
-                remedy="Take method='exact', which has potentials.",
+                remedy="Detach them; wasserstein with method='exact' has a derivative by weights.",
             )
         with np.errstate(divide="ignore"):
             sizes = np.log(np.abs(potential)) + logs.detach().cpu().numpy()
@@ -276,38 +288,3 @@ def _sparse(pair: Pair, answer: Answer, like: DiscreteMeasure) -> Tensor:
     masses = torch.as_tensor(answer.plan.masses, dtype=torch.float64)
     shape = (len(pair.x), len(pair.y))
     return torch.sparse_coo_tensor(places, masses, shape, check_invariants=True).coalesce().to(like.device)
-
-
-# ---- checks of arguments
-
-
-def check_order(p: object) -> float:
-    """Return p as a number >= 1, or raise ArgumentError."""
-    if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
-        raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
-    return float(p)
-
-
-def check_pair(mu: object, nu: object) -> tuple[DiscreteMeasure, DiscreteMeasure]:
-    """Return two discrete measures of one dimension and device, or raise ArgumentError."""
-    for name, measure in (("mu", mu), ("nu", nu)):
-        if not isinstance(measure, DiscreteMeasure):
-            remedy = "Write DiscreteMeasure(points, weights)."
-            if isinstance(measure, AbstractMeasure):
-                remedy = "Sample a Gaussian to compare it with atoms."
-            raise ArgumentError(name, expected="a DiscreteMeasure", got=type(measure).__name__, remedy=remedy)
-    assert isinstance(mu, DiscreteMeasure)
-    assert isinstance(nu, DiscreteMeasure)
-    if mu.d != nu.d or mu.device != nu.device:
-        raise ArgumentError(
-            "nu",
-            expected=f"atoms of dimension {mu.d} on {mu.device}, as mu's",
-            got=f"dimension {nu.d} on {nu.device}",
-        )
-    return mu, nu
-
-
-def _check_number(name: str, value: object, expected: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ArgumentError(name, expected=expected, got=repr(value))
-    return float(value)

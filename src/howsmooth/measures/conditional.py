@@ -1,0 +1,216 @@
+"""The conditional Wasserstein distance, in which masked attention is measured: one problem a position."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from scipy.special import logsumexp
+
+from howsmooth.errors import ArgumentError
+from howsmooth.measures.atoms import Answer, Pair
+from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.problem import EPSILON, Plan
+from howsmooth.measures.transport import Transport, solve, transport_of
+
+__all__ = ["conditional_wasserstein"]
+
+
+def conditional_wasserstein(
+    mu: object,
+    nu: object,
+    p: object = 2,
+    *,
+    position_tolerance: object = 0.0,
+    mass_tolerance: object = 1e-9,
+    method: str = "auto",
+    regularisation: float | None = None,
+    rtol: float | None = None,
+    max_iterations: int = 1000,
+    gradient: bool = False,
+) -> Transport:
+    """Measure the conditional distance d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, with an interval.
+
+    θ is the marginal of the positions, which both measures share, and μ^s is μ given the position s: mass
+    never moves from position to position. Where the marginals differ the distance is infinite. At distinct
+    positions of equal weight it is |X − Y|_F/√n for p = 2.
+
+    Parameters
+    ----------
+    mu, nu
+        Two discrete measures with positions.
+    p
+        The order, p >= 1, finite.
+    position_tolerance
+        Positions no further apart than this are one position. Zero asks for equal numbers.
+    mass_tolerance
+        Masses of a position in μ and ν whose ratio is within this of one are equal; those of μ count.
+    method, regularisation, rtol, max_iterations
+        As for :func:`wasserstein`, for each position with several atoms in both measures.
+    gradient
+        Whether ``value`` carries the derivative by points that ask for one.
+
+    Returns
+    -------
+    Transport
+        Its ``method`` is "conditional", its ``plan`` that of all atoms; infinite without a plan where the
+        marginals differ.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, a measure has no positions, or positions follow each other so closely
+        that the tolerance does not tell which are one.
+
+    References
+    ----------
+    Definition 4.1, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
+
+    """
+    order = check_order(p)
+    options = Options.of(method, regularisation, rtol, max_iterations, gradient)
+    one, other = (_with_positions(name, measure) for name, measure in (("mu", mu), ("nu", nu)))
+    check_same_space(one, other)
+    near = _check_tolerance("position_tolerance", position_tolerance)
+    alike = _check_tolerance("mass_tolerance", mass_tolerance)
+    groups = _groups(one, other, near)
+    pair = Pair.of(one, other, order)
+    masses = tuple(
+        _log_masses(logs, group) for logs, group in zip((pair.log_a, pair.log_b), groups, strict=True)
+    )
+    if len(masses[0]) != len(masses[1]) or not bool(np.all(np.abs(masses[0] - masses[1]) <= alike)):
+        return _infinite(one, order, options)
+    answer = _total(pair, groups, masses, options)
+    return transport_of(pair, answer, "conditional", options, (one, other))
+
+
+def _total(
+    pair: Pair,
+    groups: tuple[Int[ndarray, " n"], Int[ndarray, " m"]],
+    masses: tuple[Float[ndarray, " s"], ...],
+    options: Options,
+) -> Answer:
+    """Return the distance over all positions: costs are added with their masses, in logarithms."""
+    members = [_members(group, len(masses[0])) for group in groups]
+    log_a = pair.log_a - masses[0][groups[0]]
+    log_b = pair.log_b - masses[1][groups[1]]
+    forced = np.array([len(here) == 1 or len(there) == 1 for here, there in zip(*members, strict=True)])
+    rows, columns, logs = _forced(members, log_a, log_b, masses[0], forced)
+    own = np.linalg.norm(pair.x[rows] - pair.y[columns], axis=1)
+    slack = (3 * pair.x.shape[1] + 64) * EPSILON
+    # Logarithms of θ(s) W_p^p, lower, middle and upper.
+    with np.errstate(divide="ignore"):
+        terms = [
+            np.tile(logs + pair.p * np.log(own), (3, 1)) + pair.p * slack * np.array([[-1.0], [0.0], [1.0]])
+        ]
+    plans, weights = [Plan(rows, columns, np.exp(logs))], [logs]
+    for s in np.flatnonzero(~forced):
+        here, there = members[0][s], members[1][s]
+        part = Pair(pair.x[here], pair.y[there], log_a[here], log_b[there], pair.p, pair.exponent)
+        answer, _ = solve(part, options)
+        with np.errstate(divide="ignore"):
+            sizes = pair.p * np.log([answer.lower, answer.value, answer.upper])
+        terms.append(masses[0][s] + sizes[:, None])
+        shares = answer.log_masses + masses[0][s]
+        plans.append(Plan(here[answer.plan.rows], there[answer.plan.columns], np.exp(shares)))
+        weights.append(shares)
+    lower, value, upper = _roots(np.concatenate(terms, axis=1), pair.p)
+    whole = Plan(
+        *(np.concatenate([getattr(plan, name) for plan in plans]) for name in ("rows", "columns", "masses"))
+    )
+    return Answer(value, lower, upper, whole, np.concatenate(weights), None, None)
+
+
+def _forced(
+    members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
+) -> tuple[ndarray, ndarray, ndarray]:
+    """Return rows, columns and log-masses of the only plans there are: one atom on one side of a position."""
+    rows, columns, logs = [], [], []
+    for s in np.flatnonzero(forced):
+        here, there = members[0][s], members[1][s]
+        size = max(len(here), len(there))
+        rows.append(np.broadcast_to(here, size))
+        columns.append(np.broadcast_to(there, size))
+        logs.append((log_a[here] if len(there) == 1 else log_b[there]) + log_theta[s])
+    if not rows:
+        return np.zeros(0, dtype=int), np.zeros(0, dtype=int), np.zeros(0)
+    return np.concatenate(rows), np.concatenate(columns), np.concatenate(logs)
+
+
+def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
+    """Return the lower, middle and upper distance of logarithms of costs, rounded outwards."""
+    logs = logsumexp(terms, axis=1) / p
+    slack = [(64 + 4 * abs(log)) * EPSILON if np.isfinite(log) else 0.0 for log in logs]
+    return [math.exp(log + sign * one) for log, one, sign in zip(logs, slack, (-1, 0, 1), strict=True)]
+
+
+def _groups(
+    mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
+) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
+    """Return the number of each atom's position, in increasing order."""
+    sides = [_positions(measure) for measure in (mu, nu)]
+    every = np.concatenate(sides)
+    order = np.argsort(every, kind="stable")
+    steps = np.diff(every[order])
+    starts = np.concatenate(([0], np.flatnonzero(steps > tolerance) + 1))
+    ends = np.concatenate((starts[1:], [len(every)])) - 1
+    widths = every[order[ends]] - every[order[starts]]
+    if np.any(widths > tolerance):
+        raise ArgumentError(
+            "position_tolerance",
+            expected="a tolerance below the steps between positions",
+            got=f"{tolerance:g}, by which a chain of positions reaches over {widths.max():g}",
+            remedy="Make it smaller, or give atoms of one position the same number.",
+        )
+    numbers = np.empty(len(every), dtype=int)
+    numbers[order] = np.cumsum(np.isin(np.arange(len(every)), starts)) - 1
+    return numbers[: len(sides[0])], numbers[len(sides[0]) :]
+
+
+def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
+    """Return the logarithm of the mass at each position, minus infinity where there is none."""
+    masses = np.full(int(group.max()) + 1, -np.inf)
+    np.logaddexp.at(masses, group, logs)
+    return masses
+
+
+def _members(group: ndarray, count: int) -> list[ndarray]:
+    """Return the atoms of each position."""
+    order = np.argsort(group, kind="stable")
+    return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
+
+
+def _infinite(like: DiscreteMeasure, p: float, options: Options) -> Transport:
+    value = torch.tensor(math.inf, dtype=torch.float64, device=like.device)
+    return Transport(value, math.inf, math.inf, None, "conditional", True, p, options.rtol)
+
+
+# ---- checks of arguments
+
+
+def _with_positions(name: str, measure: object) -> DiscreteMeasure:
+    checked = check_discrete(name, measure)
+    if checked.positions is None:
+        raise ArgumentError(
+            name,
+            expected="a measure with positions",
+            got="one without",
+            remedy="Give positions in [0, 1]; DiscreteMeasure.sequence(X) puts tokens in their order.",
+        )
+    return checked
+
+
+def _positions(measure: DiscreteMeasure) -> ndarray:
+    assert measure.positions is not None
+    positions: ndarray = measure.positions.detach().cpu().numpy()
+    return positions
+
+
+def _check_tolerance(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ArgumentError(name, expected="a finite number >= 0", got=repr(value))
+    return float(value)

@@ -1,0 +1,88 @@
+"""What the distances take: orders, measures, and how to solve; checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from howsmooth.attention import AbstractMeasure
+from howsmooth.errors import ArgumentError
+from howsmooth.measures.discrete import DiscreteMeasure
+
+__all__ = ["Options", "check_discrete", "check_order", "check_positive", "check_same_space"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to solve, checked."""
+
+    method: str
+    regularisation: float | None
+    rtol: float
+    max_iterations: int
+    gradient: bool
+
+    @classmethod
+    def of(
+        cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
+    ) -> Options:
+        """Return the options, or raise ArgumentError."""
+        if method not in ("auto", "exact", "entropic", "1d", "bures"):
+            raise ArgumentError(
+                "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
+            )
+        if regularisation is not None:
+            regularisation = check_positive("regularisation", regularisation)
+            if method != "entropic":
+                raise ArgumentError(
+                    "regularisation",
+                    expected="none",
+                    got=repr(regularisation),
+                    remedy="Take method='entropic'.",
+                )
+        if rtol is None:
+            rtol = 1e-2 if method == "entropic" else 1e-6
+        if not isinstance(max_iterations, int) or isinstance(max_iterations, bool) or max_iterations < 1:
+            raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+        if not isinstance(gradient, bool):
+            raise ArgumentError("gradient", expected="True or False", got=repr(gradient))
+        rtol = check_positive("rtol", rtol)
+        return cls(str(method), regularisation, rtol, max_iterations, gradient)
+
+    def narrow(self, lower: float, upper: float, noise: float) -> bool:
+        """Whether an interval counts as converged."""
+        return upper - lower <= self.rtol * upper or upper <= noise
+
+
+def check_order(p: object) -> float:
+    """Return p as a number >= 1, or raise ArgumentError."""
+    if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
+        raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
+    return float(p)
+
+
+def check_discrete(name: str, measure: object) -> DiscreteMeasure:
+    """Return a discrete measure, or raise ArgumentError."""
+    if not isinstance(measure, DiscreteMeasure):
+        remedy = "Write DiscreteMeasure(points, weights)."
+        if isinstance(measure, AbstractMeasure):
+            remedy = "To compare a Gaussian with atoms take gaussian.sample(n, seed)."
+        raise ArgumentError(name, expected="a DiscreteMeasure", got=type(measure).__name__, remedy=remedy)
+    return measure
+
+
+def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
+    """Raise ArgumentError unless the measures have one dimension and one device."""
+    if mu.d != nu.d or mu.device != nu.device:
+        raise ArgumentError(
+            "nu",
+            expected=f"a measure of dimension {mu.d} on {mu.device}, as mu",
+            got=f"dimension {nu.d} on {nu.device}",
+        )
+
+
+def check_positive(name: str, value: object, expected: str = "a finite number > 0") -> float:
+    """Return a finite number > 0, or raise ArgumentError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ArgumentError(name, expected=expected, got=repr(value))
+    return float(value)
