@@ -1,10 +1,38 @@
 """Attention through depth: tokens, measures and Gaussians as they flow.
 
-``flow`` integrates x' = Γ_μ(x); ``Layers`` and ``Sphere`` are fields to integrate.
+``flow`` integrates x' = Γ_μ(x); ``Layers``, ``Sphere`` and ``Rescaled`` are fields to integrate; ``growth``
+measures how far a flow spreads perturbations, ``cluster_metrics`` how far its tokens have clustered.
 """
 
+from howsmooth.dynamics.clusters import (
+    cluster_labels,
+    cluster_metrics,
+    effective_rank,
+    log_interaction_energy,
+    number_of_clusters,
+    numerical_rank,
+)
 from howsmooth.dynamics.fields import Field, Layers, Sphere
 from howsmooth.dynamics.flow import flow
+from howsmooth.dynamics.growth import Growth, growth
+from howsmooth.dynamics.rescaled import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory
 
-__all__ = ["Field", "Layers", "Sphere", "Trajectory", "flow"]
+__all__ = [
+    "Field",
+    "Growth",
+    "Layers",
+    "Rescaled",
+    "Sphere",
+    "Trajectory",
+    "cluster_labels",
+    "cluster_metrics",
+    "effective_rank",
+    "flow",
+    "growth",
+    "log_interaction_energy",
+    "number_of_clusters",
+    "numerical_rank",
+    "rescaled",
+    "value_matrix",
+]

@@ -1,0 +1,240 @@
+"""How far tokens have clustered: number of clusters, rank, energy, distance to the limit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.spatial.distance import cdist
+from torch import Tensor
+
+from howsmooth.attention import AbstractMeasure
+from howsmooth.attention.map import as_parameter
+from howsmooth.dynamics.trajectory import State, Trajectory
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.measures import DiscreteMeasure, wasserstein
+
+__all__ = [
+    "cluster_labels",
+    "cluster_metrics",
+    "effective_rank",
+    "log_interaction_energy",
+    "number_of_clusters",
+    "numerical_rank",
+]
+
+# Distances and scores of pairs are formed in blocks of rows of at most this many pairs.
+_PAIRS = 1 << 21
+
+
+def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
+    """Return the cluster of each token, numbered in the order of the clusters' first tokens.
+
+    Two tokens are in one cluster where steps of length at most ``tolerance`` lead over tokens from one to the
+    other (the connected components of that graph).
+
+    Parameters
+    ----------
+    state
+        Tokens (n, d), or a measure with atoms, whose weights do not matter.
+    tolerance
+        A length, >= 0. There is no default: at each time the number of clusters is a function of it.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit.
+
+    """
+    if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
+        raise ArgumentError("tolerance", expected="a finite number >= 0", got=f"{tolerance}")
+    points = _atoms(state)[0].cpu().numpy()
+    n = len(points)
+    labels = np.arange(n, dtype=np.int64)
+    rows = max(1, _PAIRS // n)
+    for first in range(0, n, rows):
+        # Columns before the block were compared with it in an earlier one.
+        i, j = np.nonzero(cdist(points[first : first + rows], points[first:]) <= tolerance)
+        a, b = labels[first + i], labels[first + j]
+        apart = a != b
+        if apart.any():
+            edges = (np.ones(int(apart.sum()), dtype=bool), (a[apart], b[apart]))
+            merged = connected_components(coo_array(edges, shape=(n, n)), directed=False)[1]
+            labels = merged.astype(np.int64)[labels]
+    _, begins, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    order = np.empty_like(begins)
+    order[np.argsort(begins)] = np.arange(len(begins))
+    return torch.as_tensor(order[inverse], dtype=torch.int64)
+
+
+def number_of_clusters(state: State, tolerance: float) -> int:
+    """Return how many clusters :func:`cluster_labels` finds."""
+    return int(cluster_labels(state, tolerance).max()) + 1
+
+
+def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
+    """Return log E, E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), of tokens or of a measure.
+
+    With A = I it is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A mathematical
+    perspective on Transformers*, 2023). Along the flow of unmasked attention on the sphere it increases where
+    βA = V is symmetric, up to a positive factor of V (docs/theory/growth.md). The logarithm, because E
+    overflows where tokens are long.
+
+    Parameters
+    ----------
+    state
+        Tokens (n, d), weighted 1/n each, or a measure with atoms.
+    matrix
+        A, (d, d); the identity by default. For the scores of one head: scale · KᵀQ, and beta = 1.
+    beta
+        The inverse temperature, > 0.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit.
+
+    """
+    if isinstance(beta, bool) or not 0 < beta < math.inf:
+        raise ArgumentError("beta", expected="a finite number > 0", got=f"{beta}")
+    points, logs = _atoms(state)
+    images = points
+    if matrix is not None:
+        images = points @ as_parameter("matrix", matrix, (points.shape[1],) * 2).to(points).mT
+    rows = max(1, _PAIRS // len(points))
+    blocks = [
+        torch.logsumexp(beta * (images[i : i + rows] @ points.mT) + logs[i : i + rows, None] + logs, (0, 1))
+        for i in range(0, len(points), rows)
+    ]
+    return float(torch.logsumexp(torch.stack(blocks), 0)) - math.log(2 * beta)
+
+
+def effective_rank(state: State) -> float:
+    """Return exp(−Σ p_i log p_i), p_i = σ_i / Σσ the singular values of the tokens (n × d).
+
+    It lies between 1 (all tokens on one line through the origin) and the rank, and is 0 where all are zero.
+    Tokens are not centred; the atoms of a measure are taken times the root of their weight. Roy and Vetterli,
+    *The effective rank*, 2007.
+    """
+    sigma = _singular_values(state)
+    total = sigma.sum()
+    if total == 0:
+        return 0.0
+    p = sigma[sigma > 0] / total
+    return float(torch.exp(-(p * p.log()).sum()))
+
+
+def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
+    """Return how many singular values of the tokens (n × d) exceed ``tolerance`` times the largest.
+
+    Raises
+    ------
+    ArgumentError
+        If the tolerance is not in [0, 1).
+
+    """
+    if isinstance(tolerance, bool) or not 0 <= tolerance < 1:
+        raise ArgumentError("tolerance", expected="a number from 0 up to 1", got=f"{tolerance}")
+    sigma = _singular_values(state)
+    return int((sigma > tolerance * sigma.max()).sum())
+
+
+def cluster_metrics(
+    trajectory: Trajectory,
+    *,
+    tolerance: float,
+    matrix: Tensor | None = None,
+    beta: float = 1.0,
+    rank_tolerance: float = 1e-6,
+    limit: State | None = None,
+    transport: str | None = "auto",
+) -> pd.DataFrame:
+    """Return a table of how far tokens have clustered, one row a time.
+
+    Columns: ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square distance
+    from the mean; ``effective_rank``, ``numerical_rank``; ``log_energy`` (:func:`log_interaction_energy`);
+    and ``to_limit``, the distance W₂ to the limit, between ``to_limit_lower`` and ``to_limit_upper``.
+
+    Parameters
+    ----------
+    trajectory
+        Of one sequence of tokens, or of a discrete measure.
+    tolerance
+        Distance at which two tokens are in one cluster.
+    matrix, beta
+        The A and β of the energy.
+    rank_tolerance
+        As for :func:`numerical_rank`.
+    limit
+        Tokens or measure that the trajectory is thought to go to; its last state by default.
+    transport
+        How :func:`howsmooth.measures.wasserstein` solves for W₂; None leaves these columns out.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or the trajectory is of a batch or of Gaussians.
+
+    """
+    if trajectory.points.ndim != 3:
+        raise ArgumentError(
+            "trajectory",
+            expected="a trajectory of one sequence",
+            got=f"states of shape {tuple(trajectory.points.shape[1:])}",
+            remedy="Flow one member of the batch at a time.",
+        )
+    rows = []
+    end = _measure(trajectory.final if limit is None else limit)
+    for time, state in zip(trajectory.times.tolist(), trajectory.states, strict=True):
+        row: dict[str, float] = {
+            "time": time,
+            "clusters": number_of_clusters(state, tolerance),
+            "spread": _spread(state),
+            "effective_rank": effective_rank(state),
+            "numerical_rank": numerical_rank(state, rank_tolerance),
+            "log_energy": log_interaction_energy(state, matrix, beta=beta),
+        }
+        if transport is not None:
+            distance = wasserstein(_measure(state), end, method=transport)
+            row["to_limit"] = float(distance.value)
+            row["to_limit_lower"], row["to_limit_upper"] = float(distance.lower), float(distance.upper)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _measure(state: State) -> DiscreteMeasure:
+    points, logs = _atoms(state)
+    return DiscreteMeasure(points, log_weights=logs)
+
+
+def _spread(state: State) -> float:
+    """Root mean square distance of the tokens from their mean."""
+    points, logs = _atoms(state)
+    weights = logs.exp()
+    centred = points - weights @ points
+    return math.sqrt(float(weights @ centred.square().sum(dim=1)))
+
+
+def _singular_values(state: State) -> Float[Tensor, " k"]:
+    points, logs = _atoms(state)
+    values: Tensor = torch.linalg.svdvals((logs / 2).exp()[:, None] * points)
+    return values
+
+
+def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
+    """Return points and log-weights in float64, after checking that there are some."""
+    if isinstance(state, AbstractMeasure):
+        points, weighting = state.weighted_tokens()
+        return points.detach().double(), weighting.log_weights.detach().double()
+    if not isinstance(state, Tensor) or state.ndim != 2 or state.numel() == 0:
+        got = f"shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+        raise ArgumentError("state", expected="tokens (n, d) or a measure with atoms", got=got)
+    if not bool(torch.isfinite(state).all()):
+        raise NonFiniteError("state", expected="finite numbers", got="NaN or infinity")
+    points = state.detach().double()
+    return points, points.new_full((len(points),), -math.log(len(points)))

@@ -1,0 +1,143 @@
+"""The Jacobian of a discrete flow map as a chain of linear operators (docs/theory/growth.md).
+
+One Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at each stage
+point; steps are multiplied by the chain rule, adjoints run backward. What is kept is the stage points; the
+linearisations, each as large as the attention matrices, are kept up to a stated number of bytes and made
+anew at every product beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from howsmooth.dynamics.runge_kutta import Tableau
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["ChainJacobian", "ProjectionJacobian", "StepJacobian", "TangentJacobian"]
+
+
+class StepJacobian(LinearOperator):
+    """Derivative of one explicit Runge–Kutta step, from those of the velocity at its stages.
+
+    Forward: dk_i = J_i (dx + h Σ_j a_ij dk_j), dx⁺ = dx + h Σ_i b_i dk_i. Backward, from the last stage to
+    the first: w_i = J_iᵀ (h b_i u + h Σ_{j>i} a_ji w_j), and the result is u + Σ_i w_i.
+    """
+
+    def __init__(self, stages: Sequence[LinearOperator], tableau: Tableau, step: float) -> None:
+        first = stages[0]
+        rounding = first.rounding
+        for stage in stages[1:]:
+            rounding = torch.maximum(rounding, stage.rounding)
+        super().__init__(first.batch, first.in_shape, first.out_shape, first.dtype, first.device, rounding)
+        self.stages = stages
+        self.tableau = tableau
+        self.step = step
+
+    def _product(self, e: Tensor) -> Tensor:
+        images: list[Tensor] = []
+        for stage, row in zip(self.stages, self.tableau.a, strict=True):
+            images.append(stage.product(_plus(e, self.step, row, images)))
+        return _plus(e, self.step, self.tableau.b, images)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        s = len(self.stages)
+        images: list[Tensor] = [u] * s
+        for i in reversed(range(s)):
+            later = [self.tableau.a[j][i] for j in range(i + 1, s)]
+            pulled = _plus(self.step * self.tableau.b[i] * u, self.step, later, images[i + 1 :])
+            images[i] = self.stages[i].adjoint_product(pulled)
+        return _plus(u, 1.0, [1.0] * s, images)
+
+
+class TangentJacobian(LinearOperator):
+    """Derivative of the projected velocity w(x) = v − ⟨v, x⟩ x / |x|² of each token, from that of v.
+
+    With x̂ = x/|x|, s = ⟨v, x̂⟩ and Π = 1 − x̂x̂ᵀ: dw = Π dv − (⟨v, e⟩ x̂ + s e − 2 s ⟨x̂, e⟩ x̂) / |x|.
+    """
+
+    def __init__(self, inner: LinearOperator, x: Tensor, v: Tensor) -> None:
+        super().__init__(
+            inner.batch, inner.in_shape, inner.out_shape, inner.dtype, inner.device, inner.rounding
+        )
+        self.inner = inner
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        self.unit = x / length
+        self.v = v / length
+        self.s = _dot(self.v, self.unit)
+
+    def _product(self, e: Tensor) -> Tensor:
+        dv = self.inner.product(e)
+        along = _dot(self.unit, dv) + _dot(self.v, e) - 2 * self.s * _dot(self.unit, e)
+        moved: Tensor = dv - along * self.unit - self.s * e
+        return moved
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        along = _dot(self.unit, u)
+        pulled = self.inner.adjoint_product(u - along * self.unit)
+        moved: Tensor = pulled - along * self.v - self.s * u + 2 * self.s * along * self.unit
+        return moved
+
+
+class ProjectionJacobian(LinearOperator):
+    """Derivative of x ↦ radius · x/|x| for each token; without a radius the tangent projection alone."""
+
+    def __init__(self, x: Tensor, *, radius: float | None = None) -> None:
+        batch, n, d = x.shape
+        super().__init__(batch, (n, d), (n, d), x.dtype, x.device)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        self.unit = x / length
+        self.factor = torch.ones_like(length) if radius is None else radius / length
+
+    def _product(self, e: Tensor) -> Tensor:
+        along: Tensor = e - _dot(self.unit, e) * self.unit
+        return self.factor * along
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self._product(u)
+
+
+class ChainJacobian(LinearOperator):
+    """The product of the Jacobians of successive steps, each asked for by its index.
+
+    Parameters
+    ----------
+    step
+        ``step(i)`` returns the Jacobian of step i; it may be made anew at each call.
+    count
+        Steps in the chain, at least one.
+    rounding
+        See :class:`LinearOperator`.
+
+    """
+
+    def __init__(self, step: Callable[[int], LinearOperator], count: int, rounding: Tensor) -> None:
+        first = step(0)
+        super().__init__(first.batch, first.in_shape, first.in_shape, first.dtype, first.device, rounding)
+        self.step = step
+        self.count = count
+
+    def _product(self, e: Tensor) -> Tensor:
+        for i in range(self.count):
+            e = self.step(i).product(e)
+        return e
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        for i in reversed(range(self.count)):
+            u = self.step(i).adjoint_product(u)
+        return u
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of each pair of tokens, (..., n, 1)."""
+    return (a * b).sum(dim=-1, keepdim=True)
+
+
+def _plus(base: Tensor, factor: float, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """Return base + factor · Σ weights · terms."""
+    for weight, term in zip(weights, terms, strict=True):
+        if weight:
+            base = base + (factor * weight) * term
+    return base

@@ -1,0 +1,219 @@
+"""A trajectory of a fixed-step method, and the Jacobians of its steps (docs/theory/growth.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap, Weighting
+from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, Velocity
+from howsmooth.dynamics.flow_jacobian import (
+    ChainJacobian,
+    ProjectionJacobian,
+    StepJacobian,
+    TangentJacobian,
+)
+from howsmooth.dynamics.integrate import Plan
+from howsmooth.dynamics.runge_kutta import TABLEAUX
+from howsmooth.dynamics.states import Tokens
+from howsmooth.errors import NonFiniteError
+from howsmooth.jacobian import (
+    AutodiffJacobian,
+    closed_form_jacobian,
+    has_closed_form,
+    weighted_autodiff_jacobian,
+)
+from howsmooth.jacobian.closed_form import ComposedJacobian
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["LinearisedFlow"]
+
+# Reverse mode keeps the scores, the probabilities and what lies between; a closed form the probabilities.
+_AUTODIFF_COPIES = 6
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step: from where to where, the points (n, d) at which the velocity was taken, and where it led."""
+
+    begin: float
+    end: float
+    stretch: tuple[float, float]
+    times: list[float]
+    points: list[Tensor]
+    before_settling: Tensor
+
+    @property
+    def length(self) -> float:
+        return self.end - self.begin
+
+
+class LinearisedFlow:
+    """The steps of one trajectory, each with its derivative.
+
+    On a sphere the tokens are put back on it after each step, and only perturbations along it count.
+
+    Parameters
+    ----------
+    system
+        Field and start: tokens (n, d) or the atoms of a measure, float64.
+    times
+        Increasing.
+    plan
+        A fixed-step method. Each stretch between two times (and two switches of the field) is divided into
+        equal steps.
+    kept_bytes
+        Linearisations are kept up to this many bytes; one is always held while it is used.
+
+    Raises
+    ------
+    NonFiniteError
+        If the flow leaves the range of float64; the message names the time.
+
+    """
+
+    def __init__(self, system: Tokens, times: list[float], plan: Plan, kept_bytes: int) -> None:
+        self.system = system
+        self.plan = plan
+        self.tableau = TABLEAUX[plan.method]
+        self.steps: list[_Step] = []
+        self.steps_until = [0]
+        self.states = [system.start]
+        x = system.start
+        for begin, end in pairwise(times):
+            for left, right in pairwise([begin, *(s for s in system.switches if begin < s < end), end]):
+                residual = plan.method == "residual"
+                velocity = (system.layer if residual else system.velocity)(left, right)
+                grid = torch.linspace(left, right, plan.steps(right - left) + 1, dtype=torch.float64).tolist()
+                for a, b in pairwise(grid):
+                    x = self._advance(velocity, (left, right), a, b, x)
+            self.steps_until.append(len(self.steps))
+            self.states.append(x)
+        self._kept: dict[int, list[LinearOperator]] = {}
+        self._keep = kept_bytes // (len(self.tableau.b) * _bytes(system))
+
+    def _advance(
+        self, velocity: Velocity, stretch: tuple[float, float], begin: float, end: float, x: Tensor
+    ) -> Tensor:
+        length = end - begin
+        times = [begin + node * length for node in self.tableau.c]
+        points: list[Tensor] = []
+        slopes: list[Tensor] = []
+        with torch.no_grad():
+            for row, t in zip(self.tableau.a, times, strict=True):
+                point = x + length * _combined(row, slopes, x)
+                slopes.append(velocity(torch.tensor(t, dtype=torch.float64, device=x.device), point))
+                points.append(point)
+            before = x + length * _combined(self.tableau.b, slopes, x)
+            x = self.system.settle(before)
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(
+                "times",
+                expected="times before the flow leaves the range of float64",
+                got=f"NaN or infinity between t = {begin:.6g} and t = {end:.6g}",
+                remedy="End earlier; flow() says when it blows up.",
+            )
+        self.steps.append(_Step(begin, end, stretch, times, points, before))
+        return x
+
+    def stages(self, i: int) -> list[LinearOperator]:
+        """Return the Jacobians of the velocity at the stages of step ``i``."""
+        if i in self._kept:
+            return self._kept[i]
+        step, field = self.steps[i], self.system.field
+        if self.plan.method == "residual" and isinstance(field, Sphere):
+            field = field.field
+        made = [
+            _linearise(field, step.stretch, t, x, self.system.weighting)
+            for t, x in zip(step.times, step.points, strict=True)
+        ]
+        if len(self._kept) < self._keep:
+            self._kept[i] = made
+        return made
+
+    def rates(self, i: int) -> list[LinearOperator]:
+        """Return what bounds the growth at the stages of step ``i``: on a sphere, the part along it."""
+        stages = self.stages(i)
+        if not isinstance(self.system.field, Sphere):
+            return stages
+        if self.plan.method == "residual":
+            # The norm layer behind a layer makes its velocity the projected one.
+            step = self.steps[i]
+            stages = [
+                _linearise(self.system.field, step.stretch, t, x, self.system.weighting)
+                for t, x in zip(step.times, step.points, strict=True)
+            ]
+        along = [ProjectionJacobian(x[None]) for x in self.steps[i].points]
+        return [
+            ComposedJacobian(tangent, ComposedJacobian(stage, tangent))
+            for tangent, stage in zip(along, stages, strict=True)
+        ]
+
+    def step(self, i: int) -> LinearOperator:
+        """Return the Jacobian of step ``i``."""
+        one = self.steps[i]
+        operator = StepJacobian(self.stages(i), self.tableau, one.length)
+        if not isinstance(self.system.field, Sphere):
+            return operator
+        settling = ProjectionJacobian(one.before_settling[None], radius=self.system.field.radius)
+        # The first stage of every method is the point where the step begins.
+        return ComposedJacobian(settling, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
+
+    def until(self, frame: int, rounding: Tensor) -> LinearOperator:
+        """Return the Jacobian of the flow map from the first time to time number ``frame`` >= 1."""
+        return ChainJacobian(self.step, self.steps_until[frame], rounding)
+
+
+def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> Tensor:
+    total = torch.zeros_like(like)
+    for weight, term in zip(weights, terms, strict=True):
+        total = total + weight * term
+    return total
+
+
+def _linearise(
+    field: Field, stretch: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
+) -> LinearOperator:
+    """Return the Jacobian of the velocity at tokens (n, d); between weighted norms, if they are atoms."""
+    t = torch.tensor(time, dtype=torch.float64, device=x.device)
+    if isinstance(field, Sphere):
+        with torch.no_grad():
+            v = field.field.velocity(*stretch, weighting)(t, x)
+        return TangentJacobian(_linearise(field.field, stretch, time, x, weighting), x[None], v[None])
+    if isinstance(field, MapField | Layers):
+        f = field.map_at(*stretch)
+        if has_closed_form(f):
+            return closed_form_jacobian(f, x[None], weighting=weighting)
+        return AutodiffJacobian(f, x) if weighting is None else weighted_autodiff_jacobian(f, x, weighting)
+    velocity = field.velocity(*stretch, weighting)
+    if weighting is None:
+        return AutodiffJacobian(lambda y: velocity(t, y), x)
+    root = (weighting.log_weights / 2).exp()[:, None]
+    return AutodiffJacobian(lambda y: root * velocity(t, y / root), root * x)
+
+
+def _bytes(system: Tokens) -> int:
+    """Bytes that one linearisation holds, to the number of attention matrices."""
+    field = system.field.field if isinstance(system.field, Sphere) else system.field
+    if isinstance(field, MapField):
+        matrices = _matrices(field.map)
+    elif isinstance(field, Layers):
+        matrices = max(_matrices(f) for f in field.maps)
+    else:
+        matrices = _AUTODIFF_COPIES
+    return matrices * system.start.shape[0] ** 2 * system.start.element_size()
+
+
+def _matrices(f: TokenMap) -> int:
+    match f:
+        case SelfAttention():
+            return f.heads
+        case Residual():
+            return _matrices(f.inner)
+        case Compose():
+            return _matrices(f.outer) + _matrices(f.inner)
+        case _:
+            return 1 if has_closed_form(f) else _AUTODIFF_COPIES
