@@ -16,6 +16,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Transport, wasserstein
+from howsmooth.measures.atoms import Pair
 from howsmooth.measures.problem import Plan, Problem
 
 
@@ -149,7 +150,10 @@ def test_any_potentials_are_below_and_any_plan_above():
     truth = ot.emd2(problem.a, problem.b, problem.costs)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        below, f, g = problem.cost_below(rng.normal(scale=0.01, size=11))
+        right = rng.normal(scale=0.01, size=11)
+        below, f, g = problem.cost_below(right)
+        assert (g >= right - 1e-15).all()
+        assert g.sum() > right.sum()
         assert below <= truth * (1 + 1e-12)
         assert (f[:, None] + g[None] <= problem.costs * (1 + 1e-12)).all()
         rows, columns = rng.integers(15, size=20), rng.integers(11, size=20)
@@ -217,13 +221,14 @@ def test_weights_that_float64_cannot_hold(d):
 
 
 def test_light_atoms_widen_the_interval_by_their_mass():
-    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]], dtype=torch.float64)
-    logs = torch.tensor([math.log(0.5), math.log(0.5), -1400.0], dtype=torch.float64)
-    plain = DiscreteMeasure(x[:2], torch.tensor([0.25, 0.75], dtype=torch.float64))
+    x = torch.tensor([[5.0, 0.0], [0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    logs = torch.tensor([-1400.0, math.log(0.5), math.log(0.5)], dtype=torch.float64)
+    plain = DiscreteMeasure(x[1:], torch.tensor([0.25, 0.75], dtype=torch.float64))
     found = wasserstein(DiscreteMeasure(x, log_weights=logs), plain)
     assert holds(found, 0.5, 1e-13)
     assert found.plan is not None
-    assert found.plan.shape == (3, 2)
+    expected = torch.tensor([[0.0, 0.0], [0.25, 0.25], [0.0, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(found.plan.to_dense(), expected)
     assert found.converged
 
 
@@ -243,6 +248,16 @@ def test_far_from_the_origin_no_digits_are_lost():
     mu, nu = DiscreteMeasure(x + far), DiscreteMeasure(points(22, 8, 2) + far)
     truth = by_linear_program(mu, nu, 2)
     assert holds(wasserstein(mu, nu), truth, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_scaled_points_are_as_large_as_costs_below_one_allow(scale):
+    x = scale * (points(23, 30, 3) + 1e3)
+    pair = Pair.of(DiscreteMeasure(x), DiscreteMeasure(2 * x[:1] - x), 2.0)
+    largest = pair.problem.costs.max()
+    assert 1 / 64 < largest <= 1
+    apart = torch.cdist(x / scale, (2 * x[:1] - x) / scale).max()
+    assert math.sqrt(largest) * 2.0**pair.exponent / scale == pytest.approx(float(apart), rel=1e-10)
 
 
 def test_distances_beyond_float64_are_refused():

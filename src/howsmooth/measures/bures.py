@@ -58,16 +58,16 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
     moved = np.ldexp(means[0], -exponent) - np.ldexp(means[1], -exponent)
     one, other = (np.ldexp(c, -2 * exponent) for c in covariances)
     shift = float(np.linalg.norm(moved))
-    roots, slacks = zip(*(_root(c) for c in (one, other)), strict=True)
+    spectra = [_Spectrum(*np.linalg.eigh(c)) for c in (one, other)]
+    roots = [spectrum.root() for spectrum in spectra]
     left, _, right = np.linalg.svd(roots[1].T @ roots[0])
     apart = float(np.linalg.norm(roots[0] - roots[1] @ (left @ right)))
+    slacks = [spectrum.slack for spectrum in spectra]
     value = math.hypot(shift, apart)
     slack = math.fsum(slacks) + 4 * len(one) * EPSILON * value
-    values, vectors = _map(one, other)
+    values, vectors = _map(*spectra)
     lower = math.sqrt(shift**2 + _below(one, other, values, vectors)) - slack
-    regular = value > 0 and all(
-        s < np.linalg.norm(root, 2) * 1e-9 for s, root in zip(slacks, roots, strict=True)
-    )
+    regular = value > 0 and all(spectrum.least > 0 for spectrum in spectra)
     steep = 0.5 / value if value > 0 else 0.0
     slope = 2 * steep * moved
     return GaussianAnswer(
@@ -84,33 +84,52 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
     )
 
 
-def _root(covariance: ndarray) -> tuple[ndarray, float]:
-    """Return a square root of a covariance, and how far in W₂ rounding can have moved the Gaussian.
+@dataclass(frozen=True)
+class _Spectrum:
+    """Eigenvalues of a covariance, in increasing order, and eigenvectors."""
 
-    Roots differ by at most the root of the trace norm of the difference, or by its size over twice the least
-    root: the eigenvalues of singular covariances are known to half the digits only.
-    """
-    d = len(covariance)
-    values, vectors = np.linalg.eigh(covariance)
-    error = 8 * d * EPSILON * float(np.abs(values).max())
-    least = max(float(values[0]) - error, 0.0)
-    slack = math.sqrt(d * error)
-    if least > 0:
-        slack = min(slack, math.sqrt(d) * error / (2 * math.sqrt(least)))
-    return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T, slack
+    values: Float[ndarray, " d"]
+    vectors: Float[ndarray, "d d"]
+
+    @property
+    def error(self) -> float:
+        """What rounding can have done to an eigenvalue."""
+        return 8 * len(self.values) * EPSILON * float(np.abs(self.values).max())
+
+    @property
+    def least(self) -> float:
+        """The least eigenvalue, rounded down; zero where the covariance may be singular."""
+        return max(float(self.values[0]) - self.error, 0.0)
+
+    @property
+    def slack(self) -> float:
+        """How far in W₂ rounding can have moved the Gaussian.
+
+        Roots differ by at most the root of the trace norm of the difference, or by its size over twice the
+        least root: those of singular covariances are known to half the digits only.
+        """
+        d = len(self.values)
+        slack = math.sqrt(d * self.error)
+        return (
+            min(slack, math.sqrt(d) * self.error / (2 * math.sqrt(self.least))) if self.least > 0 else slack
+        )
+
+    def root(self) -> Float[ndarray, "d d"]:
+        """Return a square root of the covariance."""
+        root: ndarray = (self.vectors * np.sqrt(np.maximum(self.values, 0.0))) @ self.vectors.T
+        return root
 
 
-def _map(one: ndarray, other: ndarray) -> tuple[ndarray, ndarray]:
+def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
     """Return eigenvalues and eigenvectors of T > 0 with T one T = other, covariances made regular.
 
     Eigenvalues are kept between two bounds: beyond, what is zero of a covariance is not known to be zero.
     """
-    ridge = _RIDGE * max(np.trace(one), np.trace(other)) or 1.0
-    (roots, vectors), (others, turned) = (np.linalg.eigh(covariance) for covariance in (one, other))
-    roots, others = (np.sqrt(np.maximum(squares, 0.0) + ridge) for squares in (roots, others))
+    ridge = _RIDGE * max(one.values.sum(), other.values.sum()) or 1.0
+    roots, others = (np.sqrt(np.maximum(side.values, 0.0) + ridge) for side in (one, other))
     # T = other^{1/2} U one^{-1/2}, U the orthogonal factor of other^{1/2} one^{1/2}.
-    left, _, right = np.linalg.svd(others[:, None] * (turned.T @ vectors) * roots)
-    transport = turned @ (others[:, None] * (left @ right) / roots) @ vectors.T
+    left, _, right = np.linalg.svd(others[:, None] * (other.vectors.T @ one.vectors) * roots)
+    transport = other.vectors @ (others[:, None] * (left @ right) / roots) @ one.vectors.T
     values, vectors = np.linalg.eigh((transport + transport.T) / 2)
     return np.clip(values, _STEEPEST, 1 / _STEEPEST), vectors
 

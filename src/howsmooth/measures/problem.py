@@ -22,6 +22,9 @@ __all__ = ["Plan", "Problem"]
 EPSILON = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 
+# Rounds in which missing mass is put on entries that carry some.
+_ROUNDS = 4
+
 # Potentials are taken over so many pairs of atoms at once.
 _BLOCK_PAIRS = 1 << 22
 
@@ -85,22 +88,24 @@ class Problem:
         """Return a plan whose marginals are ``a`` and ``b`` to rounding, close to the one given.
 
         Rows and columns that carry too much are scaled down (Altschuler, Weed and Rigollet 2017); what is
-        then missing goes along the entries that are there, the cheapest first, and the rest anywhere.
+        then missing goes along the entries that are there, as far as it can, and the rest anywhere.
         """
         n, m = len(self.a), len(self.b)
         masses = plan.masses * _shares(self.a, np.bincount(plan.rows, plan.masses, n))[plan.rows]
         masses = masses * _shares(self.b, np.bincount(plan.columns, masses, m))[plan.columns]
         left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
         right = np.maximum(self.b - np.bincount(plan.columns, masses, m), 0.0)
-        # A basic plan has fewer than n + m entries; along the many of an entropic one little is gained.
-        if len(plan.rows) <= 2 * (n + m):
+        for _ in range(_ROUNDS):
             wanting = np.flatnonzero((left[plan.rows] > 0) & (right[plan.columns] > 0))
-            for e in wanting[np.argsort(self.costs_of(plan)[wanting], kind="stable")]:
-                i, j = plan.rows[e], plan.columns[e]
-                more = min(left[i], right[j])
-                masses[e] += more
-                left[i] -= more
-                right[j] -= more
+            rows, columns = plan.rows[wanting], plan.columns[wanting]
+            # Each entry takes its part of what its row and its column miss: all of it where it is alone.
+            parts = np.minimum(
+                left[rows] / np.bincount(rows, minlength=n)[rows],
+                right[columns] / np.bincount(columns, minlength=m)[columns],
+            )
+            masses[wanting] += parts
+            left = np.maximum(left - np.bincount(rows, parts, n), 0.0)
+            right = np.maximum(right - np.bincount(columns, parts, m), 0.0)
         rest = _corner(left, right)
         return Plan(
             np.concatenate((plan.rows, rest.rows)),
