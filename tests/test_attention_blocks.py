@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import howsmooth as hs
 from howsmooth.attention import core
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import CASES, D, dense_jacobian, tokens
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+
+WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("entries", [1, 40, 150])
@@ -20,13 +23,39 @@ def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pyte
     """One entry: a row of one head at a time; 150: two heads, or a few rows of a larger group."""
     f, x = CASES[name](7), tokens(0, 2, 7, D)
     whole = f(x)
-    measure = DiscreteMeasure(x[0], positions=torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2]))
+    positions = torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2])
     acts = "masked" not in name and "rotary" not in name
-    moved = f(measure).points if acts else None
+    moved = f(DiscreteMeasure(x[0], WEIGHTS, positions=positions)).points if acts else None
     monkeypatch.setitem(core._ENTRIES, "cpu", entries)
+    # Without derivatives by the fused kernel, where it can; with them in blocks.
+    for y in (x, x.clone().requires_grad_()):
+        torch.testing.assert_close(f(y).detach(), whole, rtol=1e-13, atol=1e-13)
+        if acts:
+            image = f(DiscreteMeasure(y[0], WEIGHTS, positions=positions)).points.detach()
+            torch.testing.assert_close(image, moved, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_fused_kernel_is_used_and_takes_every_size(
+    key_dim: int, value_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f = random_attention(3, heads=4, kv_heads=2, key_dim=key_dim, value_dim=value_dim, causal=causal)
+    x = tokens(4, 2, 3, 7, D)
+    whole = f(x)
+    used = []
+    fused = core._fused
+    monkeypatch.setattr(core, "_fused", lambda *a, **k: used.append(1) or fused(*a, **k))
+    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
     torch.testing.assert_close(f(x), whole, rtol=1e-13, atol=1e-13)
-    if acts:
-        torch.testing.assert_close(f(measure).points, moved, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(f.to(dtype=torch.float32)(x.float()), whole.float(), rtol=1e-5, atol=1e-5)
+    assert len(used) == 2
+    # No derivative goes through it, in whatever mode.
+    torch.func.jvp(f, (x,), (x,))
+    torch.func.vjp(f, x)
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, x))
+    assert len(used) == 2
 
 
 def test_blocks_are_differentiated_in_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +101,6 @@ def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) 
     q, k, v = f.projections(x)
     p = torch.softmax(f.scale * q[0, rows] @ k[0].mT, dim=-1)
     expected = p @ v[0] @ f.output.mT + f.output_bias
-    torch.testing.assert_close(f(x)[rows], expected, rtol=1e-12, atol=1e-12)
+    for y in (x, x.clone().requires_grad_()):
+        torch.testing.assert_close(f(y).detach()[rows], expected, rtol=1e-12, atol=1e-12)
     assert isinstance(f, hs.SelfAttention)

@@ -11,11 +11,15 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 __all__ = [
     "attend",
     "attention_probabilities",
     "attention_scores",
+    "differentiated",
     "row_blocks",
     "visible_keys",
     "weighted_values",
@@ -98,16 +102,25 @@ def attend(
     scale: float,
     visible: Visible,
     offsets: Float[Tensor, "*#heads 1 n"] | None = None,
+    *,
+    triangle: bool | None = None,
 ) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
     """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
 
-    A backward pass through it keeps all blocks.
+    ``triangle`` tells of ``visible`` that it is the triangle of the causal mask, or all keys (False): then
+    long sequences on a CPU go through PyTorch's fused kernel, unless a derivative is asked for: it lacks
+    some. A backward pass through the blocks keeps them.
     """
     group, n = q.shape[-3], q.shape[-2]
     lead = k.shape[:-2]
     if offsets is not None:
         offsets = offsets.expand(*lead, group, 1, n).flatten(0, -4)
     q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
+    long = len(k) * group * n * n > _ENTRIES["cpu"] and q.device.type == "cpu"
+    inputs = (q, k, v) if offsets is None else (q, k, v, offsets)
+    fits = triangle is not None and (offsets is None or not triangle)
+    if long and fits and not any(differentiated(t) for t in inputs):
+        return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, n, -1)
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
     out = q.new_empty((len(k), group, n, v.shape[-1]))
@@ -119,3 +132,33 @@ def attend(
             p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms)
             out[some, :, rows] = weighted_values(p, v[some, keys])
     return out.reshape(*lead, group, n, -1)
+
+
+def _fused(
+    q: Float[Tensor, "lead group n key_dim"],
+    k: Float[Tensor, "lead n key_dim"],
+    v: Float[Tensor, "lead n value_dim"],
+    scale: float,
+    offsets: Float[Tensor, "lead group 1 n"] | None,
+    *,
+    causal: bool,
+) -> Float[Tensor, "lead group n value_dim"]:
+    """Return the same by PyTorch's flash kernel for the CPU, which takes keys and values of one size."""
+    width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    n = k.shape[-2]
+    mask = None if offsets is None else offsets.to(q.dtype).expand(*q.shape[:-2], n, n)
+    k, v = (t[:, None].expand(q.shape) for t in (k, v))
+    # Other kernels than this one would form n × n matrices.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    return out[..., :value_dim]
+
+
+def differentiated(t: Tensor) -> bool:
+    """Tell whether a derivative with respect to ``t`` may be asked for, in any mode of PyTorch."""
+    return (
+        t.requires_grad
+        or forward_ad.unpack_dual(t).tangent is not None
+        or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )

@@ -103,4 +103,5 @@ class L2Attention(HeadsAttention):
         terms = -self.scale * (k * k).sum(dim=-1)[..., None, None, :]
         if weighting is not None:
             terms = terms + weighting.log_weights.to(terms.dtype)
-        return self._projected(attend(q, k, v, 2 * self.scale, visible, terms))
+        triangle = None if self.causal else False
+        return self._projected(attend(q, k, v, 2 * self.scale, visible, terms, triangle=triangle))

@@ -132,6 +132,10 @@ class SelfAttention(HeadsAttention):
         """
         if weighting is None:
             return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device, rows=rows)
+        self._check_acts_on_measures()
+        return weighting.earlier(rows) if self.causal else None
+
+    def _check_acts_on_measures(self) -> None:
         if self.mask is not None or self.rotary is not None:
             raise ArgumentError(
                 "measure",
@@ -139,7 +143,6 @@ class SelfAttention(HeadsAttention):
                 got="a boolean mask" if self.mask is not None else "rotary positions",
                 remedy="These belong to a list of tokens: call the map on tokens.",
             )
-        return weighting.earlier(rows) if self.causal else None
 
     def projections(
         self, X: Float[Tensor, "*batch n d"]
@@ -158,9 +161,14 @@ class SelfAttention(HeadsAttention):
         def visible(rows: slice) -> Tensor | None:
             return self.visible_keys(x.shape[-2], weighting, rows)
 
+        if weighting is not None:
+            self._check_acts_on_measures()
         q, k, v = self.projections(x)
         log_weights = None if weighting is None else weighting.log_weights[None, None]
-        return self._projected(attend(self._grouped(q), k, v, self.scale, visible, log_weights))
+        # A boolean mask and positions show other keys than a triangle.
+        triangle = self.causal if self.mask is None and (weighting is None or not self.causal) else None
+        heads = attend(self._grouped(q), k, v, self.scale, visible, log_weights, triangle=triangle)
+        return self._projected(heads)
 
     # ---- related maps
 

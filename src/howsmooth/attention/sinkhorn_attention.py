@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from howsmooth.attention.core import attend, attention_scores, row_blocks
+from howsmooth.attention.core import attend, attention_scores, differentiated, row_blocks
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -106,10 +105,12 @@ class SinkhornAttention(HeadsAttention):
         q, k, v = self._project(x)
         q = self._grouped(q)
         offsets = log_weights + self._potentials(q.detach(), k.detach(), log_weights.detach())
-        if _differentiated(q) or _differentiated(log_weights):
+        if differentiated(q) or differentiated(log_weights):
             for _ in range(2):
                 offsets = self._newton(q, k, offsets, log_weights)
-        return self._projected(attend(q, k, v, self.scale, lambda rows: None, offsets.to(x.dtype)))
+        return self._projected(
+            attend(q, k, v, self.scale, lambda rows: None, offsets.to(x.dtype), triangle=False)
+        )
 
     def _potentials(
         self,
@@ -173,12 +174,3 @@ class SinkhornAttention(HeadsAttention):
         system = torch.diag_embed(c) - r @ log_p.exp() + log_weights.exp()
         step: Tensor = torch.linalg.solve(system, (c - 1)[..., None])
         return offsets - step.mT
-
-
-def _differentiated(t: Tensor) -> bool:
-    """Tell whether a derivative with respect to ``t`` may be asked for, in any mode of PyTorch."""
-    return (
-        t.requires_grad
-        or forward_ad.unpack_dual(t).tangent is not None
-        or torch._C._functorch.is_functorch_wrapped_tensor(t)
-    )

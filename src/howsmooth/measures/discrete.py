@@ -197,7 +197,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
         """Return the group of each atom, numbered in the order of first appearance, and their number."""
-        points = self.points.detach().double().cpu() + 0.0  # one zero, not two
+        points = self.points.detach().double().cpu()
         if self.positions is not None:
             # One more coordinate, in which different positions are further apart than the tolerance.
             _, level = torch.unique(self.positions.cpu(), return_inverse=True)
