@@ -17,10 +17,10 @@ from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("entries", [1, 40, 150])
+@pytest.mark.parametrize("entries", [1, 150])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One entry: a row of one head at a time; 150: two heads, or a few rows of a larger group."""
+    """One entry: a row of one head at a time; 150: several heads, or some rows of a group."""
     f, x = CASES[name](7), tokens(0, 2, 7, D)
     whole = f(x)
     positions = torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2])
@@ -78,7 +78,7 @@ def draw(*shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 softmax = hs.SelfAttention(draw(2, 2, 2), draw(1, 2, 2), draw(1, 2, 2), draw(2, 4))
 l2 = hs.L2Attention(draw(2, 2, 2), draw(1, 2, 2), draw(1, 2, 2), draw(2, 4), causal=True)
-for n in (10, 4500):
+for n in (10, 3600):
     x = draw(n, 2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     softmax(x)
@@ -88,9 +88,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_of_a_call_does_not_grow_with_the_square_of_n() -> None:
-    """One n × n matrix of one head would take 162 MB; of three, as a softmax needs, 486 MB."""
+    """One n × n matrix of one head would take 104 MB."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 100e6
+    assert int(done.stdout) * 1024 < 80e6
 
 
 def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,15 @@ def _kim(seed: int, heads: int, key_dim: int, value_dim: int, d: int, size: floa
 @pytest.mark.parametrize(
     ("seed", "heads", "key_dim", "size"), [(0, 1, 2, 0.3), (1, 3, 4, 1.0), (2, 2, 1, 3.0)]
 )
-@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, 7])
 def test_bounds_hold_for_the_attention_of_kim_et_al(
     seed: int, heads: int, key_dim: int, size: float, n: int
 ) -> None:
     f = _kim(seed, heads, key_dim, 3, 5, size)
     sharp = hs.bounds.l2_attention_sharp(*f.kim, n).value
     assert sharp <= hs.bounds.l2_attention(*f.kim, n).value
-    for radius in (0.1, 1.0, 5.0):
-        estimate = hs.local_lipschitz(f, radius * tokens(seed + 5, 4, n, 5))
+    for radius in (0.3, 3.0):
+        estimate = hs.local_lipschitz(f, radius * tokens(seed + 5, 2, n, 5), rtol=1e-3)
         assert bool(estimate.converged.all())
         assert float(estimate.upper.max()) <= sharp
     # A bound that allows a hundredth of the constant would not be met.

@@ -93,9 +93,9 @@ def test_two_atoms_of_very_unequal_weights(exponent: float) -> None:
 
 def test_derivatives_are_those_of_the_limit() -> None:
     """Finite differences of first and second order; forward and reverse mode; points and weights."""
-    f, x = random_sinkhorn(3, temperature=2.0), tokens(3, 4, D)
+    f, x = random_sinkhorn(3, heads=2, temperature=2.0), tokens(3, 4, D)
     assert torch.autograd.gradcheck(f, (x.clone().requires_grad_(),))
-    assert torch.autograd.gradgradcheck(f, (x.clone().requires_grad_(),))
+    assert torch.autograd.gradgradcheck(f, (x[:3].clone().requires_grad_(),))
     j = dense_jacobian(f, x)
     torch.testing.assert_close(torch.func.jacfwd(f)(x).reshape(j.shape), j, rtol=1e-10, atol=1e-10)
     e = tokens(4, 4, D)
@@ -124,7 +124,7 @@ def test_with_and_without_derivatives_the_values_agree_to_the_tolerance() -> Non
 def test_bound_holds(seed: int, radius: float) -> None:
     softmax = random_attention(seed, heads=1, biases=False, d=3, d_out=3)
     f = hs.SinkhornAttention(**softmax._tensors(), max_iterations=20_000)
-    x = tokens(seed, 3, 6, 3)
+    x = tokens(seed, 2, 4, 3)
     x = radius * x / x.norm(dim=-1, keepdim=True)
     bound = hs.bounds.sinkhorn(softmax, radius).value
     estimate = hs.local_lipschitz(f, x)
