@@ -21,7 +21,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
+from howsmooth.measures import DiscreteMeasure, Gaussian, wasserstein_lipschitz
 from tests._cases import D, dense_jacobian, random_attention, tokens
 from tests.test_mean_field_operator import POSITIONS, WEIGHTS, Unknown, weighted_dense
 
@@ -149,6 +149,31 @@ def test_maps_without_a_closed_form_are_weighted_too(make: Callable[[], TokenMap
     )
 
 
+def other_attention(kind: str) -> TokenMap:
+    generator = torch.Generator().manual_seed(31)
+    query, key, value = (torch.randn(2, 3, D, generator=generator, dtype=torch.float64) / 2 for _ in range(3))
+    output = torch.randn(D, 6, generator=generator, dtype=torch.float64)
+    if kind == "sinkhorn":
+        return hs.SinkhornAttention(query, key, value, output)
+    return hs.L2Attention(query, key, value, output, causal=kind == "l2, causal")
+
+
+@pytest.mark.parametrize("kind", ["l2", "l2, causal", "sinkhorn"])
+def test_other_attentions_at_measures(kind: str) -> None:
+    """The whole matrix for atoms that move; for one that splits, two blocks of the halves' matrix apart."""
+    f, x = other_attention(kind), tokens(32, 5, D)
+    found = wasserstein_lipschitz(f, DiscreteMeasure(x, WEIGHTS, positions=POSITIONS), rtol=1e-7)
+    whole = torch.linalg.matrix_norm(weighted_dense(f, x, WEIGHTS, POSITIONS), 2)
+    assert float(found.weighted.value) == pytest.approx(float(whole), rel=1e-6)
+    halves = weighted_dense(
+        f, x.repeat_interleave(2, 0), WEIGHTS.repeat_interleave(2) / 2, POSITIONS.repeat_interleave(2)
+    ).unflatten(0, (10, D))
+    halves = halves.unflatten(2, (10, D)).movedim(2, 1)
+    apart = [torch.linalg.matrix_norm(halves[2 * i, 2 * i] - halves[2 * i, 2 * i + 1], 2) for i in range(5)]
+    assert found.splitting == pytest.approx(float(torch.stack(apart).max()), rel=1e-6)
+    assert found.atom == int(torch.stack(apart).argmax())
+
+
 def test_float32_measures_are_measured_in_float64() -> None:
     f, x = random_attention(10, dtype=torch.float32), tokens(25, 5, D, dtype=torch.float32)
     mu = DiscreteMeasure(x, WEIGHTS)
@@ -173,6 +198,10 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for words in ({"rtol": 0.0}, {"confidence": 2.0}, {"seed": (1, 2)}):
         with pytest.raises(HowsmoothError):
             wasserstein_lipschitz(random_attention(0), mu, **words)
+    gaussian = Gaussian(torch.zeros(D).double(), torch.eye(D).double())
+    for measured in (hs.local_lipschitz, wasserstein_lipschitz):
+        with pytest.raises(ArgumentError, match="atoms"):
+            measured(random_attention(0), gaussian)
     with pytest.raises(ArgumentError, match="closed form"):
         hs.local_lipschitz(Unknown(random_attention(0)), mu, method="closed form")
 
