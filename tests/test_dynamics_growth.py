@@ -18,7 +18,7 @@ from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.linearised import LinearisedFlow
 from howsmooth.dynamics.states import Tokens
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.measures import DiscreteMeasure
+from howsmooth.measures import DiscreteMeasure, Gaussian
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 
@@ -303,6 +303,8 @@ def test_float32_is_measured_in_float64() -> None:
     for field, start in ((f, x), (Layers([f], 1.0), x), (Sphere(f), y), (Rescaled(f), x)):
         single = growth(field, start, [0.0, 1.0], step=1.0, **settings)
         assert single.value.dtype == single.states.dtype == torch.float64
+        if isinstance(field, Sphere):
+            torch.testing.assert_close(single.states.norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
     double = growth(f.to(dtype=torch.float64), x.double(), [0.0, 1.0], step=1.0, **settings)
     assert float(growth(f, x, [0.0, 1.0], step=1.0, **settings).value[1]) == float(double.value[1])
 
@@ -322,6 +324,7 @@ def test_blow_up_is_reported_with_its_time() -> None:
         ({"times": [0.0, 0.0]}, "times"),
         ({"start": tokens(0, 2, 3, D)}, "start"),
         ({"start": [[1.0]]}, "start"),
+        ({"start": Gaussian(torch.zeros(D).double(), torch.eye(D).double())}, "start"),
         ({"start": tokens(0, 3, D) * math.nan}, "start"),
         ({"start": tokens(0, 3, D + 1)}, "X"),
         ({"field": random_attention(0, d_out=4)}, "field"),

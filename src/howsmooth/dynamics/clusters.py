@@ -66,10 +66,7 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
             edges = (np.ones(int(apart.sum()), dtype=bool), (a[apart], b[apart]))
             merged = connected_components(coo_array(edges, shape=(n, n)), directed=False)[1]
             labels = merged.astype(np.int64)[labels]
-    _, begins, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    order = np.empty_like(begins)
-    order[np.argsort(begins)] = np.arange(len(begins))
-    return torch.as_tensor(order[inverse], dtype=torch.int64)
+    return torch.as_tensor(labels)
 
 
 def number_of_clusters(state: State, tolerance: float) -> int:

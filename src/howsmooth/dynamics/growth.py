@@ -30,8 +30,9 @@ from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 __all__ = ["Growth", "growth"]
 
 _KEPT_BYTES = 1 << 30
-# Relative width at which the local constants of the velocity are left; their integral is no bound anyway.
-_RATE = 1e-4
+# Width of the intervals of the velocity's local constants: the values are right to its square, and their
+# integral is no bound.
+_RATE = 1e-2
 
 
 @dataclass(frozen=True)
