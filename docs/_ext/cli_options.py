@@ -69,6 +69,7 @@ class CliOptions(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive."""
-    app.add_config_value("cli_documented", ["measure", "study", "bound", "attack", "reproduce"], "env", list)
+    documented = ["measure", "study", "bound", "attack", "flow", "reproduce"]
+    app.add_config_value("cli_documented", documented, "env", list)
     app.add_directive("cli-options", CliOptions)
     return {"parallel_read_safe": True}

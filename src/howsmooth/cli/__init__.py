@@ -10,6 +10,7 @@ import typer
 
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
+from howsmooth.cli.flow import flow
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
@@ -52,6 +53,7 @@ app.command("measure", epilog=measure.__dict__["examples"])(measure)
 app.command("study", epilog=study.__dict__["examples"])(study)
 app.command("bound", epilog=bound.__dict__["examples"])(bound)
 app.command("attack", epilog=attack.__dict__["examples"])(attack)
+app.command("flow", epilog=flow.__dict__["examples"])(flow)
 app.command("reproduce", epilog=reproduce.__dict__["examples"])(reproduce)
 
 
@@ -67,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0 if all went well; 2 if something was refused, with one sentence on standard error; 3 if a study
-        or the figures went on after failures; 130 if interrupted. A traceback, and exit code 1, are a
-        mistake of ours.
+        or the figures went on after failures, or a flow ended early; 130 if interrupted. A traceback, and
+        exit code 1, are a mistake of ours.
 
     """
     # Without a word, what there is to say is the help. What was typed is recorded with the measurements.

@@ -149,6 +149,11 @@ _FLOW_TABLES = (
     """CREATE TABLE endings (
         id INTEGER PRIMARY KEY CHECK (id = 1), status TEXT NOT NULL, what TEXT NOT NULL,
         reason TEXT NOT NULL, lower REAL NOT NULL, upper REAL NOT NULL, seal TEXT)""",
+    """CREATE TABLE growths (
+        time REAL PRIMARY KEY, value REAL NOT NULL, lower REAL NOT NULL, upper REAL NOT NULL,
+        confidence REAL NOT NULL, converged INTEGER NOT NULL, product REAL NOT NULL,
+        exponential REAL NOT NULL, discretisation_error REAL, method TEXT NOT NULL, step REAL NOT NULL,
+        run INTEGER REFERENCES runs (id), seal TEXT)""",
 )
 
 # The numbers are "hsm1", "hsa1" and "hsf1".
@@ -164,5 +169,10 @@ MEASUREMENTS = Schema(
 )
 ATTACKS = Schema("attacks.sqlite", "attacks", 0x68736131, 1, _ATTACK_TABLES)
 FLOWS = Schema(
-    "flow.sqlite", "flows", 0x68736631, 1, _FLOW_TABLES, sealed=("studies", "runs", "frames", "endings")
+    "flow.sqlite",
+    "flows",
+    0x68736631,
+    1,
+    _FLOW_TABLES,
+    sealed=("studies", "runs", "frames", "endings", "growths"),
 )

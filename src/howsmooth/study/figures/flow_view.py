@@ -47,6 +47,9 @@ class FlowView:
         Of a Gaussian measure in these coordinates, if it is followed.
     sphere
         Its radius, if the tokens are on one and its shape is seen.
+    growth
+        Of perturbations, if it was measured, with the columns ``time``, ``value``, ``lower``, ``upper`` and
+        ``product``.
 
     """
 
@@ -61,6 +64,7 @@ class FlowView:
     mean: Float64[np.ndarray, "frames k"] | None = None
     covariance: Float64[np.ndarray, "frames k k"] | None = None
     sphere: float | None = None
+    growth: pd.DataFrame | None = None
 
     @cached_property
     def colours(self) -> Float64[np.ndarray, "n 4"]:

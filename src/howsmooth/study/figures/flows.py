@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -59,7 +60,7 @@ def draw_flow(view: FlowView, folder: Path) -> FlowPicture:
             handles=_handles(view), loc="outside lower left", ncols=4, handlelength=1.6, columnspacing=1.4
         )
         if names:
-            _draw_metrics(figure, parts[0, 1].subgridspec(len(names), 1), view)
+            _draw_beside(figure, parts[0, 1], view)
         figure.suptitle(literal(f"{view.title}\n{view.below}"))
         png, pdf = save(figure, folder, "flow", view.title)
     return FlowPicture(png, pdf, _alt(view))
@@ -162,7 +163,10 @@ def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _draw_metrics(figure: Figure, places: Any, view: FlowView) -> None:
+def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
+    """Draw what is measured along the way, one above the other."""
+    rows = len(view.metrics.columns) + (view.growth is not None)
+    places = place.subgridspec(rows, 1)
     above: Axes | None = None
     for row, name in enumerate(view.metrics.columns):
         axis = figure.add_subplot(places[row, 0], sharex=above)
@@ -181,11 +185,37 @@ def _draw_metrics(figure: Figure, places: Any, view: FlowView) -> None:
             axis.set_yscale("log")
         else:
             axis.yaxis.set_major_locator(MaxNLocator(4, integer=whole))
-        axis.set_title(str(name), loc="left", fontsize=9, pad=3)
-        axis.grid(visible=True, linewidth=0.4, color="0.9")
-        axis.tick_params(labelsize=8, labelbottom=row == len(view.metrics.columns) - 1)
+        _frame(axis, str(name), last=row == rows - 1)
         above = above or axis
-    axis.set_xlabel("time t")
+    if view.growth is not None:
+        _draw_growth(figure.add_subplot(places[rows - 1, 0], sharex=above), view.growth)
+
+
+def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
+    """Draw the leading singular value of the flow map, with its interval, under the product of the steps'."""
+    time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
+    axis.plot(
+        time,
+        growth["product"],
+        color=GREY,
+        linestyle=(0.0, (4.0, 2.0)),
+        linewidth=1.2,
+        label="product of steps",
+    )
+    axis.fill_between(time, growth["lower"], growth["upper"], color="#31688e", alpha=0.25, linewidth=0)
+    axis.plot(time, value, color="#31688e", linewidth=1.4, marker="o", markersize=3, label="growth")
+    if growth["product"].max() > 20 * value.min() > 0:
+        axis.set_yscale("log")
+    axis.legend(loc="upper left", fontsize=7.5, handlelength=1.8)
+    _frame(axis, "growth of perturbations", last=True)
+
+
+def _frame(axis: Axes, title: str, *, last: bool) -> None:
+    axis.set_title(title, loc="left", fontsize=9, pad=3)
+    axis.grid(visible=True, linewidth=0.4, color="0.9")
+    axis.tick_params(labelsize=8, labelbottom=last)
+    if last:
+        axis.set_xlabel("time t")
 
 
 def _alt(view: FlowView) -> str:

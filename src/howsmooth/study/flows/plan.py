@@ -66,7 +66,8 @@ class FlowPlan:
     closure
         Beside the tokens, follow the Gaussian measure that they are drawn from.
     growth
-        Measure how perturbations of the start grow.
+        Measure how perturbations of the start grow; by rk4, with a step a frame, where the method chooses its
+        steps.
     attention, causal, beta
         Of a named system: the kind, the mask, and the factor of its scores.
     layers, text, random_init, as_decoder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from filelock import FileLock
 from jaxtyping import Float64
@@ -26,7 +27,13 @@ from howsmooth.errors import StoreError
 from howsmooth.study.schema import begun, connected, sealed_columns, store_there, translated
 from howsmooth.study.tables import FLOWS
 
-__all__ = ["Ending", "FlowStore", "Frame"]
+__all__ = ["GROWTH_COLUMNS", "Ending", "FlowStore", "Frame"]
+
+GROWTH_COLUMNS = (
+    "time", "value", "lower", "upper", "confidence", "converged", "product", "exponential",
+    "discretisation_error", "method", "step",
+)  # fmt: skip
+"""The columns of ``growth.csv``, as :class:`howsmooth.dynamics.Growth` has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +210,21 @@ class FlowStore:
             evaluations,
             seconds,
         )
+
+    def add_growth(self, rows: Sequence[Mapping[str, Any]], run: int) -> None:
+        """Write how perturbations have grown at some times: all rows or none."""
+        with self._transaction():
+            for row in rows:
+                self._insert("growths", {**row, "run": run})
+
+    def growth(self) -> pd.DataFrame:
+        """Tabulate how perturbations have grown; without rows if that was not measured."""
+        with translated(self.path):
+            cursor = self._connection.execute(
+                f"SELECT {', '.join(GROWTH_COLUMNS)} FROM growths ORDER BY time"
+            )
+            table = pd.DataFrame(cursor.fetchall(), columns=list(GROWTH_COLUMNS))
+        return table.astype({"converged": "bool", "discretisation_error": "float64"})
 
     # ---- plumbing
 
