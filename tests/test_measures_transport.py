@@ -165,6 +165,14 @@ def test_any_potentials_are_below_and_any_plan_above():
         assert problem.cost_above(plan) >= truth
 
 
+def test_mass_that_one_side_does_not_have_is_charged():
+    x = np.array([[0.0], [0.5]])
+    problem = Problem(x, x, np.array([0.5, 0.5]), np.array([0.5, 0.5 - 1e-10]), 2.0)
+    plan = problem.repaired(Plan(np.arange(2), np.arange(2), np.array([0.5, 0.5])))
+    assert plan.unplaced == pytest.approx(1e-10)
+    assert problem.cost_above(plan) >= 1e-10
+
+
 def test_a_solver_that_stops_early_is_not_believed(monkeypatch):
     monkeypatch.setattr("howsmooth.measures.solvers._PIVOTS", 3)
     mu, nu = measure(14, 40, 2), measure(15, 40, 2, 0.5)
@@ -268,7 +276,9 @@ def test_distances_beyond_float64_are_refused():
     x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     logs = torch.tensor([0.0, -2000.0], dtype=torch.float64)
     with pytest.raises(ArgumentError, match="float64 can hold"):
-        wasserstein(DiscreteMeasure(x, log_weights=logs), DiscreteMeasure(2 * x, log_weights=logs))
+        wasserstein(DiscreteMeasure(x, log_weights=logs), DiscreteMeasure(1.5 * x, log_weights=logs))
+    with pytest.raises(ArgumentError, match="float64 can hold"):
+        wasserstein(DiscreteMeasure(1e-310 * x), DiscreteMeasure(2e-310 * x))
 
 
 def test_measures_that_are_equal_are_at_distance_zero():

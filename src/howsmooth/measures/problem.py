@@ -31,11 +31,15 @@ _BLOCK_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """Masses moved from atom ``rows[e]`` of the one measure to atom ``columns[e]`` of the other."""
+    """Masses moved from atom ``rows[e]`` of the one measure to atom ``columns[e]`` of the other.
+
+    ``unplaced`` is what rounding of the weights' sums leaves over on one side.
+    """
 
     rows: Int[ndarray, " e"]
     columns: Int[ndarray, " e"]
     masses: Float[ndarray, " e"]
+    unplaced: float = 0.0
 
     @classmethod
     def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> Plan:
@@ -111,11 +115,12 @@ class Problem:
             np.concatenate((plan.rows, rest.rows)),
             np.concatenate((plan.columns, rest.columns)),
             np.concatenate((masses, rest.masses)),
+            unplaced=abs(math.fsum(left) - math.fsum(right)),
         )
 
     def cost_above(self, plan: Plan) -> float:
-        """Return the cost of a feasible plan, rounded up."""
-        return math.fsum(plan.masses * self.costs_of(plan)) * (1 + self.rounding)
+        """Return the cost of a feasible plan, rounded up; what is unplaced goes at the largest cost, one."""
+        return (math.fsum(plan.masses * self.costs_of(plan)) + plan.unplaced) * (1 + self.rounding)
 
     # ---- below
 
