@@ -115,6 +115,18 @@ def test_coinciding_atoms_may_be_given_apart_or_together(name: str) -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
+def test_one_atom_is_moved_by_the_values_alone() -> None:
+    f = random_attention(16)
+    mu = DiscreteMeasure(tokens(33, 1, D))
+    values = sum(f.output[:, h * f.value_dim : (h + 1) * f.value_dim] @ f.value[h] for h in range(f.heads))
+    found = wasserstein_lipschitz(f, mu, rtol=1e-9)
+    assert found.value == pytest.approx(float(torch.linalg.matrix_norm(values, 2)), rel=1e-9)
+    assert found.splitting == pytest.approx(0.0, abs=1e-12)
+    autodiff = hs.local_lipschitz(f, mu, rtol=1e-9, method="autodiff")
+    assert autodiff.method == "autodiff"
+    assert float(autodiff.value) == pytest.approx(found.value, rel=1e-9)
+
+
 def test_equal_weights_give_the_constant_of_tokens() -> None:
     f, x = random_attention(6, causal=True), tokens(22, 7, D)
     at_tokens = hs.local_lipschitz(f, x, rtol=1e-10, seed=3)
@@ -198,6 +210,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for words in ({"rtol": 0.0}, {"confidence": 2.0}, {"seed": (1, 2)}):
         with pytest.raises(HowsmoothError):
             wasserstein_lipschitz(random_attention(0), mu, **words)
+    with pytest.raises(ArgumentError, match=r"got Tensor\. Of tokens X it is DiscreteMeasure"):
+        wasserstein_lipschitz(random_attention(0), mu.points)
     gaussian = Gaussian(torch.zeros(D).double(), torch.eye(D).double())
     for measured in (hs.local_lipschitz, wasserstein_lipschitz):
         with pytest.raises(ArgumentError, match="atoms"):

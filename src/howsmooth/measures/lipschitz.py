@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
+from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import frozen_derivatives
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 
@@ -71,7 +72,7 @@ class WassersteinLipschitz:
 
 def wasserstein_lipschitz(
     f: TokenMap,
-    measure: AbstractMeasure,
+    measure: object,
     *,
     rtol: float = 1e-4,
     confidence: float = 0.999,
@@ -106,6 +107,13 @@ def wasserstein_lipschitz(
     library: docs/theory/mean-field.md.
 
     """
+    if not isinstance(measure, AbstractMeasure):
+        raise ArgumentError(
+            "measure",
+            expected="a discrete measure",
+            got=type(measure).__name__,
+            remedy="Of tokens X it is DiscreteMeasure(X), or DiscreteMeasure.sequence(X) for a causal map.",
+        )
     weighted = local_lipschitz(
         f, measure, rtol=rtol, confidence=confidence, max_iterations=max_iterations, seed=seed
     )
