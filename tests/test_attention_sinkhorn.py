@@ -144,6 +144,13 @@ def test_refused_where_it_does_not_converge() -> None:
         random_sinkhorn(0)(torch.full((3, D), 1e200, dtype=torch.float64))
 
 
+def test_vmap_is_refused_and_the_batch_does_the_same() -> None:
+    f, x = random_sinkhorn(0), tokens(0, 2, 4, D)
+    with pytest.raises(ArgumentError, match=r"within torch\.func\.vmap"):
+        torch.func.vmap(f)(x)
+    assert f(x).shape == (2, 4, D)
+
+
 def test_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     f, x = random_sinkhorn(5, kv_heads=1), tokens(7, 2, 6, D)
     whole = f(x)

@@ -122,6 +122,13 @@ class SinkhornAttention(HeadsAttention):
 
         One iteration is one pass over blocks of rows, which are formed anew each time if there are several.
         """
+        if torch._C._functorch.is_batchedtensor(q):
+            raise ArgumentError(
+                "X",
+                expected="a batch as leading axes, for Sinkhorn attention",
+                got="a tensor within torch.func.vmap",
+                remedy="Call the map on the whole batch: how long it iterates depends on the values.",
+            )
         group, n = q.shape[-3], q.shape[-2]
         lead = k.shape[:-2]
         q, k = q.double().flatten(0, -4), k.double().flatten(0, -3)

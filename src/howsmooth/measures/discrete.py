@@ -216,7 +216,10 @@ class DiscreteMeasure(AbstractMeasure):
         return Weighting(self.log_weights, self.positions)
 
     def _rebuilt(self, points: Tensor, weighting: Weighting) -> DiscreteMeasure:
-        return DiscreteMeasure(points, log_weights=weighting.log_weights, positions=weighting.positions)
+        built = DiscreteMeasure(points)
+        # Not normalised again: weights that nothing changes stay the same to the last bit.
+        built.log_weights, built.positions = weighting.log_weights, weighting.positions
+        return built
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
