@@ -48,6 +48,7 @@ class SinkhornAttention(HeadsAttention):
     References
     ----------
     Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022.
+    Derivatives: docs/theory/maps-on-measures.md.
 
     """
 

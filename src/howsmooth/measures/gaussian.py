@@ -1,4 +1,4 @@
-"""Gaussian measures, on which attention acts by an affine map (docs/theory/flows.md)."""
+"""Gaussian measures, on which attention acts by an affine map (docs/theory/maps-on-measures.md)."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def affine_action(
     References
     ----------
     Castin, Ablin, Carrillo, Peyré, *A Unified Perspective on the Dynamics of Deep Transformers*, 2025.
-    Proof: docs/theory/flows.md.
+    Proof: docs/theory/maps-on-measures.md.
 
     """
     check_measure(gaussian, f)
