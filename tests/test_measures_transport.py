@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import numpy as np
 import ot
@@ -240,6 +241,19 @@ def test_light_atoms_widen_the_interval_by_their_mass():
     assert found.converged
 
 
+def test_methods_do_not_contradict_each_other():
+    """Two orders of one measure, with atoms that coincide and weights over a range that sums do not hold."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        n = int(rng.integers(4, 12))
+        x, order = torch.tensor(rng.integers(-2, 3, (n, 1)).astype(float)), torch.tensor(rng.permutation(n))
+        logs = torch.tensor(-200 * rng.random(n)).log_softmax(0)
+        mu, nu = DiscreteMeasure(x, log_weights=logs), DiscreteMeasure(x[order], log_weights=logs[order])
+        on_line, solved = wasserstein(mu, nu, 1, method="1d"), wasserstein(nu, mu, 1, method="exact")
+        assert on_line.lower <= solved.upper
+        assert solved.lower <= on_line.upper
+
+
 @pytest.mark.parametrize("scale", [1e-150, 1e-30, 1e30, 1e200])
 def test_scale_of_the_points(scale):
     mu, nu = measure(19, 10, 2), measure(20, 12, 2, 0.7)
@@ -291,6 +305,16 @@ def test_measures_that_are_equal_are_at_distance_zero():
         assert found.lower == 0
         assert found.upper < 1e-7
         assert found.converged
+
+
+@pytest.mark.slow
+def test_thousands_of_atoms_in_seconds():
+    mu, nu = measure(50, 3000, 8), measure(51, 3000, 8, 0.2)
+    began = time.process_time()
+    found = wasserstein(mu, nu)
+    assert time.process_time() - began < 60
+    assert found.converged
+    assert found.upper - found.lower < 1e-9 * found.upper
 
 
 # ---- what a distance has to be

@@ -120,7 +120,9 @@ def _total(
         weights.append(shares)
     lower, value, upper = _roots(np.concatenate(terms, axis=1), pair.p)
     whole = Plan(
-        *(np.concatenate([getattr(plan, name) for plan in plans]) for name in ("rows", "columns", "masses"))
+        np.concatenate([plan.rows for plan in plans]),
+        np.concatenate([plan.columns for plan in plans]),
+        np.concatenate([plan.masses for plan in plans]),
     )
     return Answer(value, lower, upper, whole, np.concatenate(weights), None, None)
 

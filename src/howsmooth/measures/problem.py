@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.sparse import coo_array, csr_array
+from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 
 __all__ = ["Plan", "Problem"]
@@ -139,6 +140,11 @@ class Problem:
             f[rows] = (block - right).min(axis=1)
             np.minimum(g, (block - f[rows, None]).min(axis=0), out=g)
         return self.dual_value(f, g), f, g
+
+    def nearest_below(self) -> float:
+        """Return the value of the potentials of zero and the costs to the nearest points, rounded down."""
+        distances, _ = cKDTree(self.y).query(self.x)
+        return math.fsum(self.a * distances**self.p) * (1 - self.rounding)
 
     def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
         """Return Σ a_i f_i + Σ b_j g_j, less what rounding of potentials and products can be."""

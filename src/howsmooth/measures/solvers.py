@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -123,7 +124,8 @@ def on_the_line(problem: Problem) -> Solution:
     """Solve in one dimension, by POT's sorted transport: in order, whatever p >= 1.
 
     A plan along which both coordinates increase is optimal between its own marginals; moving these to the
-    ones asked for costs at most the largest cost, one, a mass.
+    ones asked for costs at most the largest cost, one, a mass. Below stands the better of this and of the way
+    to the nearest atoms.
     """
     x, y = problem.x[:, 0], problem.y[:, 0]
     found = ot.emd_1d(x, y, problem.a, problem.b, metric="sqeuclidean", dense=False).tocoo()
@@ -135,6 +137,9 @@ def on_the_line(problem: Problem) -> Solution:
         float(np.abs(np.bincount(places, plan.masses, len(wanted)) - wanted).sum())
         for places, wanted in ((plan.rows, problem.a), (plan.columns, problem.b))
     )
-    below = float(plan.masses @ costs) * (1 - problem.rounding - 2 * len(costs) * EPSILON) - missing
+    # Sums of masses are rounded, too, by parts of the whole.
+    missing += 2 * len(costs) * EPSILON
+    below = math.fsum(plan.masses * costs) * (1 - problem.rounding) - missing if monotone else 0.0
+    nearest = problem.nearest_below()
     plan = problem.repaired(plan)
-    return Solution(plan, max(below, 0.0) if monotone else 0.0, problem.cost_above(plan))
+    return Solution(plan, max(below, nearest), problem.cost_above(plan))
