@@ -82,6 +82,7 @@ for n in (10, 3600):
     x = draw(n, 2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     softmax(x)
+    softmax(DiscreteMeasure(x))
     l2(DiscreteMeasure.sequence(x))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
@@ -91,6 +92,16 @@ def test_memory_of_a_call_does_not_grow_with_the_square_of_n() -> None:
     """One n × n matrix of one head would take 104 MB."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 80e6
+
+
+def test_a_constant_is_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autodiff compares values, by the fused kernel, with derivatives, in blocks."""
+    f, x = random_attention(5), tokens(5, 7, D)
+    value = float(hs.local_lipschitz(f, x).value)
+    monkeypatch.setitem(core._ENTRIES, "cpu", 1)
+    estimate = hs.local_lipschitz(f, x, method="autodiff")
+    assert bool(estimate.converged)
+    assert float(estimate.value) == pytest.approx(value, rel=1e-6)
 
 
 def test_no_block_is_left_out_at_the_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
