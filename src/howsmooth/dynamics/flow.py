@@ -24,7 +24,7 @@ __all__ = ["flow"]
 # Default and smallest tolerances: a step's error cannot be told from rounding below the last.
 _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1e-5)}
 
-# Two runs whose blow-ups lie further apart than this part of the time to them tell of no blow-up.
+# Two runs with a step whose blow-ups lie further apart than this part of the time to them tell of none.
 _APART = 0.25
 
 
@@ -49,9 +49,10 @@ def flow(
         The velocity: a map of this library with d_out = d (any attention, masked or not, behind a norm layer
         or not), :class:`Layers` of maps in sequence, :class:`Sphere` of one of these, or a callable (t, x).
     start
-        Tokens (n, d) or (batch, n, d), in the dtype of the map; or a
-        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions stay as they are. Members
-        of a batch share the steps of adaptive methods.
+        Tokens (n, d) or (batch, n, d), in the dtype of the map; a
+        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions stay as they are; or a
+        :class:`~howsmooth.measures.Gaussian`, which remains one, under unmasked attention. Members of a
+        batch share the steps of adaptive methods.
     times
         Increasing times, at least two. At the first the state is ``start``.
     method
@@ -113,7 +114,7 @@ def flow(
         if estimate_error or blows_up:
             with torch.no_grad():
                 second = integrate(system, system.start.detach(), moments, plan.refined())
-    status, reason, blow_up = _ending(run, second if blows_up else None, moments[0])
+    status, reason, blow_up = _ending(plan, run, second if blows_up else None, moments[0])
     kept = len(run.states)
     if blow_up is not None:
         kept = max(1, sum(time < blow_up[0] for time in moments[:kept]))
@@ -135,7 +136,9 @@ def flow(
     )
 
 
-def _ending(run: Run, second: Run | None, origin: float) -> tuple[Status, str, tuple[float, float] | None]:
+def _ending(
+    plan: Plan, run: Run, second: Run | None, origin: float
+) -> tuple[Status, str, tuple[float, float] | None]:
     """Return status, reason and the interval of a blow-up, from the run and a finer one."""
     if run.status == "finished" or run.ended is None:
         return "finished", "", None
@@ -146,7 +149,7 @@ def _ending(run: Run, second: Run | None, origin: float) -> tuple[Status, str, t
         if second.status != "blew up" or second.ended is None:
             return "stopped", f"{run.reason} at t = {lower:.6g}, which a finer run does not: refine it", None
         apart = abs(sum(run.ended) - sum(second.ended)) / 2
-        if apart > _APART * max(lower - origin, second.ended[0] - origin):
+        if not plan.adaptive and apart > _APART * max(lower - origin, second.ended[0] - origin):
             return (
                 "stopped",
                 f"{run.reason} at t = {lower:.6g}, with half the step at t = {second.ended[0]:.6g}: the step "

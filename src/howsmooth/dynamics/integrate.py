@@ -167,8 +167,8 @@ def integrate(
     """Integrate from times[0] and keep the state at each of ``times``, until the last or until it ends."""
     run = Run([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
+    y = start
     for begin, end in pairwise(times):
-        y = run.states[-1]
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
             watch = _Watch(system.velocity(left, right), plan, span, initial, left, y)
@@ -185,10 +185,11 @@ def integrate(
             drift = system.drift(y)
             if drift is not None and plan.method != "residual":
                 run.drift = max(drift, run.drift or 0.0)
-            y = system.settle(y)
-        run.states.append(y)
+            reached = system.settle(y)
+            y = system.restart(reached)
+        run.states.append(reached)
         if on_output is not None:
-            on_output(end, y)
+            on_output(end, reached)
     return run
 
 

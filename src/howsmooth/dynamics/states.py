@@ -1,8 +1,9 @@
-"""Tokens and measures as the one tensor that is integrated, and back."""
+"""Tokens and measures as the one tensor that is integrated, and back (docs/theory/flows.md)."""
 
 from __future__ import annotations
 
 import abc
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from howsmooth.attention import AbstractMeasure, Weighting
 from howsmooth.dynamics.fields import Field, Velocity
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.measures import DiscreteMeasure
+from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action, affine_action_at
 
-__all__ = ["System", "Tokens", "system_of"]
+__all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
@@ -43,6 +44,10 @@ class System(abc.ABC):
     def drift(self, y: Tensor) -> float | None:
         """Return how far the tensor is from what the flow preserves; None if there is nothing."""
         return self.field.drift(y)
+
+    def restart(self, y: Tensor) -> Tensor:
+        """Return the tensor from which the flow goes on after a stretch, as if it started there."""
+        return y
 
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
@@ -109,15 +114,95 @@ class Atoms(Tokens):
         return tuple(self.state(y) for y in ys)
 
 
+class Moments(System):
+    """A Gaussian, as a tensor (d, 1 + d): its mean α in the first column, then a square root L of Σ.
+
+    A map that acts on N(α, Σ) by x ↦ M x + c moves it by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The latter follows
+    from L' = M L, by which Σ = L Lᵀ has no negative eigenvalue, whatever the step.
+    """
+
+    def __init__(self, field: Field, start: Gaussian) -> None:
+        super().__init__(field)
+        if start.mean.requires_grad or start.covariance.requires_grad:
+            raise ArgumentError(
+                "start",
+                expected="a Gaussian without gradients",
+                got="one that requires them",
+                remedy="Give it detached, or let a sample flow, which keeps them.",
+            )
+        for begin, end in pairwise([0.0, *field.switches, field.until]):
+            affine_action(field.map_at(begin, end), start)
+        self.start = _pack(start.mean, start.covariance)
+
+    def velocity(self, begin: float, end: float) -> Velocity:
+        """Return M (α, L) + (c, 0)."""
+        f = self.field.map_at(begin, end)
+
+        def affine(t: Tensor, y: Tensor) -> Tensor:
+            mean, covariance = _unpack(y)
+            if not bool(torch.isfinite(covariance).all()):
+                return torch.full_like(y, torch.nan)
+            matrix, shift = affine_action_at(f, mean, covariance)
+            moved = matrix @ y
+            return torch.cat((moved[:, :1] + shift[:, None], moved[:, 1:]), dim=1)
+
+        return affine
+
+    def layer(self, begin: float, end: float) -> Velocity:
+        """Return the same: a residual layer moves N(α, Σ) by x ↦ x + h (M x + c)."""
+        return self.velocity(begin, end)
+
+    def restart(self, y: Tensor) -> Tensor:
+        """Return the symmetric root in place of L, with which a flow from this Gaussian starts."""
+        return _pack(*_unpack(y))
+
+    def settle(self, y: Tensor) -> Tensor:
+        """Return the state."""
+        return y
+
+    def drift(self, y: Tensor) -> None:
+        """Return None: nothing is preserved."""
+
+    def distance(self, y: Tensor, other: Tensor) -> float:
+        """Return √(|α − α'|² + ‖L − L'‖²): that of x = α + L z and x' = α' + L' z, root mean square."""
+        return float(torch.linalg.vector_norm(y - other))
+
+    def state(self, y: Tensor) -> AbstractMeasure:
+        """Return the Gaussian."""
+        return Gaussian(*_unpack(y))
+
+    def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
+        """Return the Gaussians."""
+        return tuple(self.state(y) for y in ys)
+
+
 def system_of(field: Field, start: object) -> System:
     """Return what is integrated for a start."""
-    if isinstance(start, Tensor):
-        return Tokens(field, start)
-    if isinstance(start, DiscreteMeasure):
-        return Atoms(field, *start.weighted_tokens())
-    raise ArgumentError(
-        "start",
-        expected="tokens (n, d), or a measure of howsmooth.measures",
-        got=type(start).__name__,
-        remedy="Use torch.as_tensor for an array.",
-    )
+    match start:
+        case Tensor():
+            return Tokens(field, start)
+        case DiscreteMeasure():
+            return Atoms(field, *start.weighted_tokens())
+        case Gaussian():
+            return Moments(field, start)
+        case _:
+            raise ArgumentError(
+                "start",
+                expected="tokens (n, d), or a measure of howsmooth.measures",
+                got=type(start).__name__,
+                remedy="Use torch.as_tensor for an array.",
+            )
+
+
+def _pack(mean: Tensor, covariance: Tensor) -> Tensor:
+    if not bool(torch.isfinite(covariance).all()):
+        return torch.full((len(mean), 1 + len(mean)), torch.nan, dtype=mean.dtype, device=mean.device)
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
+    return torch.cat((mean[:, None], root), dim=1)
+
+
+def _unpack(y: Tensor) -> tuple[Tensor, Tensor]:
+    root = y[:, 1:]
+    covariance = root @ root.mT
+    return y[:, 0], 0.5 * covariance + 0.5 * covariance.mT
