@@ -40,14 +40,17 @@ def howsmooth(
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("howsmooth.study.tools.default_tools", small_tools)
-    drawn, moved = publish.draw_flow, publish.animate_flow
 
-    def stand_in(view: Any, folder: Path) -> publish.FlowPicture:
-        return publish.FlowPicture(folder / "flow.png", folder / "flow.pdf", "Ways")
+    def draw(view: Any, folder: Path) -> publish.FlowPicture:
+        return publish.FlowPicture(folder / "flow.png", folder / "flow.pdf", view.title)
 
-    def run(*arguments: str, draw: bool = False) -> Result:
-        monkeypatch.setattr(publish, "draw_flow", drawn if draw else stand_in)
-        monkeypatch.setattr(publish, "animate_flow", moved if draw else lambda *_: None)
+    def animate(view: Any, folder: Path, kind: str, *_: Any) -> Path | None:
+        return None if kind == "none" else folder / f"flow.{kind}"
+
+    monkeypatch.setattr(publish, "draw_flow", draw)
+    monkeypatch.setattr(publish, "animate_flow", animate)
+
+    def run(*arguments: str) -> Result:
         capsys.readouterr()
         code = main(arguments)
         captured = capsys.readouterr()
@@ -62,10 +65,10 @@ def trajectory(folder: str | Path = "howsmooth-flow") -> np.ndarray:
 
 
 def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
-    code, out, err = howsmooth(*SMALL, draw=True)
+    code, out, err = howsmooth(*SMALL)
     assert code == 0
     names = {path.name for path in Path("howsmooth-flow").iterdir() if not path.name.startswith(".")}
-    assert names == {"flow.sqlite", "flow.png", "flow.pdf", "flow.gif", "metrics.csv", "trajectory.npz"}
+    assert names == {"flow.sqlite", "metrics.csv", "trajectory.npz"}
     assert trajectory().shape == (5, 6, 2)
     assert pd.read_csv("howsmooth-flow/metrics.csv")["time"].tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert "random: queries, keys and values by Gaussian matrices; softmax attention" in out
@@ -73,6 +76,7 @@ def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     assert "4 frames made" in out
     assert f"Animation: {Path('howsmooth-flow/flow.gif')}" in out
     assert err.splitlines() == ["Reading", "Integrating", "Measuring clusters", "Drawing"]
+    assert "Animation" not in howsmooth(*SMALL, "--animation", "none")[1]
 
 
 def test_the_same_command_again_makes_nothing(howsmooth: Howsmooth) -> None:

@@ -150,13 +150,13 @@ def test_sinkhorn_attention_is_doubly_stochastic() -> None:
 
 
 def test_rescaled_tokens_are_those_of_the_flow_times_the_exponential(tmp_path: Path) -> None:
-    plan = FlowPlan("one-direction", tokens=6, until=1.0, frames=2, rescale=True, rtol=1e-9)
+    plan = FlowPlan("one-direction", tokens=6, until=1.0, frames=2, rescale=True, rtol=1e-6)
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
     system = opened(plan)
-    whole = flow(system.maps[0], system.x, times, rtol=1e-9, atol=1e-12)
+    whole = flow(system.maps[0], system.x, times, rtol=1e-6, atol=1e-9)
     growth = torch.tensor([[math.exp(-t), math.exp(t / 2)] for t in times], dtype=torch.float64)
-    torch.testing.assert_close(found, whole.states * growth[:, None], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found, whole.states * growth[:, None], rtol=1e-4, atol=1e-5)
 
 
 # ---- frames
@@ -333,18 +333,18 @@ def test_growth_of_perturbations_is_measured_once_at_some_times(
 ) -> None:
     # One token is moved by V alone: the flow map is e^{tV}, V = diag(1, −1/2).
     monkeypatch.setattr("howsmooth.study.flows.run._GROWTHS", 2)
-    plan = FlowPlan("one-direction", tokens=1, until=0.25, frames=4, growth=True)
+    plan = FlowPlan("one-direction", tokens=1, until=0.375, frames=3, growth=True)
     carry_out(plan, tmp_path)
     with FlowStore.open(tmp_path, write=False) as store:
         table = store.growth()
-    assert table["time"].tolist() == [0.0, 0.125, 0.25]
+    assert table["time"].tolist() == [0.0, 0.25, 0.375]
     np.testing.assert_allclose(table["value"], np.exp(table["time"]), rtol=1e-6)
     np.testing.assert_allclose(table["product"], np.exp(table["time"]), rtol=1e-6)
     assert (table["lower"] <= table["value"]).all()
     assert (table["value"] <= table["upper"]).all()
     assert table["discretisation_error"].iloc[-1] < 1e-6
     assert set(table["method"]) == {"rk4"}
-    assert set(table["step"]) == {1 / 16}
+    assert set(table["step"]) == {1 / 8}
     tools = dataclasses.replace(flow_tools(), growth=lambda *_, **__: pytest.fail("measured again"))
     run_flow(plan, opened(plan), tmp_path, tools)
     published(tmp_path)
@@ -375,16 +375,20 @@ def test_what_is_written(tmp_path: Path) -> None:
     "options",
     [
         {"dimension": 1},
-        {"dimension": 3, "sphere": True, "growth": True},
+        {"dimension": 3, "sphere": True},
         {"dimension": 5, "causal": True},
         {"dimension": 2, "tokens": 1},
     ],
 )
 def test_every_dimension_can_be_drawn(tmp_path: Path, options: dict[str, Any]) -> None:
     carry_out(FlowPlan(**(SMALL | {"frames": 1} | options)), tmp_path)
-    told = published(tmp_path, ordered=bool(options.get("causal")), animation="gif")
-    assert told.picture.alt.startswith("Ways of ")
-    assert told.animation.stat().st_size > 1000
+    moving = "gif" if options["dimension"] in (1, 3) else "none"
+    told = published(tmp_path, ordered=bool(options.get("causal")), animation=moving)
+    assert told.picture.alt.startswith(
+        f"Ways of {options.get('tokens', 7)} tokens from t = 0 to t = 1; beside"
+    )
+    assert told.picture.png.stat().st_size > 10_000
+    assert moving == "none" or told.animation.stat().st_size > 10_000
 
 
 def view(points: np.ndarray, **options: Any) -> FlowView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ _TAIL = 12
 _PER_SECOND = 15
 _DOTS_PER_INCH = 90
 _FAR = 3.0
+_WIDTH = 72
 _ELLIPSE = "#c1121f"
 
 
@@ -113,7 +115,7 @@ class _Scene:
         self._ring = None
         if view.mean is not None and view.dimensions == 2:
             (self._ring,) = self._axis.plot([], [], color=_ELLIPSE, linewidth=1.6, zorder=5)
-        figure.suptitle(literal(view.title))
+        figure.suptitle(literal(fill(view.title, _WIDTH)), fontsize=9.5)
         self._words = self._axis.set_title("t", loc="left", fontsize=9)
         if self._still is not None:
             set_limits(self._axis, view, self._still)
