@@ -113,7 +113,7 @@ def test_energy_is_monotone_along_the_sphere_where_theory_says_so(sign: float) -
     f, a = symmetric_attention(3, sign)
     x = tokens(4, 8, 3)
     x = x / x.norm(dim=1, keepdim=True)
-    run = flow(Sphere(f), x, torch.linspace(0, 1, 5, dtype=torch.float64))
+    run = flow(Sphere(f), x, [0.0, 0.25, 0.5, 0.75, 1.0], method="rk4", step=0.125)
     energies = torch.tensor([log_interaction_energy(y, a) for y in run.points])
     changes = sign * energies.diff()
     assert (changes > -1e-7).all()
@@ -163,18 +163,17 @@ def one_head(causal: bool) -> hs.SelfAttention:
 
 
 @pytest.mark.parametrize(
-    "f",
-    [one_head(False), one_head(True), commuting_attention(0)],
-    ids=["one head", "causal", "heads that commute"],
+    ("f", "weighted"),
+    [(one_head(False), False), (one_head(True), True), (commuting_attention(0), False)],
+    ids=["one head", "causal, of a measure", "heads that commute"],
 )
-@pytest.mark.parametrize("weighted", [False, True])
 def test_the_field_of_rescaled_tokens_gives_the_rescaled_flow(f: hs.SelfAttention, weighted: bool) -> None:
     x = tokens(7, 4, f.d)
     start = DiscreteMeasure(x, WEIGHTS, positions=torch.tensor([0.1, 0.3, 0.3, 0.9])) if weighted else x
-    times = [0.0, 0.2, 0.5]
-    there = rescaled(flow(f, start, times, method="dopri8"), f)
-    here = flow(Rescaled(f), start, times, method="dopri8")
-    torch.testing.assert_close(here.points, there.points, rtol=1e-5, atol=1e-5)
+    times = [0.0, 0.1, 0.3]
+    there = rescaled(flow(f, start, times, method="rk4", step=0.05), f)
+    here = flow(Rescaled(f), start, times, method="rk4", step=0.05)
+    torch.testing.assert_close(here.points, there.points, rtol=1e-4, atol=1e-4)
     if weighted:
         assert isinstance(there.states[1], DiscreteMeasure)
         torch.testing.assert_close(there.states[1].weights, WEIGHTS)
@@ -184,7 +183,8 @@ def test_the_field_of_rescaled_tokens_gives_the_rescaled_flow(f: hs.SelfAttentio
 
 def test_rescaled_tokens_are_the_exponential_times_the_tokens() -> None:
     f, x = one_head(False), tokens(8, 3, D)
-    run = flow(f, x, [0.0, 1.0], rtol=1e-6, estimate_error=True)
+    run = flow(f, x, [0.0, 1.0], method="euler", step=0.5, estimate_error=True)
+    assert run.error is not None
     v = value_matrix(f)
     torch.testing.assert_close(v, f.output @ f.value[0])
     moved = rescaled(run, v)
