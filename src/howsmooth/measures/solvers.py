@@ -133,12 +133,12 @@ def on_the_line(problem: Problem) -> Solution:
     costs = problem.costs_of(plan)
     order = np.lexsort((y[plan.columns], x[plan.rows]))
     monotone = bool(np.all(np.diff(y[plan.columns][order]) >= 0))
-    missing = sum(
-        float(np.abs(np.bincount(places, plan.masses, len(wanted)) - wanted).sum())
-        for places, wanted in ((plan.rows, problem.a), (plan.columns, problem.b))
-    )
-    # Sums of masses are rounded, too, by parts of the whole.
-    missing += 2 * len(costs) * EPSILON
+    missing = 0.0
+    for places, wanted in ((plan.rows, problem.a), (plan.columns, problem.b)):
+        carried = np.bincount(places, plan.masses, len(wanted))
+        # A sum of k masses is rounded k times.
+        rounding = 2 * EPSILON * np.bincount(places, minlength=len(wanted)) * carried
+        missing += math.fsum(np.abs(carried - wanted) + rounding)
     below = math.fsum(plan.masses * costs) * (1 - problem.rounding) - missing if monotone else 0.0
     nearest = problem.nearest_below()
     plan = problem.repaired(plan)
