@@ -57,6 +57,8 @@ def test_the_fused_kernel_is_used_and_takes_every_size(
     torch.func.vjp(f, x)
     with forward_ad.dual_level():
         f(forward_ad.make_dual(x, x))
+    torch.func.jvp(torch.func.vmap(f), (x,), (x,))
+    torch.func.jvp(lambda t: torch.func.vjp(lambda s: f(t) * s, x[0, 0])[0], (x,), (x,))
     assert len(used) == 2
 
 

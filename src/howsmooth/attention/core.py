@@ -109,8 +109,8 @@ def attend(
 ) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
     """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
 
-    ``triangle`` tells of ``visible`` that it is the triangle of the causal mask, or all keys (False): then
-    long sequences on a CPU go through PyTorch's fused kernel, unless a derivative is asked for: it lacks
+    ``triangle`` tells of ``visible`` that it is all keys (False), or the causal triangle, no offsets (True):
+    long sequences on a CPU then go through PyTorch's fused kernel, unless a derivative is asked for: it lacks
     some. A backward pass through the blocks keeps them.
     """
     group, n = q.shape[-3], q.shape[-2]
@@ -120,8 +120,7 @@ def attend(
     q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
     long = len(k) * group * n * n > _FUSED_ABOVE and q.device.type == "cpu"
     inputs = (q, k, v) if offsets is None else (q, k, v, offsets)
-    fits = triangle is not None and (offsets is None or not triangle)
-    if long and fits and not any(differentiated(t) for t in inputs):
+    if long and triangle is not None and not any(differentiated(t) for t in inputs):
         return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, n, -1)
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
@@ -159,8 +158,9 @@ def _fused(
 
 def differentiated(t: Tensor) -> bool:
     """Tell whether a derivative with respect to ``t`` may be asked for, in any mode of PyTorch."""
+    # In this order: within torch.func.vmap a dual cannot be taken apart.
     return (
         t.requires_grad
-        or forward_ad.unpack_dual(t).tangent is not None
         or torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or forward_ad.unpack_dual(t).tangent is not None
     )
