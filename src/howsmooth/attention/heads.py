@@ -117,15 +117,9 @@ class HeadsAttention(TokenMap):
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
         """Return queries, keys and values of tokens X, after biases."""
-
-        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = X @ weight.flatten(0, 1).mT
-            if bias is not None:
-                rows = rows + bias.flatten()
-            return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
-
-        queries, keys = project(self.query, self.query_bias), project(self.key, self.key_bias)
-        return queries, keys, project(self.value, self.value_bias)
+        queries = _in_heads(X, self.query, self.query_bias)
+        keys = _in_heads(X, self.key, self.key_bias)
+        return queries, keys, _in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
         """Return queries (..., heads, n, key_dim) as (..., kv_heads, group, n, key_dim)."""
@@ -140,3 +134,11 @@ class HeadsAttention(TokenMap):
             return rows
         out = rows @ self.output.mT
         return out if self.output_bias is None else out + self.output_bias
+
+
+def _in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return X in the coordinates of every head, (..., heads, n, dim)."""
+    rows = X @ weight.flatten(0, 1).mT
+    if bias is not None:
+        rows = rows + bias.flatten()
+    return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)

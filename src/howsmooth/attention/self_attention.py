@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,15 +159,13 @@ class SelfAttention(HeadsAttention):
         return q, k, v
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        def visible(rows: slice) -> Tensor | None:
-            return self.visible_keys(x.shape[-2], weighting, rows)
-
         if weighting is not None:
             self._check_acts_on_measures()
         q, k, v = self.projections(x)
         log_weights = None if weighting is None else weighting.log_weights[None, None]
         # A boolean mask and positions show other keys than a triangle.
         triangle = self.causal if self.mask is None and (weighting is None or not self.causal) else None
+        visible = partial(self.visible_keys, x.shape[-2], weighting)
         heads = attend(self._grouped(q), k, v, self.scale, visible, log_weights, triangle=triangle)
         return self._projected(heads)
 
