@@ -17,11 +17,19 @@ from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
 
+def _l2(seed: int, *, causal: bool) -> hs.L2Attention:
+    parameters = random_attention(seed, heads=4, kv_heads=2)._tensors()
+    return hs.L2Attention(**parameters, scale=0.3, causal=causal)
+
+
+MAPS = CASES | {"L2": lambda n: _l2(1, causal=False), "L2, causal": lambda n: _l2(2, causal=True)}
+
+
 @pytest.mark.parametrize("entries", [1, 150])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAPS)
 def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry: a row of one head at a time; 150: several heads, or some rows of a group."""
-    f, x = CASES[name](7), tokens(0, 2, 7, D)
+    f, x = MAPS[name](7), tokens(0, 2, 7, D)
     whole = f(x)
     positions = torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2])
     acts = "masked" not in name and "rotary" not in name
