@@ -1,10 +1,11 @@
 """Attention on a measure, beside NumPy as one would write it: P ∝ a e^S as n × n matrices, head by head.
 
-    python benchmarks/mean_field.py
-    python benchmarks/mean_field.py --sizes 500,2000 --threads 2
+    OMP_NUM_THREADS=1 python benchmarks/mean_field.py
+    OMP_NUM_THREADS=1 python benchmarks/mean_field.py --sizes 500,2000
 
-The same measure, in turns. Each row: seconds of howsmooth and of NumPy, their ratio, how far the images are
-apart, the peak of memory that one push-forward adds in a process of its own, and what one n × n matrix takes.
+The same measure, in turns. Each row: processor seconds of howsmooth and of NumPy, their ratio, how far the
+images are apart, the peak of memory that one push-forward adds in a process of its own, and what one n × n
+matrix takes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ def peak(n: int, *, push: bool) -> float:
 
 def main() -> int:
     arguments = options(__doc__.splitlines()[0], "300,1000,3000").parse_args()
-    torch.set_num_threads(arguments.threads)
     rows: list[dict[str, object]] = []
     for n in (int(size) for size in arguments.sizes.split(",")):
         for causal in (False, True):

@@ -1,10 +1,11 @@
 """Distances between measures, beside POT called directly and NumPy as one would write it.
 
-    python benchmarks/transport.py                    # some minutes on one core
-    python benchmarks/transport.py --sizes 300,1000
+    OMP_NUM_THREADS=1 python benchmarks/transport.py     # some minutes
+    OMP_NUM_THREADS=1 python benchmarks/transport.py --sizes 300,1000
 
-The same two measures, in turns. Each row: seconds of howsmooth, of the alternative, their ratio, how far the
-two values are apart and how wide howsmooth's interval is, both relative. The alternatives give no interval.
+The same two measures, in turns. Each row: processor seconds of howsmooth and of the alternative, their ratio,
+how far the two values are apart and how wide howsmooth's interval is, both relative. The alternatives give no
+interval.
 """
 
 from __future__ import annotations
@@ -105,7 +106,6 @@ def cases(n: int) -> list[Case]:
 
 def main() -> int:
     arguments = options(__doc__.splitlines()[0], "300,1000,3000,5000").parse_args()
-    torch.set_num_threads(arguments.threads)
     rows: list[dict[str, object]] = []
     for n in (int(size) for size in arguments.sizes.split(",")):
         for name, other, ours, theirs in cases(n):

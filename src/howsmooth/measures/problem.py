@@ -23,9 +23,6 @@ __all__ = ["Plan", "Problem"]
 EPSILON = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 
-# Rounds in which missing mass is put on entries that carry some.
-_ROUNDS = 4
-
 # Potentials are taken over so many pairs of atoms at once.
 _BLOCK_PAIRS = 1 << 22
 
@@ -92,25 +89,14 @@ class Problem:
     def repaired(self, plan: Plan) -> Plan:
         """Return a plan whose marginals are ``a`` and ``b`` to rounding, close to the one given.
 
-        Rows and columns that carry too much are scaled down (Altschuler, Weed and Rigollet 2017); what is
-        then missing goes along the entries that are there, as far as it can, and the rest anywhere.
+        Rows and columns that carry too much are scaled down, and what is then missing is put anywhere
+        (Altschuler, Weed and Rigollet 2017).
         """
         n, m = len(self.a), len(self.b)
         masses = plan.masses * _shares(self.a, np.bincount(plan.rows, plan.masses, n))[plan.rows]
         masses = masses * _shares(self.b, np.bincount(plan.columns, masses, m))[plan.columns]
         left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
         right = np.maximum(self.b - np.bincount(plan.columns, masses, m), 0.0)
-        for _ in range(_ROUNDS):
-            wanting = np.flatnonzero((left[plan.rows] > 0) & (right[plan.columns] > 0))
-            rows, columns = plan.rows[wanting], plan.columns[wanting]
-            # Each entry takes its part of what its row and its column miss: all of it where it is alone.
-            parts = np.minimum(
-                left[rows] / np.bincount(rows, minlength=n)[rows],
-                right[columns] / np.bincount(columns, minlength=m)[columns],
-            )
-            masses[wanting] += parts
-            left = np.maximum(left - np.bincount(rows, parts, n), 0.0)
-            right = np.maximum(right - np.bincount(columns, parts, m), 0.0)
         rest = _corner(left, right)
         return Plan(
             np.concatenate((plan.rows, rest.rows)),
