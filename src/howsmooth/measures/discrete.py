@@ -217,7 +217,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     def _rebuilt(self, points: Tensor, weighting: Weighting) -> DiscreteMeasure:
         built = DiscreteMeasure(points)
-        # Not normalised again: weights that nothing changes stay the same to the last bit.
+        # Neither checked nor normalised again: nothing has changed them.
         built.log_weights, built.positions = weighting.log_weights, weighting.positions
         return built
 
