@@ -309,6 +309,13 @@ def test_blow_up_is_reported_with_its_time() -> None:
         growth(lambda t, x: x**3, tokens(0, 2, 2).abs() + 0.5, [0.0, 1.0], step=0.01)
 
 
+def test_a_time_at_which_rounding_leaves_no_digit_is_named() -> None:
+    """Scores of about 1e18, which float64 holds to a hundred: who attends to whom is up to rounding."""
+    f, x = small(11), 1e9 * tokens(16, 4, 3)
+    with pytest.raises(NonFiniteError, match=r"t = 0\.5, where it may be off"):
+        growth(f, x, [0.0, 0.5, 1.0], method="euler", step=0.5)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

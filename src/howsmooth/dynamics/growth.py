@@ -24,12 +24,14 @@ from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised import LinearisedFlow
 from howsmooth.dynamics.rescaled import Rescaled
 from howsmooth.dynamics.states import Tokens, system_of
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 
 __all__ = ["Growth", "growth"]
 
 _KEPT_BYTES = 1 << 30
+# The relative rounding from which on golub_kahan refuses an operator.
+_NO_DIGIT = 0.1
 # Width of the intervals of the velocity's local constants: the values are right to its square, and their
 # integral is no bound.
 _RATE = 1e-2
@@ -256,6 +258,14 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
     """Solve for the flow map up to each time but the first."""
     rounding = _rounding(trajectory, times)
+    for time, relative in zip(times, rounding, strict=True):
+        if not float(relative) < _NO_DIGIT:
+            raise NonFiniteError(
+                "times",
+                expected="times until which rounding leaves the growth a digit",
+                got=f"t = {time:g}, where it may be off by a factor of {1 + float(relative):.2g}",
+                remedy="End earlier: the scores are too large by then, or the flow spreads rounding itself.",
+            )
     return [solve(trajectory.until(frame, rounding[frame]), frame) for frame in range(1, len(times))]
 
 
