@@ -24,8 +24,8 @@ __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
 Method = Literal["exact", "entropic", "1d", "bures", "matched", "conditional"]
 
-# Pairs of atoms whose costs are held at once: 4 GB of float64, of which POT makes some copies.
-_LARGEST = 5 * 10**8
+# Pairs of atoms, each of which takes 41 bytes of costs and plan while POT works: 8 GB.
+_LARGEST = 2 * 10**8
 
 
 @dataclass(frozen=True, eq=False)
