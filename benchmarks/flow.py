@@ -4,10 +4,10 @@
     python benchmarks/flow.py --sizes 100,1000 --growth-sizes 8,16 --memory-tokens 5000 --threads 2
 
 All take the same steps of the 3/8 rule, in turns. "autograd loop" is attention as a PyTorch module whose
-parameters ask for gradients, called in a loop; "no_grad loop" the same under ``torch.no_grad``. Memory is what a
-flow adds to the resident size of its process, at the most. Growth is measured at rtol 1e-6, with the constants
-of the steps, against reverse-mode autodiff of the whole loop, one product a row, and the singular values of
-what that gives.
+parameters ask for gradients, called in a loop; "no_grad loop" the same under ``torch.no_grad``. Memory is
+what a flow adds to the resident size of its process, at the most. Growth is measured at rtol 1e-6, with the
+constants of the steps, against reverse-mode autodiff of the whole loop, one product a row, and the singular
+values of what that gives.
 """
 
 from __future__ import annotations
