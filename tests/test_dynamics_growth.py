@@ -270,6 +270,15 @@ def test_a_layer_is_a_residual_step_and_its_rate_the_local_constant() -> None:
     assert float(found.step_rate[0]) == pytest.approx(0.5 * local, rel=1e-3)
 
 
+def test_the_constant_of_a_short_layer_is_one_plus_its_logarithmic_norm() -> None:
+    f, x, h = small(12), tokens(17, 3, 3), 1e-4
+    found = growth(f, x, [0.0, h], method="residual", step=h, rtol=1e-11, estimate_error=False)
+    j = dense_jacobian(f, x)
+    logarithmic = float(torch.linalg.eigvalsh((j + j.mT) / 2)[-1])
+    assert (float(found.product[1]) - 1) / h == pytest.approx(logarithmic, rel=1e-2)
+    assert logarithmic < 0.9 * norm(j)
+
+
 def test_what_is_not_kept_is_made_anew_and_changes_nothing() -> None:
     f, x = random_attention(8), tokens(13, 4, D)
     settings = {"method": "euler", "step": 0.25, "estimate_error": False}
