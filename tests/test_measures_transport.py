@@ -171,7 +171,9 @@ def test_mass_that_one_side_does_not_have_is_charged():
     problem = Problem(x, x, np.array([0.5, 0.5]), np.array([0.5, 0.5 - 1e-10]), 2.0)
     plan = problem.repaired(Plan(np.arange(2), np.arange(2), np.array([0.5, 0.5])))
     assert plan.unplaced == pytest.approx(1e-10)
-    assert problem.cost_above(plan) >= 1e-10
+    assert problem.cost_above(plan) == pytest.approx(1e-10 * 0.5**2)
+    still = DiscreteMeasure(torch.full((4, 2), 3.0)), DiscreteMeasure(torch.full((3, 2), 3.0))
+    assert wasserstein(*still).upper == 0
 
 
 def test_a_solver_that_stops_early_is_not_believed(monkeypatch):
@@ -329,6 +331,18 @@ def test_thousands_of_atoms_in_seconds():
     assert time.process_time() - began < 60
     assert found.converged
     assert found.upper - found.lower < 1e-9 * found.upper
+
+
+def test_orders_so_large_that_powers_underflow_are_not_taken_for_known():
+    mu, nu = measure(52, 6, 2), measure(53, 5, 2, 3.0)
+    found = wasserstein(mu, nu, 900)
+    # Between the mean and the greatest displacement of any plan.
+    far = torch.cdist(mu.points, nu.points)
+    assert found.lower <= float(far.max())
+    assert found.upper >= float(wasserstein(mu, nu, 4).value)
+    assert found.converged == (found.upper - found.lower <= 1e-6 * found.upper)
+    close = DiscreteMeasure(torch.cat((mu.points, mu.points + 1e-4)), torch.cat((mu.weights, mu.weights)) / 2)
+    assert not wasserstein(mu, close, 10).converged
 
 
 # ---- what a distance has to be

@@ -19,6 +19,9 @@ from howsmooth.measures.solvers import Solution
 
 __all__ = ["Answer", "Pair", "in_units"]
 
+# Distances that are not known, but below this part of the extent of the points, count as zero.
+NEGLIGIBLE = 1e-6
+
 # Lighter atoms are left to the interval: POT's float64 has no room to split such masses.
 _LIGHTEST = math.log(1e-300)
 
@@ -135,8 +138,11 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """W_p that rounding of the weights alone can make: ((n + m) ε)^{1/p} times the largest distance."""
-        return float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p))
+        """W_p that rounding of the weights alone can make: ((n + m) ε)^{1/p} times the largest distance.
+
+        Of large orders that is no longer small; an answer counts as zero below a millionth only.
+        """
+        return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
     def in_units(self, scaled: float) -> float:
         """Return a distance in the units of the points."""

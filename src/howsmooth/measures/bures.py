@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from howsmooth.measures.atoms import in_units
+from howsmooth.measures.atoms import NEGLIGIBLE, in_units
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.problem import EPSILON
 
@@ -46,7 +46,7 @@ class GaussianAnswer:
     def noise(self) -> float:
         """W₂ that rounding of the covariances alone can make, as :attr:`Pair.noise`."""
         d = len(self.by_means[0])
-        return d * math.sqrt(8 * EPSILON)
+        return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)
 
 
 def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
