@@ -108,8 +108,9 @@ class Problem:
     def cost_above(self, plan: Plan) -> float:
         """Return the cost of a feasible plan, rounded up; what is unplaced goes from end to end."""
         box = np.maximum(self.x.max(0), self.y.max(0)) - np.minimum(self.x.min(0), self.y.min(0))
-        farthest = float(np.linalg.norm(box)) ** self.p
-        return (math.fsum(plan.masses * self.costs_of(plan)) + plan.unplaced * farthest) * (1 + self.rounding)
+        farthest = float(np.linalg.norm(box) ** self.p)
+        moved = math.fsum(plan.masses * self.costs_of(plan))
+        return (moved + plan.unplaced * farthest) * (1 + self.rounding)
 
     # ---- below
 
