@@ -65,8 +65,8 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upp
 
 # Nothing is fetched while building, so names of other packages have no page to point to.
 _OTHERS = (
-    "torch numpy np pandas pd scipy jaxtyping transformers pathlib collections abc typing sqlite3 filelock "
-    "Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self"
+    "torch numpy np pandas pd scipy matplotlib jaxtyping transformers pathlib collections abc typing sqlite3 "
+    "filelock Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self"
 )
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),

@@ -65,7 +65,7 @@ def animate_flow(
     folder
         For the file.
     kind
-        Of :data:`ANIMATIONS`; nothing is written for ``none``.
+        ``gif``, ``mp4`` or ``none``; nothing is written for the last.
     on_frame
         Told how many frames are drawn, of how many.
 

@@ -79,7 +79,7 @@ def publish_flow(
     ordered
         Whether tokens see those before them only, so that they are coloured by their place.
     animation
-        Of :data:`~howsmooth.study.figures.flow_animation.ANIMATIONS`.
+        ``gif``, ``mp4`` or ``none``.
     tolerance
         Tokens nearer to each other than this are one cluster; ``None`` for a twentieth of how far the tokens
         are from their mean at the start, as root mean square.
