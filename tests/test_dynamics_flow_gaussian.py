@@ -53,17 +53,18 @@ def test_blow_up_time_of_the_riccati_equation(method: str, step: float | None) -
     start = Gaussian(
         torch.tensor([0.3, -0.2], dtype=torch.float64), torch.diag(torch.tensor([1.0, 0.5])).double()
     )
-    got = flow(multiples_of_identity(0.8, 0.5, 2), start, [0, 0.5, 1.0, 1.3, 2.0], method=method, step=step)
+    keywords = {"step": step} if step else {"rtol": 1e-6, "atol": 1e-6}
+    got = flow(multiples_of_identity(0.8, 0.5, 2), start, [0, 0.5, 1.0, 1.3, 2.0], method=method, **keywords)
     lower, upper = got.blow_up
     assert got.status == "blew up"
     assert lower <= 1 / (2 * 0.8 * 0.5 * 1.0) <= upper
-    assert upper - lower < (1e-5 if step is None else 1.0)
+    assert upper - lower < (1e-4 if step is None else 1.0)
     assert got.times.tolist() == [0, 0.5, 1.0]
     assert all(bool(torch.isfinite(state.covariance).all()) for state in got.states)
     if step is None:
         mean, covariance = riccati(start, 0.8, 0.5, 1.0)
-        assert torch.allclose(got.final.covariance, covariance, rtol=1e-5)
-        assert torch.allclose(got.final.mean, mean, rtol=1e-5)
+        assert torch.allclose(got.final.covariance, covariance, rtol=1e-4)
+        assert torch.allclose(got.final.mean, mean, rtol=1e-4)
 
 
 def test_multi_head_attention_follows_the_equations_of_mean_and_covariance() -> None:
@@ -109,7 +110,7 @@ def test_particles_converge_to_the_gaussian_at_the_rate_one_half() -> None:
     f, start = random_attention(3, heads=1, d=2, d_out=2, temperature=0.5), random_gaussian(4, 2, 0.4)
     keywords = {"method": "rk4", "step": 0.25}
     wanted = flow(f, start, [0, 0.5], **keywords).final
-    counts, seeds = [32, 128, 512], 48
+    counts, seeds = [16, 64, 256], 64
     errors = []
     for n in counts:
         x = torch.stack([start.sample(n, 1000 * n + seed).points for seed in range(seeds)])
