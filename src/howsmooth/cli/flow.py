@@ -25,7 +25,7 @@ from howsmooth.cli.options import (
 )
 from howsmooth.cli.progress import Display, choose
 from howsmooth.cli.watch import INTERRUPTED
-from howsmooth.study.names import encodable
+from howsmooth.study.names import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.flows.run import FlowProgress
@@ -248,7 +248,7 @@ def flow(
             )
             published = publish_flow(
                 out,
-                title=f"{system.label}: {system.title}",
+                title=f"{readable(system.label)}: {system.title}",
                 ordered=system.in_order,
                 animation=str(animation),
                 tolerance=tolerance,
