@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Distances and scores of pairs are formed in blocks of rows of at most this many pairs.
-_PAIRS = 1 << 21
+_PAIRS = 1 << 20
 
 
 def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
@@ -104,11 +104,11 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
     if matrix is not None:
         images = points @ as_parameter("matrix", matrix, (points.shape[1],) * 2).to(points).mT
     rows = max(1, _PAIRS // len(points))
-    blocks = [
-        torch.logsumexp(beta * (images[i : i + rows] @ points.mT) + logs[i : i + rows, None] + logs, (0, 1))
-        for i in range(0, len(points), rows)
-    ]
-    return float(torch.logsumexp(torch.stack(blocks), 0)) - math.log(2 * beta)
+    total = -math.inf
+    for i in range(0, len(points), rows):
+        exponents = beta * (images[i : i + rows] @ points.mT) + logs[i : i + rows, None] + logs
+        total = float(np.logaddexp(total, float(torch.logsumexp(exponents, (0, 1)))))
+    return total - math.log(2 * beta)
 
 
 def effective_rank(state: State) -> float:
