@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float64
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -24,6 +25,7 @@ from howsmooth.study.figures.style import GREY, STYLE, literal, new_figure, save
 __all__ = ["FlowPicture", "draw_flow", "map_axis", "set_limits"]
 
 _ELLIPSE = "#c1121f"
+_LEAST_SPAN = 0.02
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,23 @@ def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
             axis.set_yscale("log")
         else:
             axis.yaxis.set_major_locator(MaxNLocator(4, integer=whole))
+            axis.ticklabel_format(axis="y", useOffset=False)
+            _keep_apart(axis, values[there])
         _frame(axis, str(name), last=row == rows - 1)
         above = above or axis
     if view.growth is not None:
         _draw_growth(figure.add_subplot(places[rows - 1, 0], sharex=above), view.growth)
+
+
+def _keep_apart(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
+    """Show what hardly changes as a line that is hardly steep."""
+    if not len(values):
+        return
+    low, high = float(values.min()), float(values.max())
+    least = _LEAST_SPAN * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axis.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
