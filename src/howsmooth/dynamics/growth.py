@@ -62,7 +62,8 @@ class Growth:
         it was not asked for.
     input_direction, output_direction
         Unit vectors (frames, n, d): the perturbation of the start that grows most until each time, and where
-        the flow carries it. At the first time they are zero: nothing has happened yet.
+        the flow carries it. At the first time they are zero: nothing has happened yet. Of a measure they hold
+        √a_i e_i, e_i the displacement of the atom of weight a_i.
     states
         (frames, n, d), float64.
     step_times, step_value, step_lower, step_upper
