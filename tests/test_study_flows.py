@@ -129,11 +129,12 @@ def test_named_systems_are_what_they_are_called(name: str, causal: bool) -> None
     np.testing.assert_allclose(f(torch.from_numpy(x)).numpy(), p @ x @ value.T, rtol=1e-12, atol=1e-12)
 
 
-def test_l2_attention_scores_by_distance() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_l2_attention_scores_by_distance(causal: bool) -> None:
     x = np.random.default_rng(5).normal(size=(4, 2))
-    options: dict[str, Any] = {"causal": False, "beta": 0.5, "generator": torch.Generator()}
+    options: dict[str, Any] = {"causal": causal, "beta": 0.5, "generator": torch.Generator()}
     f = build_system("identity", 2, attention="l2", **options)
-    weights = np.exp(-0.5 * ((x[:, None] - x[None]) ** 2).sum(axis=2))
+    weights = np.exp(-0.5 * ((x[:, None] - x[None]) ** 2).sum(axis=2)) * (np.tri(4) if causal else 1.0)
     wanted = (weights / weights.sum(axis=1, keepdims=True)) @ x
     np.testing.assert_allclose(f(torch.from_numpy(x)).numpy(), wanted, rtol=1e-12)
 
@@ -193,8 +194,16 @@ def test_a_second_seed_is_another_start_and_a_longer_flow_the_same() -> None:
     x = opened(FlowPlan(**SMALL)).x
     assert torch.equal(x, opened(FlowPlan(**(SMALL | {"until": 9.0, "method": "rk4"}))).x)
     assert not torch.equal(x, opened(FlowPlan(**SMALL, seed=1)).x)
-    norms = torch.linalg.vector_norm(opened(FlowPlan(**SMALL, sphere=True, radius=3.0)).x, dim=1)
-    torch.testing.assert_close(norms, torch.full((7,), 3.0, dtype=torch.float64))
+    options: tuple[dict[str, Any], ...] = (
+        {"start": "sphere"},
+        {"sphere": True},
+        {"start": "gaussian", "sphere": True},
+    )
+    for option in options:
+        norms = torch.linalg.vector_norm(opened(FlowPlan(**SMALL, **option, radius=3.0)).x, dim=1)
+        torch.testing.assert_close(norms, torch.full((7,), 3.0, dtype=torch.float64))
+    drawn = opened(FlowPlan(**(SMALL | {"tokens": 4000}), radius=3.0)).x
+    assert float(drawn.std()) == pytest.approx(3.0, rel=0.05)
 
 
 def test_tokens_of_a_text_are_put_on_the_sphere_of_their_own_size() -> None:
