@@ -177,6 +177,18 @@ def test_layers_move_a_gaussian_one_after_another() -> None:
     assert torch.equal(got.covariance, wanted.covariance)
 
 
+@pytest.mark.parametrize("keywords", [{"rtol": 1e-4, "atol": 1e-4}, {"method": "rk4", "step": 0.25}])
+def test_a_covariance_that_overflows_before_its_root_ends_the_flow(keywords: dict[str, object]) -> None:
+    # x' = x: Σ = e^{2t} Σ(0) leaves float64 at t = log(1.8e8) / 2 = 9.5, its root at twice 355 only.
+    f = hs.Residual(multiples_of_identity(1.0, 0.0, 1))
+    start = Gaussian(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), 1e300, dtype=torch.float64))
+    got = flow(f, start, [0.0, 5.0, 15.0], **keywords)
+    assert got.status == "blew up"
+    assert got.times.tolist() == [0.0, 5.0]
+    assert got.blow_up[0] <= math.log(1.797e8) / 2 <= got.blow_up[1] < 10.5
+    assert float(got.final.covariance) == pytest.approx(1e300 * math.exp(10), rel=1e-2)
+
+
 def test_progress_tells_gaussians() -> None:
     told: list[object] = []
     flow(random_attention(17), random_gaussian(18), [0, 0.1], on_progress=lambda t, s: told.append(s))

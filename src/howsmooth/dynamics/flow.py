@@ -156,8 +156,9 @@ def _ending(
                 "is too large",
                 None,
             )
-        lower = max(origin, min(lower, second.ended[0]) - 2 * apart)
-        upper = max(upper, second.ended[1]) + 2 * apart
+        margin = 2 * apart + (plan.rtol * (upper - origin) if plan.step is None else plan.step)
+        lower = max(origin, min(lower, second.ended[0]) - margin)
+        upper = max(upper, second.ended[1]) + margin
     return "blew up", f"{run.reason}, between t = {lower:.10g} and {upper:.10g}", (lower, upper)
 
 

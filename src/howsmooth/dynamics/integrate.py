@@ -96,6 +96,7 @@ class _Watch:
     """The velocity as torchdiffeq calls it, with the callbacks by which it tells of its steps."""
 
     velocity: Velocity
+    finite: Callable[[Tensor], bool]
     plan: Plan
     span: float
     initial: float
@@ -113,7 +114,7 @@ class _Watch:
     def callback_step(self, t0: Tensor, y0: Tensor, dt: Tensor) -> None:
         """Look at the state before a step is tried; end the run where none is possible."""
         time, step = float(t0), float(dt)
-        if not bool(torch.isfinite(y0).all()):
+        if not self.finite(y0):
             # An overflow can pass for a step without error, where the tolerance overflows as well.
             raise _SmallerStepError if self.plan.adaptive else self.overflow(self.time, time)
         self.steps += 1
@@ -171,10 +172,10 @@ def integrate(
     for begin, end in pairwise(times):
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
-            watch = _Watch(system.velocity(left, right), plan, span, initial, left, y)
+            watch = _Watch(system.velocity(left, right), system.finite, plan, span, initial, left, y)
             try:
                 y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
-                if not bool(torch.isfinite(y).all()):
+                if not system.finite(y):
                     raise watch.overflow(watch.time, right)
             except _EndedError as ended:
                 run.status, run.reason = ended.status, ended.reason

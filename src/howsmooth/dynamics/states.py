@@ -49,6 +49,10 @@ class System(abc.ABC):
         """Return the tensor from which the flow goes on after a stretch, as if it started there."""
         return y
 
+    def finite(self, y: Tensor) -> bool:
+        """Tell whether what the tensor stands for is finite."""
+        return bool(torch.isfinite(y).all())
+
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
         """Return an upper bound of the distance W₂ of two states: that of tokens matched as they stand."""
@@ -140,8 +144,6 @@ class Moments(System):
 
         def affine(t: Tensor, y: Tensor) -> Tensor:
             mean, covariance = _unpack(y)
-            if not bool(torch.isfinite(covariance).all()):
-                return torch.full_like(y, torch.nan)
             matrix, shift = affine_action_at(f, mean, covariance)
             moved = matrix @ y
             return torch.cat((moved[:, :1] + shift[:, None], moved[:, 1:]), dim=1)
@@ -162,6 +164,10 @@ class Moments(System):
 
     def drift(self, y: Tensor) -> None:
         """Return None: nothing is preserved."""
+
+    def finite(self, y: Tensor) -> bool:
+        """Tell whether mean and covariance are finite; the latter overflows before its root does."""
+        return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:
         """Return √(|α − α'|² + ‖L − L'‖²): that of x = α + L z and x' = α' + L' z, root mean square."""
@@ -195,8 +201,6 @@ def system_of(field: Field, start: object) -> System:
 
 
 def _pack(mean: Tensor, covariance: Tensor) -> Tensor:
-    if not bool(torch.isfinite(covariance).all()):
-        return torch.full((len(mean), 1 + len(mean)), torch.nan, dtype=mean.dtype, device=mean.device)
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
     return torch.cat((mean[:, None], root), dim=1)

@@ -33,8 +33,9 @@ class Trajectory:
         Why the flow ended before the last time, in one sentence; empty if it finished.
     blow_up
         Interval (lower, upper) that holds the time of the blow-up, if there is one. It is estimated by a
-        second run at half the step or a tenth of the tolerances, and twice the difference is added on both
-        sides; for residual layers it is the layer at which the numbers overflow.
+        second run at half the step or a tenth of the tolerances. Twice the difference, and one step or the
+        relative tolerance, are added on both sides. For residual layers it is the layer at which the
+        numbers overflow.
     error
         Estimate of the error of the last state, or None where it was not asked for: the root mean square
         distance of its tokens (with the weights of a measure) from those of the flow, from a second run at
