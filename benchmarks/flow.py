@@ -1,7 +1,7 @@
 """Flows beside plain RK4 loops in PyTorch and NumPy, their memory, and growth beside dense derivatives.
 
     python benchmarks/flow.py
-    python benchmarks/flow.py --sizes 100,1000 --growth-sizes 8,16 --memory-tokens 5000 --threads 2
+    python benchmarks/flow.py --sizes 100,1000 --growth-sizes 8,16 --memory-tokens 5000
 
 All take the same steps of the 3/8 rule, in turns. "autograd loop" is attention as a PyTorch module whose
 parameters ask for gradients, called in a loop; "no_grad loop" the same under ``torch.no_grad``. Memory is
@@ -183,7 +183,6 @@ def main() -> int:
     parser.add_argument("--growth-sizes", default="8,32,64")
     parser.add_argument("--memory-tokens", type=int, default=20_000)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     sizes, growth_sizes = (
         [int(n) for n in given.split(",")] for given in (arguments.sizes, arguments.growth_sizes)
     )
