@@ -189,6 +189,14 @@ def test_a_covariance_that_overflows_before_its_root_ends_the_flow(keywords: dic
     assert float(got.final.covariance) == pytest.approx(1e300 * math.exp(10), rel=1e-2)
 
 
+def test_a_covariance_that_overflows_in_the_last_step_is_not_kept() -> None:
+    f = hs.Residual(multiples_of_identity(1.0, 0.0, 1))
+    start = Gaussian(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), 1e308, dtype=torch.float64))
+    got = flow(f, start, [0.0, 1.0], method="residual", step=1.0)
+    assert got.blow_up == (0.0, 1.0)
+    assert got.times.tolist() == [0.0]
+
+
 def test_progress_tells_gaussians() -> None:
     told: list[object] = []
     flow(random_attention(17), random_gaussian(18), [0, 0.1], on_progress=lambda t, s: told.append(s))
