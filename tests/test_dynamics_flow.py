@@ -13,6 +13,7 @@ from scipy.linalg import expm
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.attention import L2Attention, SinkhornAttention
 from howsmooth.dynamics import Layers, Sphere, flow
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
@@ -474,3 +475,14 @@ def test_bad_fields_are_refused(make: Callable[[], object], words: str) -> None:
 def test_a_start_without_finite_numbers_is_an_error_of_its_own() -> None:
     with pytest.raises(NonFiniteError):
         flow(_attention(), tokens(0, 3, D) * math.inf, [0, 1])
+
+
+@pytest.mark.parametrize("kind", [L2Attention, SinkhornAttention])
+def test_other_attentions_flow(kind: type[L2Attention | SinkhornAttention]) -> None:
+    draws = [tokens(25 + i, 2, 3, 4) / 2 for i in range(3)]
+    f, x = kind(*draws, tokens(28, 4, 6) / 3), tokens(29, 4, 4)
+    wanted = scipy_flow(lambda y: f(torch.as_tensor(y)).numpy(), x, [0, 0.5])[-1]
+    got = flow(f, x, [0, 0.5], rtol=1e-6, atol=1e-6)
+    assert np.abs(got.final.numpy() - wanted).max() < 1e-5
+    measure = flow(f, DiscreteMeasure(x), [0, 0.5], rtol=1e-6, atol=1e-6)
+    assert np.abs(measure.final.points.numpy() - wanted).max() < 1e-5
