@@ -7,20 +7,15 @@ kept out.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from datetime import UTC, datetime
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock
 
 from howsmooth.errors import StoreError
-from howsmooth.study.schema import ATTACKS, begun, connected, store_there, translated
+from howsmooth.study.open_store import OpenStore, now
+from howsmooth.study.schema import ATTACKS, translated
 
 __all__ = ["KINDS", "Attack", "AttackStore", "HeadRow"]
 
@@ -77,41 +72,10 @@ class HeadRow:
     v_norm: float | None
 
 
-class AttackStore:
-    """An open store; use it as a context manager."""
+class AttackStore(OpenStore):
+    """An open store of attacks; use it as a context manager."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
-        self._connection = connection
-        self._lock = lock
-        self.path = path
-
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether the folder holds something under the store's name."""
-        return store_there(folder, ATTACKS)
-
-    @classmethod
-    def open(cls, folder: Path, *, write: bool = True) -> AttackStore:
-        """Open the store in a folder, making both if they are not there and ``write`` is true.
-
-        Raises
-        ------
-        StoreError
-            If the store is damaged, not a store, in use, or in a folder that cannot be written.
-
-        """
-        connection, lock = connected(folder, ATTACKS, write=write)
-        return cls(connection, folder / ATTACKS.file, lock)
-
-    def __enter__(self) -> AttackStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.close()
-        if self._lock is not None:
-            self._lock.release()
+    schema = ATTACKS
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Refuse to mix attacks that do not mean the same.
@@ -135,7 +99,7 @@ class AttackStore:
         """Record what all attacks have in common, once."""
         with self._transaction():
             self._connection.execute(
-                "INSERT OR IGNORE INTO studies VALUES (1, ?, ?)", (_now(), json.dumps(dict(identity)))
+                "INSERT OR IGNORE INTO studies VALUES (1, ?, ?)", (now(), json.dumps(dict(identity)))
             )
 
     def identity(self) -> dict[str, Any]:
@@ -149,14 +113,14 @@ class AttackStore:
         with self._transaction():
             cursor = self._connection.execute(
                 "INSERT INTO runs (started, command, environment) VALUES (?, ?, ?)",
-                (_now(), command, json.dumps(dict(environment))),
+                (now(), command, json.dumps(dict(environment))),
             )
         return int(cursor.lastrowid or 0)
 
     def finish_run(self, run: int) -> None:
         """Record that the run did all that it was asked for."""
         with self._transaction():
-            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (now(), run))
 
     def known(self) -> frozenset[tuple[int, int | None, int]]:
         """List (layer, head, n) of what was attacked already."""
@@ -205,12 +169,3 @@ class AttackStore:
         self._connection.executemany(
             f"INSERT {conflict}INTO {table} ({', '.join(names)}{more}) VALUES ({marks})", rows
         )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with translated(self.path), begun(self._connection):
-            yield
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, fields
-from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock
 
 from howsmooth.errors import StoreError
+from howsmooth.study.open_store import OpenStore, now
 from howsmooth.study.plan import Identity
 from howsmooth.study.records import (
     BOUND_COLUMNS,
@@ -43,11 +40,8 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.schema import (
     MEASUREMENTS,
-    begun,
-    connected,
     in_use,
     sealed_columns,
-    store_there,
     translated,
 )
 
@@ -67,70 +61,15 @@ _MADE_GOOD_BY = {
 }
 
 
-class Store:
-    """An open store; use it as a context manager, or call :meth:`close`.
+class Store(OpenStore):
+    """An open store of measurements; use it as a context manager, or call :meth:`close`."""
 
-    Parameters
-    ----------
-    connection
-        To a file whose schema has been checked.
-    path
-        Of that file, for messages.
-    lock
-        Held while the store is open for writing; ``None`` for a reader.
-
-    """
-
-    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
-        self._connection = connection
-        self._lock = lock
-        self._held = False
-        self.path = path
-
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether the folder holds something under the store's name.
-
-        Raises
-        ------
-        StoreError
-            If the folder is there but is not a folder, or cannot be looked into.
-
-        """
-        return store_there(folder, MEASUREMENTS)
+    schema = MEASUREMENTS
 
     @classmethod
     def in_use(cls, folder: Path) -> bool:
         """Whether another process is writing into the folder's store."""
-        return in_use(folder, MEASUREMENTS)
-
-    @classmethod
-    def open(cls, folder: Path, *, write: bool = True) -> Store:
-        """Open the store in a folder, making both if they are not there and ``write`` is true.
-
-        Raises
-        ------
-        StoreError
-            If the store is damaged, not a store, of a newer schema, in use by another process, or in a
-            folder that cannot be written.
-
-        """
-        connection, lock = connected(folder, MEASUREMENTS, write=write)
-        return cls(connection, folder / STORE_NAME, lock)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file and let other processes write."""
-        self._connection.close()
-        if self._lock is not None:
-            self._lock.release()
+        return in_use(folder, cls.schema)
 
     # ---- identity
 
@@ -190,7 +129,7 @@ class Store:
         """Record the identity, once."""
         with self._transaction():
             if self._row("SELECT id FROM studies") is None:
-                values = {"id": 1, "created": _now(), **asdict(identity)}
+                values = {"id": 1, "created": now(), **asdict(identity)}
                 self._insert("studies", values)
 
     def add_input(
@@ -215,7 +154,7 @@ class Store:
         """Record that a process begins to measure; returns the number that its rows carry."""
         with self._transaction():
             values = {
-                "started": _now(),
+                "started": now(),
                 "command": command,
                 "device": device,
                 "environment": json.dumps(environment),
@@ -228,7 +167,7 @@ class Store:
     def finish_run(self, run: int) -> None:
         """Record that the run tried all that it was asked for."""
         with self._transaction():
-            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (now(), run))
             self._seal("runs", "id = ?", run)
 
     def known(self, model: str, text: str) -> frozenset[Key]:
@@ -322,7 +261,7 @@ class Store:
         """Record what could not be measured; it is asked for again the next time."""
         with self._transaction():
             for failure in failures:
-                values = {**asdict(failure), "happened": _now(), "resolved": None, "run": run}
+                values = {**asdict(failure), "happened": now(), "resolved": None, "run": run}
                 self._insert("failures", values)
 
     # ---- merging
@@ -364,7 +303,7 @@ class Store:
                     self._mark(number)
 
     def _mark(self, failure: int) -> None:
-        self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (_now(), failure))
+        self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (now(), failure))
         self._seal("failures", "id = ?", failure)
 
     def _resolve(self, what: str, rows: Sequence[Measurement | Bounding | PublishedValue]) -> None:
@@ -501,14 +440,6 @@ class Store:
         seal = f"seal({', '.join(sealed_columns(names))})"
         self._connection.execute(f"UPDATE {table} SET seal = {seal} WHERE {where}", (value,))
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        if self._held:
-            yield  # part of a larger one
-            return
-        with translated(self.path), begun(self._connection):
-            yield
-
 
 def _insertion(table: str, names: Sequence[str], conflict: str = "") -> str:
     """Write the statement that inserts a row with its seal; it takes the values in the order of the names."""
@@ -517,7 +448,3 @@ def _insertion(table: str, names: Sequence[str], conflict: str = "") -> str:
         f"INSERT {conflict} INTO {table} ({', '.join(names)}, seal) "
         f"VALUES ({', '.join(places.values())}, seal({', '.join(places[n] for n in sealed_columns(names))}))"
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,24 +7,19 @@ values, and a second writer is kept out.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from filelock import FileLock
 from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.errors import StoreError
-from howsmooth.study.schema import begun, connected, sealed_columns, store_there, translated
+from howsmooth.study.open_store import OpenStore, now
+from howsmooth.study.schema import sealed_columns, translated
 from howsmooth.study.tables import FLOWS
 
 __all__ = ["GROWTH_COLUMNS", "Ending", "FlowStore", "Frame"]
@@ -91,41 +86,10 @@ class Ending:
     upper: float
 
 
-class FlowStore:
-    """An open store; use it as a context manager."""
+class FlowStore(OpenStore):
+    """An open store of a flow; use it as a context manager."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
-        self._connection = connection
-        self._lock = lock
-        self.path = path
-
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether the folder holds something under the store's name."""
-        return store_there(folder, FLOWS)
-
-    @classmethod
-    def open(cls, folder: Path, *, write: bool = True) -> FlowStore:
-        """Open the store in a folder, making both if they are not there and ``write`` is true.
-
-        Raises
-        ------
-        StoreError
-            If the store is damaged, not a store, in use, or in a folder that cannot be written.
-
-        """
-        connection, lock = connected(folder, FLOWS, write=write)
-        return cls(connection, folder / FLOWS.file, lock)
-
-    def __enter__(self) -> FlowStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.close()
-        if self._lock is not None:
-            self._lock.release()
+    schema = FLOWS
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Refuse to continue a flow with another one.
@@ -154,13 +118,13 @@ class FlowStore:
         """Record what all frames have in common, and the first of them, once."""
         with self._transaction():
             if not self._count("studies"):
-                self._insert("studies", {"created": _now(), "identity": json.dumps(dict(identity))})
+                self._insert("studies", {"created": now(), "identity": json.dumps(dict(identity))})
                 self._insert("frames", _row(start, None))
 
     def start_run(self, command: str, environment: Mapping[str, str]) -> int:
         """Record that a process begins; returns the number that its frames carry."""
         with self._transaction():
-            values = {"started": _now(), "command": command, "environment": json.dumps(dict(environment))}
+            values = {"started": now(), "command": command, "environment": json.dumps(dict(environment))}
             return self._insert("runs", values)
 
     def add(self, frame: Frame, run: int) -> None:
@@ -242,11 +206,6 @@ class FlowStore:
             )
         return int(cursor.lastrowid or 0)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with translated(self.path), begun(self._connection):
-            yield
-
 
 def _row(frame: Frame, run: int | None) -> dict[str, Any]:
     n, d = frame.x.shape
@@ -271,7 +230,3 @@ def _bytes(x: Tensor) -> bytes:
 
 def _array(content: bytes, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype="<f8").astype(np.float64).reshape(shape))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
