@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.accuracy import check_accuracy
+from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, as_field
-from howsmooth.dynamics.flow import _check_plan, _check_times
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised import LinearisedFlow
 from howsmooth.dynamics.rescaled import Rescaled
@@ -187,8 +187,8 @@ def growth(
         )
     velocity = as_field(field)
     system = _in_double(velocity, start)
-    t = _check_times(times, velocity)
-    plan = _check_plan(velocity, t, torch.float64, method, step, None, None, max_steps)
+    t = check_times(times, velocity)
+    plan = check_plan(velocity, t, torch.float64, method, step, None, None, max_steps)
 
     def solve(
         operator: LinearOperator, index: int, confidence: float = confidence, rtol: float = rtol

@@ -249,7 +249,7 @@ class Contents:
         ``SENSITIVITY_COLUMNS``: ``tokens`` a list of words, ``input_energy`` and ``output_energy`` lists
         of numbers of the same length; ``place`` is missing if the tokenizer cannot tell.
     bounds
-        One row a bound, see ``howsmooth.study.records.SiteBound``, with ``BOUND_COLUMNS``; what is missing is NaN.
+        One row a bound, see ``study.records.SiteBound``, with ``BOUND_COLUMNS``; what is missing is NaN.
     published
         One row a quantity and sequence, with ``PUBLISHED_COLUMNS`` and the number of its run.
 

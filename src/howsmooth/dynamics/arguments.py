@@ -1,0 +1,123 @@
+"""Times, methods, steps and tolerances that the user gives, checked against each other and the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.dynamics.fields import Field, Layers, Sphere, positive
+from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, Plan
+from howsmooth.errors import ArgumentError
+
+__all__ = ["check_plan", "check_times"]
+
+# Default and smallest tolerances: a step's error cannot be told from rounding below the last.
+_TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1e-5)}
+
+
+def check_times(times: object, field: Field) -> list[float]:
+    """Return the times as floats, after checking that they increase and the field is defined there."""
+    expected = "at least two finite, increasing times"
+    if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
+        raise ArgumentError("times", expected=expected, got=type(times).__name__)
+    try:
+        moments = [float(time) for time in times]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError("times", expected=expected, got=repr(times)) from error
+    if len(moments) < 2 or not all(map(math.isfinite, moments)):
+        raise ArgumentError("times", expected=expected, got=f"{moments[:5]}")
+    for before, after in pairwise(moments):
+        if not before < after:
+            raise ArgumentError("times", expected=expected, got=f"{after:g} after {before:g}")
+    slack = 1e-9 * (abs(field.until) if math.isfinite(field.until) else 0.0)
+    if math.isfinite(field.until) and (moments[0] < 0 or moments[-1] > field.until + slack):
+        raise ArgumentError(
+            "times",
+            expected=f"times from 0 to {field.until:g}, between which the layers lie",
+            got=f"times from {moments[0]:g} to {moments[-1]:g}",
+        )
+    return moments
+
+
+def check_plan(
+    field: Field,
+    moments: list[float],
+    dtype: torch.dtype,
+    method: object,
+    step: object,
+    rtol: object,
+    atol: object,
+    max_steps: object,
+) -> Plan:
+    """Return how to integrate, after checking that method, step and tolerances fit each other."""
+    if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
+        raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise ArgumentError("max_steps", expected="an integer >= 1", got=repr(max_steps))
+    relative, absolute, smallest = _TOLERANCES[dtype]
+    gap = min(after - before for before, after in pairwise(moments))
+    if method in ADAPTIVE:
+        if step is not None:
+            raise ArgumentError(
+                "step",
+                expected=f"None: {method} chooses its steps",
+                got=repr(step),
+                remedy=f"Give rtol and atol, or a method with a step: {', '.join(FIXED)}.",
+            )
+        relative = relative if rtol is None else positive("rtol", rtol)
+        absolute = absolute if atol is None else positive("atol", atol)
+        if not smallest <= relative < 1:
+            raise ArgumentError(
+                "rtol",
+                expected=f"a number from {smallest:g}, below which {dtype} rounds, to 1",
+                got=f"{relative:g}",
+            )
+        return Plan(method, None, relative, absolute, max_steps)
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if given is not None:
+            raise ArgumentError(name, expected=f"None: {method} has a step", got=repr(given))
+    layers = field.field if isinstance(field, Sphere) else field
+    if method == "residual" and isinstance(layers, Layers):
+        if step is not None and not _whole(positive("step", step), layers.duration, once=True):
+            raise ArgumentError(
+                "step", expected=f"None, or {layers.duration:g}: one step a layer", got=repr(step)
+            )
+        size, origin = layers.duration, 0.0
+    else:
+        if step is None:
+            raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
+        size, origin = positive("step", step), moments[0]
+    if size > gap * (1 + 1e-9):
+        raise ArgumentError(
+            "step",
+            expected=f"at most {gap:g}, the least distance of two times",
+            got=f"{size:g}",
+            remedy="Take a smaller step, or fewer times.",
+        )
+    if method == "residual":
+        for time in moments:
+            if not _whole(time - origin, size):
+                raise ArgumentError(
+                    "times",
+                    expected=f"whole multiples of {size:g} after {origin:g}, where residual layers end",
+                    got=f"{time:g}",
+                )
+    plan = Plan(method, size, relative, absolute, max_steps)
+    longest = max(plan.steps(after - before) for before, after in pairwise(moments))
+    if longest > max_steps:
+        raise ArgumentError(
+            "step",
+            expected=f"at most max_steps = {max_steps} steps between two times",
+            got=f"{longest} steps of {size:g}",
+        )
+    return plan
+
+
+def _whole(length: float, unit: float, *, once: bool = False) -> bool:
+    """Whether ``length`` is a whole number of units (exactly one, if ``once``), up to rounding."""
+    count = 1 if once else round(length / unit)
+    return abs(length - count * unit) <= 1e-9 * max(unit, abs(length))
