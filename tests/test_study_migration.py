@@ -202,7 +202,7 @@ def test_a_migration_that_stops_halfway_changes_nothing(
     statements = [one for earlier in (1, 2)[version - 1 :] for one in MEASUREMENTS.migrations[earlier]]
     broken = {version: (*statements[:stop], "SELECT * FROM nothing_of_that_name")}
     halting = replace(MEASUREMENTS, migrations=broken)
-    monkeypatch.setattr(Store, "schema", halting)
+    monkeypatch.setattr(Store, "_schema", halting)
     with pytest.raises(StoreError, match="no such table: nothing_of_that_name"):
         Store.open(folder)
     monkeypatch.undo()

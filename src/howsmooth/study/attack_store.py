@@ -75,7 +75,7 @@ class HeadRow:
 class AttackStore(OpenStore):
     """An open store of attacks; use it as a context manager."""
 
-    schema = ATTACKS
+    _schema = ATTACKS
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Refuse to mix attacks that do not mean the same.

@@ -33,8 +33,8 @@ class OpenStore:
 
     """
 
-    schema: ClassVar[Schema]
-    """Of the file, its name included."""
+    # Of the file, its name included.
+    _schema: ClassVar[Schema]
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
         self._connection = connection
@@ -52,7 +52,7 @@ class OpenStore:
             If the folder is there but is not a folder, or cannot be looked into.
 
         """
-        return store_there(folder, cls.schema)
+        return store_there(folder, cls._schema)
 
     @classmethod
     def open(cls: type[Opened], folder: Path, *, write: bool = True) -> Opened:
@@ -65,8 +65,8 @@ class OpenStore:
             folder that cannot be written.
 
         """
-        connection, lock = connected(folder, cls.schema, write=write)
-        return cls(connection, folder / cls.schema.file, lock)
+        connection, lock = connected(folder, cls._schema, write=write)
+        return cls(connection, folder / cls._schema.file, lock)
 
     def __enter__(self: Opened) -> Opened:
         return self

@@ -62,14 +62,14 @@ _MADE_GOOD_BY = {
 
 
 class Store(OpenStore):
-    """An open store of measurements; use it as a context manager, or call :meth:`close`."""
+    """An open store of measurements; use it as a context manager, or call ``close``."""
 
-    schema = MEASUREMENTS
+    _schema = MEASUREMENTS
 
     @classmethod
     def in_use(cls, folder: Path) -> bool:
         """Whether another process is writing into the folder's store."""
-        return in_use(folder, cls.schema)
+        return in_use(folder, cls._schema)
 
     # ---- identity
 

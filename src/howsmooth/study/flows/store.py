@@ -89,7 +89,7 @@ class Ending:
 class FlowStore(OpenStore):
     """An open store of a flow; use it as a context manager."""
 
-    schema = FLOWS
+    _schema = FLOWS
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Refuse to continue a flow with another one.
