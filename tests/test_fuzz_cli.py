@@ -69,6 +69,7 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
 
             tools = replace(tools, load_model=load_model)
             patch.setattr("howsmooth.study.tools.default_tools", lambda: tools)
+            patch.setattr("howsmooth.texts.load_text", tools.load_text)
             patch.setattr("howsmooth.bounds.table", plain_table)
             patch.setattr("howsmooth.study.attack_plan.attack_tools", AttackWork().tools)
         yield root

@@ -46,13 +46,14 @@ CHILD = """
 import sys, time
 from tests._study import make_tools, published_modules
 sys.modules |= published_modules()
-import howsmooth.study.publish, howsmooth.study.published_run, howsmooth.study.tools
+import howsmooth.study.publish, howsmooth.study.published_run, howsmooth.study.tools, howsmooth.texts
 from howsmooth.cli import main
 pause, arguments = float(sys.argv[1]), sys.argv[2:]
 howsmooth.study.publish.draw_all = lambda *_: []
 howsmooth.study.published_tables.draw_published = lambda *_: []
 tools = make_tools(before_measure=lambda calls: time.sleep(pause))[0]
 howsmooth.study.tools.default_tools = lambda: tools
+howsmooth.texts.load_text = tools.load_text  # what --status takes
 print("ready", flush=True)
 sys.exit(main(["study", *arguments]))
 """
