@@ -66,11 +66,13 @@ def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
         sites = []
         for layer in range(model.layers) if layers is None else layers:
             whole = model.attention(layer, inputs.shape[1])
-            parts: list[tuple[int | None, hs.SelfAttention]] = [(None, whole)]
+            parts: list[tuple[int | None, hs.TokenMap]] = [(None, whole)]
             if scope == "head":
                 parts = [(h, whole.head(h)) for h in (range(model.heads) if heads is None else heads)]
             elif scope == "heads":
                 parts = [(None, whole.without_output())]
+            elif scope == "block":
+                parts = [(None, hs.Residual(hs.Compose(whole, norm()) if layer == 0 else whole))]
             sites += [
                 SimpleNamespace(
                     layer=layer,
@@ -78,7 +80,8 @@ def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
                     scope=scope,
                     causal=whole.causal,
                     masking="causal" if whole.causal else "window" if model.masked else "none",
-                    x=tokens(inputs),
+                    layout="pre-norm",
+                    x=2 * tokens(inputs) if scope == "block" else tokens(inputs),
                     map=f,
                     norm=norm() if layer == 0 else None,
                 )

@@ -128,8 +128,13 @@ def test_quiet_says_nothing(howsmooth: Howsmooth) -> None:
 def test_a_model_and_a_file(howsmooth: Howsmooth) -> None:
     code, out, _ = howsmooth("flow", "small", "--text", "prose", "--tokens", "5", "--method", "residual")
     assert code == 0
-    assert "small: 2 layers in sequence; self-attention, 3 heads, unmasked" in out
+    assert "small: 2 layers in sequence, without norm layers; self-attention, 3 heads, unmasked" in out
     assert trajectory().shape == (3, 5, 6)
+    options = ["--text", "prose", "--tokens", "5", "--method", "residual", "--norms", "--out", "n"]
+    code, out, _ = howsmooth("flow", "small", *options)
+    assert code == 0
+    assert "small: 2 layers in sequence, with norm layers; self-attention, 3 heads, unmasked" in out
+    assert json.loads(howsmooth("flow", "small", *options, "--json")[1])["norms"] is True
     f, x = random_attention(3), tokens(4, 5, 6)
     save_parameters("head.npz", f, x)
     code, out, _ = howsmooth(
@@ -235,6 +240,16 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "cube": ([*SMALL, "--start", "cube.npy"], "start: expected an array (n, d) of numbers in cube.npy"),
     "count": ([*SMALL, "--start", "good.npy"], "tokens: expected 3, as in good.npy, got 6"),
     "layers": ([*SMALL, "--layers", "0"], "source: expected a model with --layers, got the system random"),
+    "norms": ([*SMALL, "--norms"], "source: expected a model with --norms, got the system random"),
+    "norms of a file": (["flow", "head.npz", "--norms"], "expected a model with --norms, got the parameter"),
+    "norms rescaled": (
+        ["flow", "small", "--norms", "--rescale"],
+        "norms: expected --norms without --rescale",
+    ),
+    "norms, Gaussian": (
+        ["flow", "small", "--norms", "--closure"],
+        "norms: expected --norms without --closure",
+    ),
     "a model": (["flow", "small", "--text", "prose", "--beta", "2"], "with --beta"),
     "no layer": (["flow", "small", "--text", "prose", "--layers", "2"], "layers of small, which has 2"),
     "too long": (["flow", "small", "--text", "prose", "--until", "3"], "each of the 2 layers lasts one unit"),

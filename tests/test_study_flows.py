@@ -14,10 +14,11 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXModel
 
 import howsmooth as hs
 from howsmooth.dynamics import Sphere, flow
-from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.errors import ArgumentError, CaptureError, StoreError
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.metrics import measure_frames
 from howsmooth.study.flows.opening import System, open_system
@@ -26,7 +27,9 @@ from howsmooth.study.flows.publish import publish_flow
 from howsmooth.study.flows.run import FlowOutcome, FlowTools, flow_tools, run_flow
 from howsmooth.study.flows.store import FlowStore
 from howsmooth.study.flows.systems import SYSTEMS, build_system
+from howsmooth.study.tools import default_tools
 from tests._sources import SmallModel, small_tools
+from tests._sources import norm as small_norm
 
 SMALL: dict[str, Any] = {"source": "random", "tokens": 7, "dimension": 3, "until": 1.0, "frames": 5}
 
@@ -88,6 +91,80 @@ def test_layers_of_a_model_in_sequence_are_its_residual_layers(tmp_path: Path) -
     for layer in (0, 1):
         x = x + model.attention(layer, 5).to(dtype=torch.float64)(x)
     torch.testing.assert_close(found[-1], x, rtol=1e-13, atol=1e-13)
+
+
+class Recording:
+    """Tools of the library that remember the token ids that a model is given."""
+
+    def __init__(self) -> None:
+        self.tools = dataclasses.replace(default_tools(), capture=self.capture)
+        self.ids = torch.zeros(0)
+
+    def capture(self, model: Any, inputs: Tensor, **options: Any) -> Any:
+        self.ids = inputs
+        return hs.capture(model, inputs, **options)
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [("all", [0, 1, 2, 3]), ("1:2", [1, 2])])
+def test_layers_with_norms_are_the_modules_of_the_model_in_a_plain_loop(
+    tmp_path: Path, layers: str, chosen: list[int]
+) -> None:
+    plan = FlowPlan("builtin-decoder", tokens=12, layers=layers, method="residual", norms=True)
+    recording = Recording()
+    system = open_system(plan, recording.tools)
+    assert system.norms
+    assert system.in_order
+    run_flow(plan, system, tmp_path, flow_tools())
+    _, found = states(tmp_path)
+    with torch.no_grad():
+        model = hs.load_model("builtin-decoder").model.eval().double()
+        hidden = model(recording.ids, output_hidden_states=True).hidden_states
+        mask = torch.full((12, 12), -math.inf, dtype=torch.float64).triu(1)[None, None]
+        # The tokens are captured in float32.
+        torch.testing.assert_close(system.x, hidden[chosen[0]][0], rtol=1e-4, atol=1e-5)
+        x = system.x[None]
+        for place, layer in enumerate(chosen):
+            torch.testing.assert_close(found[place], x[0], rtol=1e-12, atol=1e-12)
+            block = model.h[layer]
+            x = x + block.attn(block.ln_1(x), attention_mask=mask)[0]
+        torch.testing.assert_close(found[-1], x[0], rtol=1e-12, atol=1e-12)
+    assert len(found) == len(chosen) + 1
+
+
+def test_norms_change_the_tokens_and_the_layers(tmp_path: Path) -> None:
+    plan = FlowPlan("small", tokens=5, text="prose", method="residual", norms=True)
+    system = opened(plan)
+    torch.testing.assert_close(system.x, 2 * opened(dataclasses.replace(plan, norms=False)).x)
+    carry_out(plan, tmp_path)
+    x = system.x
+    for layer in (0, 1):
+        f = SmallModel().attention(layer, 5).to(dtype=torch.float64)
+        x = x + f(small_norm().to(dtype=torch.float64)(x) if layer == 0 else x)
+    torch.testing.assert_close(states(tmp_path)[1][-1], x, rtol=1e-13, atol=1e-13)
+    with pytest.raises(StoreError, match="norms"):
+        carry_out(dataclasses.replace(plan, norms=False), tmp_path)
+
+
+def test_post_norm_layers_with_norms_are_refused() -> None:
+    plan = FlowPlan("builtin-encoder", tokens=4, norms=True)
+    with pytest.raises(ArgumentError, match="got the post-norm layer 0 of 'builtin-encoder'"):
+        open_system(plan, default_tools())
+
+
+def test_other_layouts_with_norms_are_refused_by_name() -> None:
+    config = GPTNeoXConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    parallel = GPTNeoXModel(config).eval()
+
+    def capture(model: Any, inputs: Tensor, **options: Any) -> Any:
+        return hs.capture(parallel, inputs % 50, **options)
+
+    tools = dataclasses.replace(small_tools(), capture=capture)
+    words = r"attention in parallel to what follows.*Without --norms there is attention alone\."
+    with pytest.raises(CaptureError, match=words):
+        open_system(FlowPlan("small", tokens=4, text="prose", norms=True), tools)
 
 
 def test_one_layer_of_a_model_is_a_flow_with_frozen_weights(tmp_path: Path) -> None:

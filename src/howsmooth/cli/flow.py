@@ -50,6 +50,7 @@ _EXAMPLES = (
     "[cyan]howsmooth flow random --causal --sphere --seed 3[/]  tokens that see those before them only",
     "[cyan]howsmooth flow negative --closure --tokens 500 --until 4[/]  tokens beside a Gaussian measure",
     "[cyan]howsmooth flow builtin-encoder --method residual[/]  the attention layers of a model in sequence",
+    "[cyan]howsmooth flow builtin-decoder --method residual --norms[/]  and their norm layers",
     "[cyan]howsmooth flow ./head.npz --start gaussian --tokens 100[/]  parameters of your own",
     "Named systems: identity, negative, one-direction, turning, random; a folder of this name is ./identity.",
     "The same command again continues where it was interrupted. If the flow ends early, as one that blows up "
@@ -134,6 +135,15 @@ def flow(
     layers: Annotated[str, under(_OF_A_MODEL, LayersOption)] = "all",
     random_init: Annotated[bool, under(_OF_A_MODEL, RandomInitOption)] = False,
     as_decoder: Annotated[bool, under(_OF_A_MODEL, AsDecoderOption)] = False,
+    norms: Annotated[
+        bool,
+        typer.Option(
+            "--norms",
+            help="Take attention behind its norm layer, f(N(X)), from the tokens before that, in pre-norm "
+            "models. Without: attention alone.",
+            rich_help_panel=_OF_A_MODEL,
+        ),
+    ] = False,
     growth: Annotated[
         bool,
         typer.Option(
@@ -224,6 +234,7 @@ def flow(
         text=text,
         random_init=random_init,
         as_decoder=as_decoder,
+        norms=norms,
         seed=seed,
     )
     check_animation(str(animation))

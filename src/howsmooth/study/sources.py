@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.errors import ArgumentError, TextError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.names import encodable
@@ -21,7 +21,17 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.sequences import DISJOINT, arrange, windows_in
 from howsmooth.study.tools import Model, TextLike, Tools
 
-__all__ = ["SCOPES", "FileSource", "Found", "ModelSource", "Request", "Source", "open_source", "shortened"]
+__all__ = [
+    "SCOPES",
+    "FileSource",
+    "Found",
+    "FoundLayer",
+    "ModelSource",
+    "Request",
+    "Source",
+    "open_source",
+    "shortened",
+]
 
 SCOPES = ("head", "heads", "attention")
 """The scopes that are attention alone: the only ones that the theorems speak of."""
@@ -105,6 +115,34 @@ class Found:
     def place(self) -> str:
         """Where it stands, in words."""
         return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+
+
+@dataclass(frozen=True, eq=False)
+class FoundLayer:
+    """What one layer of a model, or a file, adds to its tokens.
+
+    Attributes
+    ----------
+    layer
+        Where it stands.
+    layout
+        How the model arranges residual and norm, ``pre-norm`` or ``post-norm``; empty for attention alone.
+    map
+        Attention alone; behind its norm layer for ``pre-norm``; the whole block for ``post-norm``.
+    x
+        Tokens (n, d) that the model gives the map at the text, or those of the file; None if there are none.
+
+    """
+
+    layer: int
+    layout: str
+    map: TokenMap
+    x: Tensor | None
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        return f"layer {self.layer}"
 
 
 @runtime_checkable
@@ -284,6 +322,26 @@ class ModelSource:
         heads = None if self._heads is None else list(self._heads)
         return self._captured(start, length, list(self._layers), self._request.scope, heads)
 
+    def blocks(self, length: int) -> list[FoundLayer]:
+        """Run the model on the text and list its layers with their norms and the tokens that these are given.
+
+        Raises
+        ------
+        CaptureError
+            If a layer is neither pre-norm nor post-norm; the message says what it is.
+
+        """
+        sites = self._sites(self._start(length), length, list(self._layers), "block", None)
+        return [
+            FoundLayer(
+                s.layer,
+                s.layout,
+                s.map.inner if isinstance(s.map, Residual) else s.map,
+                s.x[0].detach().cpu(),
+            )
+            for s in sites
+        ]
+
     def everywhere(self) -> list[Found]:
         """List the attention of every layer at the usual length."""
         usual = self.usual_length or 1
@@ -315,13 +373,19 @@ class ModelSource:
     def _captured(
         self, start: int, length: int, layers: list[int] | None, scope: str, heads: list[int] | None
     ) -> list[Found]:
+        sites = self._sites(start, length, layers, scope, heads)
+        return [
+            Found(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu()) for s in sites
+        ]
+
+    def _sites(
+        self, start: int, length: int, layers: list[int] | None, scope: str, heads: list[int] | None
+    ) -> Sequence[Any]:
         tokens = self._tokens[start : start + length].unsqueeze(0)
         sites: Sequence[Any] = self._tools.capture(
             self._model, tokens, layers=layers, scope=scope, heads=heads
         )
-        return [
-            Found(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu()) for s in sites
-        ]
+        return sites
 
 
 def shortened(attention: SelfAttention, length: int) -> SelfAttention:

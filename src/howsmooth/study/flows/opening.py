@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.attention import TokenMap
-from howsmooth.errors import ArgumentError
+from howsmooth.attention import Compose, TokenMap
+from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.parameter_files import is_parameter_file
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.flows.starts import DRAWN, draw_tokens, onto_sphere, read_tokens
 from howsmooth.study.flows.systems import SYSTEMS, build_system
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sources import FileSource, Found, Request, Source, open_source
+from howsmooth.study.sources import FoundLayer, ModelSource, Request, Source, open_source
 from howsmooth.study.tools import Tools
 
 __all__ = ["System", "open_system"]
@@ -48,6 +48,8 @@ class System:
         That of the sphere, or the standard deviation of Gaussian tokens.
     fingerprint
         SHA-256 of the parameters' origin and of the tokens.
+    norms
+        Of a model: whether its norm layers take part; ``None`` if there is no model.
 
     """
 
@@ -59,11 +61,13 @@ class System:
     x: Tensor
     radius: float
     fingerprint: str
+    norms: bool | None = None
 
     @property
     def in_order(self) -> bool:
         """Whether tokens see those before them only, so that their order matters."""
-        return any(getattr(f, "causal", False) for f in self.maps)
+        attentions = (f.outer if isinstance(f, Compose) else f for f in self.maps)
+        return any(getattr(f, "causal", False) for f in attentions)
 
     def identity(self) -> dict[str, Any]:
         """Return what all frames of one store must have in common, apart from the plan."""
@@ -107,6 +111,7 @@ def _named(plan: FlowPlan) -> System:
         ("--layers", plan.layers != "all"),
         ("--random-init", plan.random_init),
         ("--as-decoder", plan.as_decoder),
+        ("--norms", plan.norms),
     ):
         if on:
             raise ArgumentError("source", expected=f"a model with {option}", got=f"the system {plan.source}")
@@ -148,6 +153,10 @@ def _found(plan: FlowPlan, tools: Tools) -> System:
                 remedy="The attention of a model or file is taken as it is.",
             )
     of_file = is_parameter_file(plan.source)
+    if of_file and plan.norms:
+        raise ArgumentError(
+            "source", expected="a model with --norms", got=f"the parameter file {plan.source!r}"
+        )
     source = open_source(
         Request(
             name=plan.source,
@@ -166,17 +175,39 @@ def _found(plan: FlowPlan, tools: Tools) -> System:
     kind = "given" if kind == word else kind
     read = _read(plan, kind) if kind != "given" else None
     length = _length(plan, source, kind, read)
-    found = source.attentions(length)
-    _check(found, plan.source)
-    maps = tuple(one.attention.to(dtype=torch.float64) for one in found)
+    found = _layers(plan, source, length)
+    maps = tuple(one.map.to(dtype=torch.float64) for one in found)
     x = _tokens(plan, kind, read, found[0], length)
     x, radius = _placed(plan, x, drawn=kind in DRAWN)
     layers = len(maps) if len(maps) > 1 else None
-    title = maps[0].describe() if layers is None else f"{layers} layers in sequence; {maps[0].describe()}"
+    title = maps[0].describe()
+    if not of_file:
+        where = found[0].place if layers is None else f"{layers} layers in sequence"
+        title = f"{where}, {'with' if plan.norms else 'without'} norm layers; {title}"
     text = source.text if kind == "given" else ""
-    if layers is None and not isinstance(source, FileSource):
-        title = f"{found[0].place}; {title}"
-    return System(source.label, title, text, maps, layers, x, radius, _digest(source.fingerprint, x))
+    norms = None if of_file else plan.norms
+    return System(source.label, title, text, maps, layers, x, radius, _digest(source.fingerprint, x), norms)
+
+
+def _layers(plan: FlowPlan, source: Source, length: int) -> list[FoundLayer]:
+    """Take the velocity of each layer: attention alone, or behind its norm layer."""
+    if not plan.norms or not isinstance(source, ModelSource):
+        attentions = source.attentions(length)
+        _check(attentions[0].attention, plan.source)
+        return [FoundLayer(one.layer, "", one.attention, one.x) for one in attentions]
+    try:
+        found = source.blocks(length)
+    except CaptureError as error:
+        raise CaptureError(f"{error} Without --norms there is attention alone.") from error
+    for one in found:
+        if one.layout != "pre-norm":
+            raise ArgumentError(
+                "norms",
+                expected="pre-norm layers, X + f(N(X)), which are steps of a flow",
+                got=f"the {one.layout} {one.place} of {plan.source!r}",
+                remedy="Leave --norms out; --sphere with --method residual puts norms behind the steps.",
+            )
+    return found
 
 
 def _length(plan: FlowPlan, source: Source, kind: str, read: Tensor | None) -> int:
@@ -195,8 +226,7 @@ def _length(plan: FlowPlan, source: Source, kind: str, read: Tensor | None) -> i
     return length
 
 
-def _check(found: list[Found], source: str) -> None:
-    f = found[0].attention
+def _check(f: TokenMap, source: str) -> None:
     if f.d != f.d_out:
         raise ArgumentError(
             "source",
@@ -205,8 +235,8 @@ def _check(found: list[Found], source: str) -> None:
         )
 
 
-def _tokens(plan: FlowPlan, kind: str, read: Tensor | None, first: Found, length: int) -> Tensor:
-    d = first.attention.d
+def _tokens(plan: FlowPlan, kind: str, read: Tensor | None, first: FoundLayer, length: int) -> Tensor:
+    d = first.map.d
     if read is not None:
         if read.shape[1] != d:
             raise ArgumentError("start", expected=f"tokens (n, {d})", got=f"shape {tuple(read.shape)}")

@@ -72,6 +72,8 @@ class FlowPlan:
         Of a named system: the kind, the mask, and the factor of its scores.
     layers, text, random_init, as_decoder
         Of a model.
+    norms
+        Of a model: attention behind its norm layer, from the tokens before that, instead of attention alone.
     seed
         From which all randomness derives.
 
@@ -98,6 +100,7 @@ class FlowPlan:
     text: str = "python-docs"
     random_init: bool = False
     as_decoder: bool = False
+    norms: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -130,7 +133,8 @@ class FlowPlan:
                 got=str(self.step),
                 remedy=f"Leave it out, or choose --method among {', '.join(FIXED_STEP)}.",
             )
-        for name, other in (("rescale", "sphere"), ("closure", "sphere"), ("closure", "rescale")):
+        apart = (("rescale", "sphere"), ("closure", "sphere"), ("closure", "rescale"))
+        for name, other in (*apart, ("norms", "rescale"), ("norms", "closure")):
             if getattr(self, name) and getattr(self, other):
                 raise ArgumentError(
                     name, expected=f"--{name} without --{other}", got="both", remedy="Leave one out."
