@@ -61,6 +61,10 @@ def _window(n: int) -> Tensor:
     return (i[:, None] - i[None, :]).abs() <= 1
 
 
+def _score_bias(heads: int, n: int) -> Tensor:
+    return 2 * torch.randn(heads, n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+
+
 def _gain(seed: int) -> Tensor:
     return torch.randn(D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -89,12 +93,24 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
     "rank one": lambda n: random_attention(13, heads=1, key_dim=1, value_dim=1),
     "own scale": lambda n: random_attention(14, scale=2.5),
     "negative scale": lambda n: random_attention(15, scale=-0.7),
+    "softcap": lambda n: random_attention(19, softcap=0.7, temperature=2.0),
+    "softcap, grouped, causal, rotary": lambda n: random_attention(
+        20, heads=4, kv_heads=2, causal=True, softcap=1.5, rotary=rotary(n, 2), temperature=3.0
+    ),
+    "softcap, causal": lambda n: random_attention(21, causal=True, softcap=2.0, temperature=3.0),
+    "score bias": lambda n: random_attention(22, heads=4, kv_heads=2, score_bias=_score_bias(4, n)),
+    "score bias for all heads, masked": lambda n: random_attention(
+        23, mask=_window(n), score_bias=_score_bias(1, n), softcap=1.0
+    ),
     "LayerNorm": lambda n: _layer_norm(),
     "RMSNorm": lambda n: hs.RMSNorm(_gain(7), 1e-6),
     "residual": lambda n: hs.Residual(random_attention(16)),
     "post-norm": lambda n: hs.Compose(_layer_norm(), hs.Residual(random_attention(17))),
     "pre-norm": lambda n: hs.Residual(hs.Compose(random_attention(18, causal=True), hs.RMSNorm(_gain(8)))),
 }
+
+# Of these the maps that act on measures: what belongs to a list of tokens does not.
+ACTING = [name for name in CASES if not any(word in name for word in ("masked", "rotary", "score bias"))]
 
 
 def tokens(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import howsmooth as hs
 from howsmooth.attention import core
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
 
 WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
@@ -32,7 +32,7 @@ def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pyte
     f, x = MAPS[name](7), tokens(0, 2, 7, D)
     whole = f(x)
     positions = torch.tensor([0.1, 0.9, 0.1, 0.3, 0.4, 0.2, 0.2])
-    acts = "masked" not in name and "rotary" not in name
+    acts = name in ACTING or name.startswith("L2")
     moved = f(DiscreteMeasure(x[0], WEIGHTS, positions=positions)).points if acts else None
     monkeypatch.setitem(core._ENTRIES, "cpu", entries)
     monkeypatch.setattr(core, "_FUSED_ABOVE", 0)

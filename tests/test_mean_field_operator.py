@@ -13,11 +13,11 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives, weighted_autodiff_jacobian
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.spectral import Scaled, to_dense
-from tests._cases import CASES, D, random_attention, tokens
+from tests._cases import ACTING, CASES, D, random_attention, tokens
 
 WEIGHTS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05], dtype=torch.float64)
 POSITIONS = torch.tensor([0.1, 0.4, 0.4, 1.0, 0.7], dtype=torch.float64)
-WEIGHTED = sorted(name for name in CASES if "mask" not in name and "rotary" not in name)
+WEIGHTED = sorted(ACTING)
 
 
 def weighted_dense(f: TokenMap, x: Tensor, a: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -14,12 +14,11 @@ import howsmooth as hs
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure
-from tests._cases import CASES, D, random_attention, rotary, tokens
+from tests._cases import ACTING, CASES, D, random_attention, rotary, tokens
 
 MULTIPLICITIES = torch.tensor([1, 3, 2, 1])
 SHARES = MULTIPLICITIES.double() / 7
 N = len(MULTIPLICITIES)
-ACTING = [name for name in CASES if "masked" not in name and "rotary" not in name]
 
 
 def _counted(x: Tensor, **keywords: object) -> DiscreteMeasure:
@@ -274,6 +273,7 @@ def test_refusals_name_the_argument(build: object, argument: str, words: str) ->
         (CASES["masked"](3), DiscreteMeasure(tokens(0, 3, D)), "a boolean mask"),
         (CASES["masked"](3), DiscreteMeasure(tokens(0, 4, D)), "a boolean mask"),
         (random_attention(0, rotary=rotary(3, 2)), DiscreteMeasure(tokens(0, 3, D)), "rotary positions"),
+        (CASES["score bias"](3), DiscreteMeasure(tokens(0, 3, D)), "a score bias"),
         (
             hs.Residual(hs.Compose(random_attention(0, causal=True), hs.RMSNorm(torch.ones(D).double()))),
             DiscreteMeasure(tokens(0, 3, D)),

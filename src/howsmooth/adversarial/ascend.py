@@ -19,6 +19,7 @@ from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, 
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -147,6 +148,7 @@ def ascend(
         raise ArgumentError(
             "f", expected="a map of this library, such as SelfAttention", got=type(f).__name__
         )
+    require_plain_scores(f, "these searches", argument="f")
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
     )

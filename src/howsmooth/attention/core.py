@@ -7,6 +7,7 @@ so that query heads which share a key head are one matrix product and no key is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,9 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 __all__ = [
+    "NO_FEATURES",
+    "ScoreFeatures",
     "attend",
     "attention_probabilities",
     "attention_scores",
+    "cap_slope",
     "differentiated",
     "row_blocks",
     "visible_keys",
@@ -35,6 +39,49 @@ _FUSED_ABOVE = 1 << 16
 # Which keys the queries of some rows see: (rows, keys), the first keys only if no further one is seen;
 # None if all.
 Visible = Callable[[slice], Bool[Tensor, "rows keys"] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreFeatures:
+    """What models do to scores beyond a mask.
+
+    Parameters
+    ----------
+    softcap
+        c: the scaled scores s become c tanh(s / c), before everything else.
+    bias
+        Numbers that are added then, (kv_heads or 1, group or 1, n, n).
+
+    """
+
+    softcap: float | None = None
+    bias: Float[Tensor, "b_heads b_group m n"] | None = None
+
+    def __bool__(self) -> bool:
+        """Tell whether there is any."""
+        return self.softcap is not None or self.bias is not None
+
+    def block(self, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
+        """Return what concerns some key heads, rows and keys."""
+        if self.bias is None:
+            return self
+        bias = self.bias if self.bias.shape[0] == 1 else self.bias[heads]
+        return ScoreFeatures(self.softcap, bias[:, :, rows, keys])
+
+    def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
+        """Return the scores with the cap and the bias."""
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores if self.bias is None else scores + self.bias
+
+
+NO_FEATURES = ScoreFeatures()
+
+
+def cap_slope(scores: Float[Tensor, "*lead m n"], cap: float) -> Float[Tensor, "*lead m n"]:
+    """Return the derivative 1 − tanh²(s/c) of s ↦ c tanh(s/c), right in all its digits where it is small."""
+    decay = torch.exp(-2 * scores.abs() / cap)
+    return 4 * decay / (1 + decay) ** 2
 
 
 def visible_keys(
@@ -59,13 +106,16 @@ def attention_scores(
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
     offsets: Float[Tensor, "*#heads n"] | None = None,
+    features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
     """Return scale · q kᵀ + offsets, −∞ where the key is not visible: the softmax of its rows is P.
 
-    ``offsets`` are added to the columns: log-weights of a measure (C.4), or terms of the keys.
+    ``offsets`` are added to the columns: log-weights of a measure (C.4), or terms of the keys. ``features``
+    change the scores before.
     """
     group, m = q.shape[-3], q.shape[-2]
     scores = (scale * (q.flatten(-3, -2) @ k.mT)).reshape(*k.shape[:-2], group, m, k.shape[-2])
+    scores = features.applied(scores)
     if offsets is not None:
         scores = scores + offsets.to(scores.dtype)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
@@ -77,9 +127,10 @@ def attention_probabilities(
     scale: float,
     visible: Bool[Tensor, "m n"] | None,
     offsets: Float[Tensor, "*#heads n"] | None = None,
+    features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
     """P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over the visible keys j (Definitions 2.1 and C.4)."""
-    return torch.softmax(attention_scores(q, k, scale, visible, offsets), dim=-1)
+    return torch.softmax(attention_scores(q, k, scale, visible, offsets, features), dim=-1)
 
 
 def weighted_values(
@@ -106,31 +157,34 @@ def attend(
     offsets: Float[Tensor, "*#heads 1 n"] | None = None,
     *,
     triangle: bool | None = None,
+    features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
     """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
 
     ``triangle`` tells of ``visible`` that it is all keys (False), or the causal triangle, no offsets (True):
-    long sequences on a CPU then go through PyTorch's fused kernel, unless a derivative is asked for: it lacks
-    some. A backward pass through the blocks keeps them.
+    long sequences on a CPU then go through PyTorch's fused kernel, unless there are ``features``, or a
+    derivative is asked for: it lacks some. A backward pass through the blocks keeps them.
     """
     group, n = q.shape[-3], q.shape[-2]
-    lead = k.shape[:-2]
+    lead, kv_heads = k.shape[:-2], k.shape[-3]
     if offsets is not None:
         offsets = offsets.expand(*lead, group, 1, n).flatten(0, -4)
     q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
     long = len(k) * group * n * n > _FUSED_ABOVE and q.device.type == "cpu"
     inputs = (q, k, v) if offsets is None else (q, k, v, offsets)
-    if long and triangle is not None and not any(differentiated(t) for t in inputs):
+    if long and triangle is not None and not features and not any(differentiated(t) for t in inputs):
         return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, n, -1)
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
     out = q.new_empty((len(k), group, n, v.shape[-1]))
     for some, all_rows in row_blocks(len(k), group, n, q.device):
+        heads = torch.arange(len(k), device=q.device)[some] % kv_heads
         for rows in all_rows:
             seen = visible(rows)
             keys = slice(n if seen is None else seen.shape[1])
             terms = None if offsets is None else offsets[some, ..., keys]
-            p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms)
+            part = features.block(heads, rows, keys)
+            p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms, part)
             out[some, :, rows] = weighted_values(p, v[some, keys])
     return out.reshape(*lead, group, n, -1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.core import attend, visible_keys
+from howsmooth.attention.core import ScoreFeatures, attend, visible_keys
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.rotary import Rotary
@@ -23,7 +24,8 @@ class SelfAttention(HeadsAttention):
     """Multi-head softmax self-attention, X (..., n, d) -> (..., n, d_out).
 
     f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
-    scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j.
+    scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j; these scores may be soft-capped and
+    have a bias, in this order.
 
     Parameters
     ----------
@@ -38,7 +40,7 @@ class SelfAttention(HeadsAttention):
         (d_out, heads * value_dim), or None: the heads are concatenated.
     query_bias, key_bias, value_bias, output_bias
         (heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (d_out,). Without rotary
-        positions the key bias has no effect (a shift that the softmax forgets).
+        positions and softcap the key bias has no effect (a shift that the softmax forgets).
     scale
         Factor of the scores; 1/sqrt(key_dim) by default.
     causal
@@ -48,6 +50,11 @@ class SelfAttention(HeadsAttention):
         "and". It fixes the length to n. Every query must see a key.
     rotary
         Rotary positions of queries and keys; they limit the length to ``rotary.n_max``.
+    score_bias
+        (heads, n, n), or (1, n, n) for all heads alike: added to the scores of query i (row) and key j
+        (column), as ALiBi and relative position biases are. Finite; it fixes the length to n.
+    softcap
+        c > 0: a score s becomes c · tanh(s / c), before bias and mask, as in Gemma 2.
 
     Raises
     ------
@@ -73,6 +80,8 @@ class SelfAttention(HeadsAttention):
         causal: bool = False,
         mask: Tensor | None = None,
         rotary: Rotary | None = None,
+        score_bias: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(
             query,
@@ -94,21 +103,60 @@ class SelfAttention(HeadsAttention):
                     "rotary", expected=f"rot_dim <= key_dim = {self.key_dim}", got=f"{rotary.rot_dim}"
                 )
         self.rotary = rotary
+        self.score_bias = None if score_bias is None else self._check_score_bias(score_bias)
+        self.softcap = None if softcap is None else float(softcap)
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ArgumentError("softcap", expected="a finite number > 0, or None", got=str(softcap))
+
+    def _check_score_bias(self, given: Tensor) -> Tensor:
+        bias = as_parameter("score_bias", given, ("heads", "n", "n"), like=self.query)
+        if bias.shape[0] not in (1, self.heads) or bias.shape[1] != bias.shape[2]:
+            raise ArgumentError(
+                "score_bias",
+                expected=f"shape ({self.heads}, n, n) or (1, n, n)",
+                got=f"shape {tuple(bias.shape)}",
+            )
+        if self.mask is not None and self.mask.shape[0] != bias.shape[1]:
+            raise ArgumentError(
+                "score_bias",
+                expected=f"n = {self.mask.shape[0]}, as of the mask",
+                got=f"n = {bias.shape[1]}",
+            )
+        return bias
 
     # ---- what it is
+
+    @property
+    def features(self) -> ScoreFeatures:
+        """What is done to the scores beyond a mask, heads grouped by their key head."""
+        bias = self.score_bias
+        if bias is not None:
+            bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
+        return ScoreFeatures(self.softcap, bias)
+
+    def feature_names(self) -> tuple[str, ...]:
+        """Return in words what is done to the scores beyond a mask, for those who must refuse it."""
+        named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias}
+        return tuple(name for name, there in named.items() if there is not None)
 
     def describe(self) -> str:
         """Return one phrase that says what the map is."""
         masking = "causal" if self.causal else "unmasked"
         if self.mask is not None:
             masking = "causal with a further mask" if self.causal else "masked"
-        return self._described("self-attention", masking)
+        return ", ".join((self._described("self-attention", masking), *self.feature_names()))
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError if the mask or the rotary tables do not fit ``n`` tokens."""
+        """Raise ArgumentError if the mask, the score bias or the rotary tables do not fit ``n`` tokens."""
         if self.mask is not None and n != self.mask.shape[0]:
             raise ArgumentError(
                 "X", expected=f"n = {self.mask.shape[0]} tokens, the length of the mask", got=f"n = {n}"
+            )
+        if self.score_bias is not None and n != self.score_bias.shape[1]:
+            raise ArgumentError(
+                "X",
+                expected=f"n = {self.score_bias.shape[1]} tokens, the length of the score bias",
+                got=f"n = {n}",
             )
         if self.rotary is not None and n > self.rotary.n_max:
             raise ArgumentError(
@@ -127,8 +175,8 @@ class SelfAttention(HeadsAttention):
         Raises
         ------
         ArgumentError
-            If the map does not act on measures, because of a mask or rotary positions, or is causal and the
-            weighting has no positions.
+            If the map does not act on measures, because of a mask, rotary positions or a score bias, or is
+            causal and the weighting has no positions.
 
         """
         if weighting is None:
@@ -137,11 +185,17 @@ class SelfAttention(HeadsAttention):
         return weighting.earlier(rows) if self.causal else None
 
     def _check_acts_on_measures(self) -> None:
-        if self.mask is not None or self.rotary is not None:
+        named = {
+            "a boolean mask": self.mask,
+            "rotary positions": self.rotary,
+            "a score bias": self.score_bias,
+        }
+        got = [name for name, there in named.items() if there is not None]
+        if got:
             raise ArgumentError(
                 "measure",
                 expected="attention that sees tokens by their place in space, and by causal=True",
-                got="a boolean mask" if self.mask is not None else "rotary positions",
+                got=" and ".join(got),
                 remedy="These belong to a list of tokens: call the map on tokens.",
             )
 
@@ -166,7 +220,16 @@ class SelfAttention(HeadsAttention):
         # A boolean mask and positions show other keys than a triangle.
         triangle = self.causal if self.mask is None and (weighting is None or not self.causal) else None
         visible = partial(self.visible_keys, x.shape[-2], weighting)
-        heads = attend(self._grouped(q), k, v, self.scale, visible, log_weights, triangle=triangle)
+        heads = attend(
+            self._grouped(q),
+            k,
+            v,
+            self.scale,
+            visible,
+            log_weights,
+            triangle=triangle,
+            features=self.features,
+        )
         return self._projected(heads)
 
     # ---- related maps
@@ -176,7 +239,14 @@ class SelfAttention(HeadsAttention):
     ) -> dict[str, Any]:
         mask = None if self.mask is None else self.mask.to(device=device)
         rotary = None if self.rotary is None else self.rotary.to(dtype=dtype, device=device)
-        return super()._arguments(dtype, device) | {"causal": self.causal, "mask": mask, "rotary": rotary}
+        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
+        return super()._arguments(dtype, device) | {
+            "causal": self.causal,
+            "mask": mask,
+            "rotary": rotary,
+            "score_bias": bias,
+            "softcap": self.softcap,
+        }
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -207,6 +277,8 @@ class SelfAttention(HeadsAttention):
         def pick(tensor: Tensor | None, index: int) -> Tensor | None:
             return None if tensor is None else tensor[index : index + 1]
 
+        shared = self.score_bias is not None and self.score_bias.shape[0] == 1
+
         return self._rebuilt(
             query=pick(self.query, h),
             key=pick(self.key, g),
@@ -216,6 +288,7 @@ class SelfAttention(HeadsAttention):
             key_bias=pick(self.key_bias, g),
             value_bias=pick(self.value_bias, g),
             output_bias=None,
+            score_bias=self.score_bias if shared else pick(self.score_bias, h),
         )
 
 

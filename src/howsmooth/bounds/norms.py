@@ -112,19 +112,13 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
         moved = weight @ centre
         return moved if bias is None else moved + bias
 
-    return SelfAttention(
-        f.query @ axes,
-        f.key @ axes,
-        f.value @ axes,
-        f.output,
+    return f._rebuilt(
+        query=f.query @ axes,
+        key=f.key @ axes,
+        value=f.value @ axes,
         query_bias=shifted(f.query, f.query_bias),
         key_bias=shifted(f.key, f.key_bias),
         value_bias=shifted(f.value, f.value_bias),
-        output_bias=f.output_bias,
-        scale=f.scale,
-        causal=f.causal,
-        mask=f.mask,
-        rotary=f.rotary,
     )
 
 

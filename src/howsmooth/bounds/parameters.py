@@ -16,6 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Attention", "Head", "Parameters", "SiteLike", "log_p_bar", "parameters_of", "spectral_norm"]
@@ -220,7 +221,8 @@ def parameters_of(attention: object) -> Parameters:
     Raises
     ------
     ArgumentError
-        If it is none of these, or has rotary positions: scores are then no bilinear form of the tokens.
+        If it is none of these, or has rotary positions, a score bias or soft-capped scores: scores are then
+        no bilinear form of the tokens.
 
     """
     if isinstance(attention, Parameters):
@@ -234,6 +236,7 @@ def parameters_of(attention: object) -> Parameters:
         raise ArgumentError(
             "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
         )
+    require_plain_scores(attention, "these bounds")
     if attention.rotary is not None:
         raise ArgumentError(
             "attention",

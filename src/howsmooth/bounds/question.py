@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norms import norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of
@@ -56,6 +57,7 @@ class Question:
                 X = _single(source.x)
         if not isinstance(attention, Head | Parameters | SelfAttention):
             attention = parameters_of(source)  # which says what is wrong with it
+        require_plain_scores(attention, "these bounds")
         n = None if length is None else check_length(length)
         farthest = 0.0
         if X is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.map import as_parameter, check_tokens
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.dynamics.fields import Field, Velocity
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.errors import ArgumentError
@@ -56,6 +57,7 @@ class Rescaled(Field):
         if not isinstance(attention, SelfAttention) or attention.rotary is not None:
             got = "rotary positions" if isinstance(attention, SelfAttention) else type(attention).__name__
             raise ArgumentError("attention", expected="self-attention without rotary positions", got=got)
+        require_plain_scores(attention, "rescaled tokens")
         heads = _head_matrices(attention)
         self.attention = attention
         self.value = heads.sum(dim=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
-from howsmooth.attention.core import attention_probabilities, attention_scores
+from howsmooth.attention.core import attention_probabilities, attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.softmax import SoftmaxDerivative, WeightedSoftmaxDerivative
 from howsmooth.spectral import LinearOperator
@@ -130,9 +130,9 @@ class AttentionJacobian(LinearOperator):
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
         output = None if f.output is None else f.output.to(dtype)
         core = (
-            _softmax_derivative(f.scale, q, k, v, visible, dtype)
+            _softmax_derivative(f, q, k, v, visible, dtype)
             if weighting is None
-            else _weighted_softmax_derivative(f.scale, q, k, v, visible, weighting, dtype)
+            else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
         )
         return cls(f, weight.to(dtype), output, core)
 
@@ -174,15 +174,18 @@ class AttentionJacobian(LinearOperator):
 
 
 def _softmax_derivative(
-    scale: float, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
+    f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    p = attention_probabilities(q, k, scale, visible).flatten(2, 3).flatten(0, 1)
-    q, k, v = _stacked(scale, q, k, v)
-    return SoftmaxDerivative(*(t.to(dtype) for t in (q, k, v, p, p @ v)))
+    p = attention_probabilities(q, k, f.scale, visible, None, f.features).flatten(2, 3).flatten(0, 1)
+    q, k, v = _stacked(f, q, k, v)
+    rounded = p.to(dtype)
+    slope = rounded if f.softcap is None else (p * cap_slope(q @ k.mT, f.softcap)).to(dtype)
+    q, k, v, mean = (t.to(dtype) for t in (q, k, v, p @ v))
+    return SoftmaxDerivative(q, k, v, rounded, mean, slope)
 
 
 def _weighted_softmax_derivative(
-    scale: float,
+    f: SelfAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,7 +194,9 @@ def _weighted_softmax_derivative(
     dtype: torch.dtype,
 ) -> WeightedSoftmaxDerivative:
     # A shift of all keys is one of each row of scores, which the softmax forgets: centred, they round less.
-    scores = attention_scores(q, k - k.mean(dim=-2, keepdim=True), scale, visible, weighting.log_weights)
+    # A cap would not forget it.
+    keys = k - k.mean(dim=-2, keepdim=True) if f.softcap is None else k
+    scores = attention_scores(q, keys, f.scale, visible, weighting.log_weights, f.features)
     log_p = torch.log_softmax(scores, dim=-1)
     half = weighting.log_weights / 2
     tilted = (log_p + (half[:, None] - half)).exp().flatten(2, 3).flatten(0, 1).to(dtype)
@@ -204,16 +209,25 @@ def _weighted_softmax_derivative(
             remedy="The constant is of that size. Take smaller tokens or weights nearer to each other.",
         )
     p = log_p.exp().flatten(2, 3).flatten(0, 1)
-    q, k, v = _stacked(scale, q, k, v)
+    q, k, v = _stacked(f, q, k, v)
     log_range = float(weighting.log_weights.abs().max())
-    q, k, v, p, mean = (t.to(dtype) for t in (q, k, v, p, p @ v))
-    return WeightedSoftmaxDerivative(q, k, v, p, tilted, mean, log_range)
+    mean, slope, tilted_slope = p @ v, p, tilted
+    if f.softcap is not None:
+        factor = cap_slope(q @ k.mT, f.softcap)
+        slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
+    q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
+    return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
 
 
-def _stacked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head."""
-    q, k, v = (scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    return q, k - k.mean(dim=1, keepdim=True), v - v.mean(dim=1, keepdim=True)
+def _stacked(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head.
+
+    With a cap the keys stay: their shift would be multiplied by its derivative, which differs in a row.
+    """
+    q, k, v = (f.scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    if f.softcap is None:
+        k = k - k.mean(dim=1, keepdim=True)
+    return q, k, v - v.mean(dim=1, keepdim=True)
 
 
 class NormJacobian(LinearOperator):

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
-from howsmooth.attention.core import attention_probabilities
+from howsmooth.attention.core import attention_probabilities, cap_slope
 
 __all__ = ["frozen_derivatives"]
 
@@ -86,12 +86,17 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Σ_h W_h Cov_i(v, k) · scale Q_h, the covariance under P_i of values and keys."""
+    """Σ_h W_h Cov_i(v, k) · scale Q_h, the covariance under P_i of values and keys.
+
+    With a cap of the scores it is Σ_j P_ij (v_j − O_i) D_ij k_jᵀ, D the cap's derivative.
+    """
     visible = f.visible_keys(x.shape[0], weighting)
     q, k, v = f.projections(x)
     # Heads that share a key head are grouped; keys and values centred, as products of differences are wanted.
     q = q.unflatten(0, (f.kv_heads, f.heads // f.kv_heads))
-    k, v = (t - t.mean(dim=-2, keepdim=True) for t in (k, v))
+    v = v - v.mean(dim=-2, keepdim=True)
+    if f.softcap is None:
+        k = k - k.mean(dim=-2, keepdim=True)
     output = f.output
     if output is None:
         output = torch.eye(f.d_out, dtype=x.dtype, device=x.device)
@@ -99,9 +104,14 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
 
     def derivatives(rows: slice) -> Tensor:
         seen = None if visible is None else visible[rows]
-        p = attention_probabilities(q[..., rows, :], k, f.scale, seen, weighting.log_weights)
-        dv, dk = (t[:, None, None] - (p @ t[:, None])[..., None, :] for t in (v, k))
-        spread = (p[..., None] * dv).mT @ dk
+        p = attention_probabilities(q[..., rows, :], k, f.scale, seen, weighting.log_weights, f.features)
+        dv = v[:, None, None] - (p @ v[:, None])[..., None, :]
+        if f.softcap is None:
+            slope, dk = p, k[:, None, None] - (p @ k[:, None])[..., None, :]
+        else:
+            scores = f.scale * (q[..., rows, :] @ k[:, None].mT)
+            slope, dk = p * cap_slope(scores, f.softcap), k[:, None, None]
+        spread = (slope[..., None] * dv).mT @ dk
         moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]
         return torch.einsum("ohv,hbvd->bod", output, moved)
 

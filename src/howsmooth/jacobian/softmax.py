@@ -1,7 +1,8 @@
 """The derivative of softmax attention with respect to queries, keys and values (theory §2).
 
-With S = q kᵀ and dS = dq kᵀ + q dkᵀ (the scale is folded into q), P the row softmax:
-dP = P∘(dS − rowsum(P∘dS)) and dO = dP v + P dv. Nothing here knows tokens or projections.
+With s = q kᵀ (the scale is folded into q), S = c tanh(s/c) or s, and D the derivative of the cap, or 1:
+dS = D∘(dq kᵀ + q dkᵀ). With P the row softmax dP = P∘(dS − rowsum(P∘dS)) and dO = dP v + P dv. Nothing here
+knows tokens or projections.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class SoftmaxDerivative:
     q
         Scaled queries (b, m, key_dim).
     k, v
-        Keys and values (b, n, ·). Both may be shifted by a constant vector a head: rows of dP sum
-        to zero, so the derivative does not change, and centring them spares digits.
+        Keys and values (b, n, ·). Both may be shifted by a constant vector a head, the keys only without a
+        cap: rows of dP sum to zero, so the derivative does not change, and centring them spares digits.
     p
         Attention probabilities (b, m, n).
     mean
         P v, (b, m, value_dim).
+    slope
+        P∘D, (b, m, n); P itself where the scores have no cap.
 
     """
 
@@ -40,6 +43,7 @@ class SoftmaxDerivative:
     v: Float[Tensor, "b n value_dim"]
     p: Float[Tensor, "b m n"]
     mean: Float[Tensor, "b m value_dim"]
+    slope: Float[Tensor, "b m n"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
         """Relative error of the derivative's norm that rounding in the products may cause, each member.
@@ -58,7 +62,7 @@ class SoftmaxDerivative:
     ) -> Float[Tensor, "b m value_dim"]:
         """Return dO for tangents of the scaled queries, the keys and the values."""
         ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT)
-        ds.mul_(self.p)
+        ds.mul_(self.slope)
         dp = torch.addcmul(ds, self.p, ds.sum(dim=-1, keepdim=True), value=-1)
         return torch.baddbmm(torch.bmm(dp, self.v), self.p, dv)
 
@@ -68,12 +72,14 @@ class SoftmaxDerivative:
         """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
         # rowsum(P∘(dO vᵀ)) = rowsum(dO∘(P v)): one product of size n × value_dim less.
         ds = torch.bmm(do, self.v.mT)
-        ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.p)
+        ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.slope)
         return torch.bmm(ds, self.k), torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
         """Return the derivative of some rows of the axis b."""
-        return SoftmaxDerivative(self.q[rows], self.k[rows], self.v[rows], self.p[rows], self.mean[rows])
+        p = self.p[rows]
+        slope = p if self.slope is self.p else self.slope[rows]
+        return SoftmaxDerivative(self.q[rows], self.k[rows], self.v[rows], p, self.mean[rows], slope)
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,16 @@ class WeightedSoftmaxDerivative:
     """Derivative of attention on a measure with weights a_i, between the weighted norms (Definition C.4).
 
     Tangents and images are multiplied by the root of their atom's weight: with dq̃_i = √a_i dq_i and so on,
-    dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, T = P∘(dq̃ kᵀ) + P̃∘(q dk̃ᵀ), P̃_ij = √(a_i/a_j) P_ij. Every
+    dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, T = P∘D∘(dq̃ kᵀ) + P̃∘D∘(q dk̃ᵀ), P̃_ij = √(a_i/a_j) P_ij. Every
     number in it is formed from logarithms, so that no weight is too small. Derivation:
     docs/theory/mean-field.md.
 
     Parameters
     ----------
-    q, k, v, p, mean
+    q, k, v, mean, slope
         As for :class:`SoftmaxDerivative`, P_ij ∝ a_j e^{S_ij}.
-    tilted
-        P̃, (b, m, n).
+    tilted, tilted_slope
+        P̃ and P̃∘D, (b, m, n).
     log_range
         Largest |log a_j|: what its rounding does to exponents is allowed for.
 
@@ -99,8 +105,9 @@ class WeightedSoftmaxDerivative:
     q: Float[Tensor, "b m key_dim"]
     k: Float[Tensor, "b n key_dim"]
     v: Float[Tensor, "b n value_dim"]
-    p: Float[Tensor, "b m n"]
+    slope: Float[Tensor, "b m n"]
     tilted: Float[Tensor, "b m n"]
+    tilted_slope: Float[Tensor, "b m n"]
     mean: Float[Tensor, "b m value_dim"]
     log_range: float
 
@@ -122,8 +129,8 @@ class WeightedSoftmaxDerivative:
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
         """Return dÕ for weighted tangents of the scaled queries, the keys and the values."""
-        t = torch.bmm(dq, self.k.mT).mul_(self.p)
-        t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted)
+        t = torch.bmm(dq, self.k.mT).mul_(self.slope)
+        t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted_slope)
         do = torch.addcmul(torch.bmm(t, self.v), t.sum(dim=-1, keepdim=True), self.mean, value=-1)
         return torch.baddbmm(do, self.tilted, dv)
 
@@ -132,8 +139,8 @@ class WeightedSoftmaxDerivative:
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
         """Return the adjoint's (scaled queries, keys, values) parts for a weighted cotangent."""
         w = torch.bmm(do, self.v.mT).sub_((do * self.mean).sum(dim=-1, keepdim=True))
-        dk = torch.bmm((w * self.tilted).mT, self.q)
-        return torch.bmm(w.mul_(self.p), self.k), dk, torch.bmm(self.tilted.mT, do)
+        dk = torch.bmm((w * self.tilted_slope).mT, self.q)
+        return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
         """Return the derivative of some rows of the axis b."""
@@ -142,8 +149,9 @@ class WeightedSoftmaxDerivative:
             q=self.q[rows],
             k=self.k[rows],
             v=self.v[rows],
-            p=self.p[rows],
-            tilted=self.tilted[rows],
+            slope=self.slope[rows],
+            tilted=(tilted := self.tilted[rows]),
+            tilted_slope=tilted if self.tilted_slope is self.tilted else self.tilted_slope[rows],
             mean=self.mean[rows],
         )
 

@@ -182,7 +182,9 @@ def affine_action_at(
 def _attention_action(
     f: SelfAttention | L2Attention, mean: Tensor, covariance: Tensor
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    if f.causal or (isinstance(f, SelfAttention) and (f.mask is not None or f.rotary is not None)):
+    if f.causal or (
+        isinstance(f, SelfAttention) and (f.mask is not None or f.rotary is not None or f.feature_names())
+    ):
         raise _not_gaussian(f.describe() + (", rotary positions" if getattr(f, "rotary", None) else ""))
     group = f.heads // f.kv_heads
     key, value = (t.repeat_interleave(group, dim=0) for t in (f.key, f.value))

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.map import as_parameter
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError
 
 __all__ = ["ParameterFile", "is_parameter_file", "load_parameters", "read_parameter_file", "save_parameters"]
@@ -127,6 +129,7 @@ def save_parameters(
         raise ArgumentError(
             "path", expected=f"a name that ends in {' or '.join(SUFFIXES)}", got=repr(str(path))
         )
+    require_plain_scores(attention, "parameter files")
     named: dict[str, Tensor | None] = {
         name: getattr(attention, name) for name in (*_MATRICES, "output", *_BIASES, "mask")
     }
@@ -230,8 +233,8 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
     if paper:
         return _of_paper(numbers, causal)
     # One head may be written as matrices, and its biases as vectors.
-    stacked = {name: _with_axis(numbers[name], 2) for name in _MATRICES}
-    biases = {
+    stacked: dict[str, Any] = {name: _with_axis(numbers[name], 2) for name in _MATRICES}
+    biases: dict[str, Any] = {
         name: _with_axis(numbers[name], 1) if name != "output_bias" else numbers[name]
         for name in _BIASES
         if name in numbers

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.attention.core import attention_probabilities, weighted_values
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
@@ -31,6 +32,7 @@ class DropoutAttention(TokenMap):
     """
 
     def __init__(self, inner: SelfAttention, *, weights: float, outputs: float, seed: int) -> None:
+        require_plain_scores(inner, "the published maps", argument="inner")
         self.inner, self.weights, self.outputs = inner, weights, outputs
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
@@ -97,6 +99,7 @@ class DropoutAttention(TokenMap):
 
 def unmasked(f: TokenMap) -> TokenMap:
     """Return the map with every mask taken out of its attention, as when a layer is called by itself."""
+    require_plain_scores(f, "the published maps", argument="f")
     return _with_attention(
         f,
         lambda attention: SelfAttention(

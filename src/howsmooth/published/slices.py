@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError
 
 __all__ = ["has_fused_weight", "wrong_slices"]
@@ -46,6 +47,7 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 
     """
     f = attention
+    require_plain_scores(f, "the published slices")
     if f.kv_heads != f.heads or f.heads * f.key_dim != f.d or f.value_dim != f.key_dim:
         raise ArgumentError(
             "attention",

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from howsmooth.attention import SelfAttention
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError
 from howsmooth.reproduce.experiment import Request
 from howsmooth.reproduce.words import made_of
@@ -129,6 +130,7 @@ def bilinear(site: SiteLike, label: str) -> SelfAttention:
 
     """
     f = site.map
+    require_plain_scores(f, "constructed tokens", argument="model")
     if not isinstance(f, SelfAttention) or f.rotary is not None or f.mask is not None:
         got = "rotary positions" if isinstance(f, SelfAttention) and f.rotary is not None else site.masking
         raise ArgumentError(

@@ -389,29 +389,20 @@ class ModelSource:
 
 
 def shortened(attention: SelfAttention, length: int) -> SelfAttention:
-    """Return the attention at ``length`` tokens: the mask, if there is one, cut to the first of them.
+    """Return the attention at ``length`` tokens: mask and score bias cut to the first of them.
 
     Raises
     ------
     ArgumentError
-        If its mask or its rotary positions are for fewer tokens.
+        If its mask, score bias or rotary positions are for fewer tokens.
 
     """
-    mask = attention.mask
-    if mask is None or mask.shape[0] <= length:
+    mask, bias = attention.mask, attention.score_bias
+    longest = max((t.shape[-1] for t in (mask, bias) if t is not None), default=0)
+    if longest <= length:
         attention.check_length(length)
         return attention
-    return SelfAttention(
-        attention.query,
-        attention.key,
-        attention.value,
-        attention.output,
-        query_bias=attention.query_bias,
-        key_bias=attention.key_bias,
-        value_bias=attention.value_bias,
-        output_bias=attention.output_bias,
-        scale=attention.scale,
-        causal=attention.causal,
-        mask=mask[:length, :length],
-        rotary=attention.rotary,
+    return attention._rebuilt(
+        mask=None if mask is None else mask[:length, :length],
+        score_bias=None if bias is None else bias[:, :length, :length],
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.map import check_tokens
+from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.heads import HeadsAt, heads_at
 from howsmooth.bounds.certificates.rounding import Enclosed, U
@@ -90,6 +91,7 @@ def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
         raise ArgumentError(
             "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
         )
+    require_plain_scores(f, "these certificates")
     if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
         got = (
             f"{X.dtype} of shape {tuple(X.shape)}"

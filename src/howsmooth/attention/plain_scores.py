@@ -1,0 +1,37 @@
+"""Who works with scores ⟨q_i, k_j⟩ and their softmax only must refuse attention that does more to them."""
+
+from __future__ import annotations
+
+from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.self_attention import SelfAttention
+from howsmooth.errors import ArgumentError
+
+__all__ = ["require_plain_scores"]
+
+
+def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
+    """Raise ArgumentError if an attention within ``f`` changes its scores beyond a mask.
+
+    Parameters
+    ----------
+    f
+        Anything; attention is looked for in it, within residuals and compositions.
+    what
+        Who asks, the subject of the sentence: "these bounds".
+    argument
+        Name of the argument that ``f`` was.
+
+    """
+    match f:
+        case SelfAttention() if f.feature_names():
+            raise ArgumentError(
+                argument,
+                expected=f"attention whose scores are ⟨q_i, k_j⟩: {what} know no others",
+                got=" and ".join(f.feature_names()),
+                remedy="local_lipschitz measures such attention at given tokens.",
+            )
+        case Residual():
+            require_plain_scores(f.inner, what, argument=argument)
+        case Compose():
+            require_plain_scores(f.outer, what, argument=argument)
+            require_plain_scores(f.inner, what, argument=argument)

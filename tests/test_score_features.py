@@ -1,0 +1,198 @@
+"""Score biases and soft caps: against maps written naively, transformers' own functions, and autodiff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth import adversarial, bounds
+from howsmooth.attention.core import cap_slope
+from howsmooth.bounds.certificates import certificate_joint
+from howsmooth.dynamics import Rescaled
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
+from howsmooth.measures import DiscreteMeasure
+from howsmooth.models.parameter_files import save_parameters
+from howsmooth.published.maps import DropoutAttention, unmasked
+from howsmooth.published.slices import wrong_slices
+from howsmooth.spectral import to_dense
+from howsmooth.study.sources import shortened
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+
+N = 5
+
+
+def _bias(heads: int, n: int = N) -> Tensor:
+    return tokens(70, heads, n, n)
+
+
+def naive(f: hs.SelfAttention) -> Callable[[Tensor], Tensor]:
+    """The map of its definition, one head at a time, tokens (n, d)."""
+
+    def value(x: Tensor) -> Tensor:
+        n, heads = len(x), []
+        for h in range(f.heads):
+            g = h // (f.heads // f.kv_heads)
+            q = x @ f.query[h].T + f.query_bias[h]
+            k = x @ f.key[g].T + f.key_bias[g]
+            if f.rotary is not None:
+                q, k = f.rotary.rotate(q), f.rotary.rotate(k)
+            s = f.scale * q @ k.T
+            if f.softcap is not None:
+                s = f.softcap * torch.tanh(s / f.softcap)
+            if f.score_bias is not None:
+                s = s + f.score_bias[h % len(f.score_bias)]
+            if f.causal:
+                s = s - torch.full((n, n), float("inf")).triu(1).nan_to_num(0.0, posinf=float("inf"))
+            if f.mask is not None:
+                s = torch.where(f.mask, s, -float("inf"))
+            e = s.exp()
+            heads.append((e / e.sum(1, keepdim=True)) @ (x @ f.value[g].T + f.value_bias[g]))
+        return torch.cat(heads, dim=1) @ f.output.T + f.output_bias
+
+    return value
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "softcap" in name or "score bias" in name])
+def test_map_and_jacobian_are_those_of_the_definition(name: str) -> None:
+    f, x = CASES[name](N), tokens(71, N, D)
+    torch.testing.assert_close(f(x), naive(f)(x), rtol=1e-13, atol=1e-13)
+    exact = dense_jacobian(naive(f), x)
+    ours = to_dense(closed_form_jacobian(f, x[None]))[0]
+    assert (ours - exact).abs().max() <= 1e-13 * max(1.0, float(exact.abs().max()))
+    found = hs.local_lipschitz(f, x, rtol=1e-9)
+    assert float(found.value) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-10)
+
+
+def test_the_order_is_that_of_gemma_2() -> None:
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    f, x = random_attention(3, heads=4, kv_heads=2, softcap=0.8, score_bias=_bias(4)), tokens(72, N, D)
+    q, k, v = (t[None] for t in f.projections(x))
+    module = SimpleNamespace(num_key_value_groups=2, training=False, head_dim=f.key_dim)
+    # Its softmax is in float32.
+    heads, p = gemma.eager_attention_forward(
+        module, q, k, v, f.score_bias[None], scaling=f.scale, softcap=f.softcap
+    )
+    assert p.shape == (1, 4, N, N)
+    torch.testing.assert_close(f.without_output()(x), heads[0].flatten(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_key_bias_counts_under_a_cap() -> None:
+    """The softmax forgets a shift of a row of scores, the cap does not."""
+    x = tokens(73, N, D)
+    for softcap, same in ((None, True), (0.9, False)):
+        f = random_attention(4, softcap=softcap)
+        g = f._rebuilt(key_bias=f.key_bias + 3.0)
+        assert torch.allclose(f(x), g(x), rtol=1e-10) is same
+
+
+def test_the_slope_of_a_saturated_cap_keeps_its_digits() -> None:
+    s = torch.tensor([0.0, 0.3, -40.0, 600.0], dtype=torch.float64)
+    expected = torch.cosh(s / 2.0) ** -2
+    torch.testing.assert_close(cap_slope(s[None], 2.0)[0], expected, rtol=1e-13, atol=0)
+    assert 0 < float(cap_slope(s[None], 2.0)[0, -1]) < 1e-250
+
+
+def test_an_atom_that_splits_under_a_cap() -> None:
+    f, x = random_attention(5, heads=4, kv_heads=2, softcap=0.6), tokens(74, N, D)
+    measure = DiscreteMeasure(x, torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25], dtype=torch.float64))
+    found = torch.cat(list(frozen_derivatives(f, x, measure._weighting())))
+
+    def seen_from(y: Tensor, i: int) -> Tensor:
+        # A further atom of no mass at y moves as Γ_μ(y).
+        weights = torch.cat((measure.log_weights, torch.tensor([-1e30], dtype=torch.float64)))
+        return f._forward(torch.cat((x, y[None])), hs.attention.Weighting(weights))[-1]
+
+    for i in range(N):
+        exact = torch.autograd.functional.jacobian(lambda y, i=i: seen_from(y, i), x[i])
+        torch.testing.assert_close(found[i], exact, rtol=1e-12, atol=1e-13)
+
+
+def test_related_maps_keep_what_is_done_to_scores() -> None:
+    x = tokens(75, N, D)
+    for bias in (_bias(4), _bias(1)):
+        f = random_attention(6, heads=4, kv_heads=2, softcap=0.8, score_bias=bias, d_out=None)
+        assert "soft-capped" in f.describe()
+        assert "score bias" in f.describe()
+        parts = torch.cat([f.head(h)(x) for h in range(4)], dim=-1)
+        torch.testing.assert_close(parts, f(x), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(f.without_output()(x), f(x))
+        single = f.to(dtype=torch.float32)
+        assert single.score_bias.dtype == torch.float32
+        torch.testing.assert_close(single(x.float()).double(), f(x), rtol=1e-4, atol=1e-4)
+        short = shortened(f, 3)
+        torch.testing.assert_close(short.score_bias, bias[:, :3, :3])
+        assert short.softcap == 0.8
+    norm = hs.RMSNorm(torch.rand(D, dtype=torch.float64) + 0.5, 1e-6)
+    f = random_attention(7, softcap=0.8)
+    unit = x / (x.norm(dim=-1, keepdim=True) ** 2 + D * 1e-6).sqrt()
+    torch.testing.assert_close(bounds.absorb_norm(f, norm)(unit), f(norm(x)), rtol=1e-11, atol=1e-12)
+
+
+def _square(**keywords: object) -> hs.SelfAttention:
+    return random_attention(8, heads=2, key_dim=3, value_dim=3, **keywords)
+
+
+REFUSING = {
+    "parameters": lambda f, folder: bounds.parameters_of(f),
+    "best": lambda f, folder: bounds.best(f, tokens(0, N, D)),
+    "table": lambda f, folder: bounds.table(f, tokens(0, N, D)),
+    "certificate": lambda f, folder: certificate_joint(f, tokens(0, N, D)),
+    "absorbed": lambda f, folder: bounds.pre_norm_composition(
+        f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N
+    ),
+    "ascend": lambda f, folder: adversarial.ascend(hs.Residual(f), N, 1.0),
+    "two clusters": lambda f, folder: adversarial.two_cluster(f, N, 1.0),
+    "slices": lambda f, folder: wrong_slices(f),
+    "unmasked": lambda f, folder: unmasked(hs.Residual(f)),
+    "dropout": lambda f, folder: DropoutAttention(f, weights=0.1, outputs=0.1, seed=0),
+    "rescaled": lambda f, folder: Rescaled(f),
+    "file": lambda f, folder: save_parameters(folder / "a.npz", f),
+}
+
+
+@pytest.mark.parametrize("who", REFUSING)
+@pytest.mark.parametrize(
+    ("keywords", "words"), [({"softcap": 2.0}, "soft-capped"), ({"score_bias": _bias(1)}, "a score bias")]
+)
+def test_what_knows_plain_scores_only_refuses_by_name(
+    who: str, keywords: dict, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        REFUSING[who](_square(**keywords), tmp_path)
+    assert words in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("keywords", "argument", "words"),
+    [
+        ({"softcap": 0.0}, "softcap", "> 0"),
+        ({"softcap": float("inf")}, "softcap", "inf"),
+        ({"score_bias": torch.zeros(3, 4, 4).double()}, "score_bias", "(2, n, n) or (1, n, n)"),
+        ({"score_bias": torch.zeros(1, 4, 5).double()}, "score_bias", "(1, 4, 5)"),
+        ({"score_bias": torch.zeros(1, 4, 4)}, "score_bias", "float64"),
+        (
+            {"score_bias": torch.zeros(1, 4, 4).double(), "mask": torch.ones(5, 5, dtype=torch.bool)},
+            "score_bias",
+            "of the mask",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(keywords: dict, argument: str, words: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        _square(**keywords)
+    assert caught.value.argument == argument
+    assert words in str(caught.value)
+
+
+def test_a_bias_is_finite_and_fixes_the_length() -> None:
+    with pytest.raises(NonFiniteError, match="score_bias"):
+        _square(score_bias=torch.full((1, 3, 3), -float("inf"), dtype=torch.float64))
+    with pytest.raises(ArgumentError, match=r"n = 5 tokens, the length of the score bias"):
+        _square(score_bias=_bias(1))(tokens(0, 4, D))
