@@ -10,10 +10,12 @@ import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -23,13 +25,14 @@ from hypothesis import strategies as st
 from howsmooth.cli import app, main
 from howsmooth.models.load import _device as check_device
 from howsmooth.models.parameter_files import save_parameters
+from howsmooth.study.flows.publish import FlowPicture
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_tools, words
 
 ENDINGS = {0, 2, 3, 130}
-COMMANDS = ("measure", "bound", "attack", "study")
+COMMANDS = ("measure", "bound", "attack", "study", "flow")
 
 # ---- where a command runs, and what is held against it
 
@@ -44,6 +47,7 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         attention = random_attention(31, heads=1, d_out=None)
         save_parameters("head.safetensors", attention, tokens(3, 5, attention.d))
         Path("broken.npz").write_bytes(b"PK\x03\x04 broken")
+        np.save("start.npy", np.arange(6.0).reshape(3, 2))
         Path("prose.txt").write_text("The cat sat on a mat, and it was all that it had to do. " * 40)
         Path("plan.toml").write_text(PLAN)
         Path("folder").mkdir()
@@ -57,6 +61,8 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
         patch.setattr("howsmooth.study.attack_tables.draw_attacks", lambda *_: [])
+        patch.setattr("howsmooth.study.flows.publish.draw_flow", undrawn)
+        patch.setattr("howsmooth.study.flows.publish.animate_flow", lambda *_: None)
         if not real:
             tools = small_tools(count=400)
             if command in ("measure", "study"):
@@ -73,6 +79,10 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
             patch.setattr("howsmooth.bounds.table", plain_table)
             patch.setattr("howsmooth.study.attack_plan.attack_tools", AttackWork().tools)
         yield root
+
+
+def undrawn(view: Any, folder: Path) -> FlowPicture:
+    return FlowPicture(folder / "flow.png", folder / "flow.pdf", view.title)
 
 
 def state(above: Path) -> dict[str, bytes]:
@@ -122,6 +132,18 @@ RANGES = st.one_of(
 FEW_TOKENS = st.sampled_from(
     ["3", "2:4", "4,2", "2:6:2", "0", "-1", "1", "", "x", "2:", "99999999999", "nan"]
 )
+# A flow is possible with any number of tokens, frames and steps: what would be done stays small.
+SIZES = {
+    "--tokens": ["1", "2", "5", "٣"],
+    "--dimension": ["1", "2", "3", "6"],
+    "--frames": ["1", "3"],
+    "--until": ["0.1", "0.5", "1", "1e-300"],
+    "--step": ["0.1", "0.25", "0.3", "7", "1e-300"],
+    "--rtol": ["1e-3", "1e-6", "1"],
+    "--beta": ["0.5", "3", "1e-300"],
+    "--radius": ["0.1", "2", "1e-300"],
+}
+IMPOSSIBLE = ["0", "-1", "", "x", "nan", "inf", "-inf", "1e400", "9" * 5000, "0x10", "-0", "1,2"]
 NAMES = st.one_of(
     st.sampled_from(
         [
@@ -187,6 +209,15 @@ LIKELY = {
     "--restarts": NUMBERS,
     "--radius": NUMBERS,
     "--threads": NUMBERS,
+    "--attention": st.sampled_from(["softmax", "l2", "sinkhorn"]),
+    "--method": st.sampled_from(
+        ["dopri5", "dopri8", "bosh3", "euler", "midpoint", "rk4", "residual", "heun", ""]
+    ),
+    "--start": st.sampled_from(
+        ["auto", "gaussian", "sphere", "text", "file", "start.npy", "head.safetensors", "broken.npz"]
+    ),
+    "--animation": st.sampled_from(["gif", "mp4", "none"]),
+    "--tolerance": NUMBERS,
 }
 """What an option may well be given, so that more than the parser is tried."""
 
@@ -195,8 +226,12 @@ USUAL = {
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
     "attack": ["small", "--text", "prose", "--lengths", "3", "--layers", "0", "--steps", "2"],
     "study": ["plan.toml"],
+    "flow": ["random", "--text", "prose", "--tokens", "4", "--until", "0.5", "--frames", "2"],
 }
 """A command line that works."""
+
+FLOWING = ["identity", "negative", "one-direction", "turning", "random", "head.safetensors", "small"]
+"""Sources of flows."""
 
 REAL = {
     "measure": [
@@ -213,19 +248,23 @@ REAL = {
     "bound": ["head.safetensors", "--lengths", "5,9", "--radius", "3"],
     "attack": ["head.safetensors", "--lengths", "3", "--radius", "2", "--steps", "2", "--restarts", "1"],
     "study": ["plan.toml"],
+    "flow": ["builtin-decoder", "--text", "prose.txt", "--tokens", "4", "--until", "1", "--frames", "2"],
 }
 """The same for the library's own tools."""
 
 
 @st.composite
-def command_lines(draw: st.DrawFn, *, real: bool) -> list[str]:
+def command_lines(draw: st.DrawFn, *, real: bool, commands: Sequence[str] = COMMANDS) -> list[str]:
     """A command with options of its own, most of them with values that they might be given."""
     usual = REAL if real else USUAL
-    command = draw(st.sampled_from(COMMANDS))
+    command = draw(st.sampled_from(commands))
     taking, flags = options_of(command)
     # Without a model, all of what a command does by default would be done, which takes minutes.
     works = real or draw(st.booleans())
     line = list(usual[command]) if works else draw(st.lists(NAMES, max_size=2))
+    if command == "flow":
+        line[:1] = [draw(st.sampled_from([*4 * line[:1], *FLOWING]))]
+        line += [] if works else USUAL["flow"][1:]
     if command == "attack" and real:
         taking = [
             name for name in taking if name not in ("--steps", "--restarts")
@@ -234,6 +273,8 @@ def command_lines(draw: st.DrawFn, *, real: bool) -> list[str]:
         value = draw(st.one_of(LIKELY.get(name, NAMES), VALUES))
         if (command, name) == ("attack", "--lengths"):
             value = draw(FEW_TOKENS)
+        if command == "flow" and name in SIZES:
+            value = draw(st.sampled_from(draw(st.sampled_from([SIZES[name], SIZES[name], IMPOSSIBLE]))))
         line += draw(st.sampled_from([[name, value], [f"{name}={value}"]]))
     line += draw(st.lists(st.sampled_from(flags), max_size=3))
     line += draw(st.one_of(st.just([]), st.just([]), st.lists(TEXTS, max_size=1)))
@@ -259,7 +300,7 @@ def test_the_usual_lines_work(command: str) -> None:
 
 
 @quickly
-@given(command_lines(real=False))
+@given(command_lines(real=False, commands=COMMANDS[:-1]))
 @example(["attack", *USUAL["attack"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--max-iterations", "9" * 20, "--out", "out"])
@@ -267,6 +308,23 @@ def test_the_usual_lines_work(command: str) -> None:
 @example(["bound", "x" * 5000, "--out", "out"])
 @example(["bound", "small", "--text", "x" * 300, "--out", "out"])
 def test_command_lines(line: list[str]) -> None:
+    try_line(line, real=False)
+
+
+def test_no_size_of_a_flow_is_impossible_and_taken() -> None:
+    with workplace("flow", real=False) as root:
+        for name in SIZES:
+            for value in IMPOSSIBLE:
+                assert run(root, "flow", *USUAL["flow"], f"{name}={value}", "--out", "out") == 2
+        assert not Path("out").exists()
+
+
+@quickly
+@given(command_lines(real=False, commands=["flow"]))
+@example(["flow", *USUAL["flow"], "--until", "9" * 400, "--out", "out"])
+@example(["flow", *USUAL["flow"], "--rescale", "--method", "rk4", "--out", "out"])
+@example(["flow", "small", *USUAL["flow"][1:], "--norms", "--sphere", "--out", "out"])
+def test_command_lines_of_flow(line: list[str]) -> None:
     try_line(line, real=False)
 
 
