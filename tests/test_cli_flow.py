@@ -90,7 +90,7 @@ def test_the_same_command_again_makes_nothing(howsmooth: Howsmooth) -> None:
     np.testing.assert_array_equal(trajectory(), before)
     code, out, err = howsmooth(*SMALL, "--seed", "1")
     assert (code, out) == (2, "")
-    assert "holds another flow: it was made with seed 0, not 1." in err
+    assert "holds another flow: it was made with --seed 0, not 1." in err
 
 
 def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth) -> None:

@@ -141,7 +141,7 @@ def test_norms_change_the_tokens_and_the_layers(tmp_path: Path) -> None:
         f = SmallModel().attention(layer, 5).to(dtype=torch.float64)
         x = x + f(small_norm().to(dtype=torch.float64)(x) if layer == 0 else x)
     torch.testing.assert_close(states(tmp_path)[1][-1], x, rtol=1e-13, atol=1e-13)
-    with pytest.raises(StoreError, match="norms"):
+    with pytest.raises(StoreError, match="made with --norms, not without it"):
         carry_out(dataclasses.replace(plan, norms=False), tmp_path)
 
 
@@ -331,9 +331,13 @@ def test_nothing_is_made_where_the_first_frame_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 1}, "it was made with seed 0, not 1. Choose another --out, or the same seed"),
-        ({"until": 2.0}, "it was made with until 1.0, not 2.0"),
-        ({"tokens": 8}, "it was made with tokens 7, not 8"),
+        ({"seed": 1}, "it was made with --seed 0, not 1. Choose another --out, or take --seed 0."),
+        ({"until": 2.0}, "it was made with --until 1, not 2."),
+        ({"until": None}, "it was made with --until 1, not its default."),
+        ({"step": 0.5, "method": "rk4"}, "it was made with --method dopri5, not rk4."),
+        ({"sphere": True}, "it was made without --sphere, not with it. .* or leave --sphere out."),
+        ({"source": "identity"}, "it was made from random, not identity."),
+        ({"tokens": 8}, "it was made with --tokens 7, not 8"),
     ],
 )
 def test_another_flow_is_not_mixed_into_a_folder(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -341,6 +345,26 @@ def test_another_flow_is_not_mixed_into_a_folder(tmp_path: Path, changes: dict[s
     with pytest.raises(StoreError, match=words):
         carry_out(FlowPlan(**(SMALL | changes)), tmp_path)
     assert len(states(tmp_path)[0]) == 6
+
+
+def test_a_flow_without_an_option_is_not_mixed_with_one_that_has_it(tmp_path: Path) -> None:
+    carry_out(FlowPlan("random", tokens=3, frames=1, sphere=True), tmp_path)
+    words = "with the default of --until, not 20. Choose another --out, or leave --until out."
+    with pytest.raises(StoreError, match=words):
+        carry_out(FlowPlan("random", tokens=3, frames=1, sphere=True, until=20.0), tmp_path)
+    with pytest.raises(StoreError, match=r"with --sphere, not without it\. .* or add --sphere\."):
+        carry_out(FlowPlan("random", tokens=3, frames=1), tmp_path)
+
+
+def test_a_store_from_before_a_flag_is_that_of_the_flow_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FlowPlan(**SMALL)
+    before = {name: value for name, value in plan.settings().items() if name != "norms"}
+    with monkeypatch.context() as patch:
+        patch.setattr(FlowPlan, "settings", lambda _: before)
+        carry_out(plan, tmp_path)
+    assert carry_out(plan, tmp_path).made == 0
 
 
 def test_tokens_of_a_file_that_changed_are_another_flow(tmp_path: Path) -> None:

@@ -86,6 +86,30 @@ class Ending:
     upper: float
 
 
+def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
+    """Say by which option, as it is typed, another flow was made, and how to have that one."""
+    if name == "source":
+        return f"from {stored}, not {wanted}", "take that source"
+    if name in ("n", "d"):
+        what = "tokens" if name == "n" else "dimensions"
+        return f"with {stored} {what}, not {wanted}", "start from as many"
+    if name == "fingerprint":
+        return "with other parameters, or from other tokens (their fingerprint differs)", "take those again"
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(wanted, bool):
+        if stored:
+            return f"with {option}, not without it", f"add {option}"
+        return f"without {option}, not with it", f"leave {option} out"
+    if stored is None:
+        return f"with the default of {option}, not {_typed(wanted)}", f"leave {option} out"
+    other = "its default" if wanted is None else _typed(wanted)
+    return f"with {option} {_typed(stored)}, not {other}", f"take {option} {_typed(stored)}"
+
+
+def _typed(value: object) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
 class FlowStore(OpenStore):
     """An open store of a flow; use it as a context manager."""
 
@@ -102,10 +126,12 @@ class FlowStore(OpenStore):
         """
         stored = self.identity()
         for name, wanted in identity.items():
-            if stored and stored.get(name) != wanted:
+            # A flag that is off may be younger than the store.
+            there = stored.get(name, False if wanted is False else None)
+            if stored and there != wanted:
+                made, remedy = _difference(name, there, wanted)
                 raise StoreError(
-                    f"{self.path} holds another flow: it was made with {name} {stored.get(name)}, not "
-                    f"{wanted}. Choose another --out, or the same {name}."
+                    f"{self.path} holds another flow: it was made {made}. Choose another --out, or {remedy}."
                 )
 
     def identity(self) -> dict[str, Any]:
