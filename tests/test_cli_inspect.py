@@ -44,6 +44,8 @@ def test_a_model_with_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[:2] for line in said if "attention.self" in line] == [
         [str(layer), f"encoder.layer.{layer}.attention.self"] for layer in range(4)
     ]
+    assert "layer name its radius" in said
+    assert len({line.split()[2] for line in said if "attention.self" in line}) == 4  # each its own
     assert said[-1] == "Nothing is refused."
 
 
