@@ -102,6 +102,13 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
     "score bias for all heads, masked": lambda n: random_attention(
         23, mask=_window(n), score_bias=_score_bias(1, n), softcap=1.0
     ),
+    "sinks": lambda n: random_attention(24, sinks=_gain(24)[:3]),
+    "sinks, grouped, causal": lambda n: random_attention(
+        25, heads=4, kv_heads=2, causal=True, sinks=3 * _gain(25)[:4], temperature=3.0
+    ),
+    "sinks, softcap, score bias": lambda n: random_attention(
+        26, heads=4, kv_heads=2, sinks=_gain(26)[:4], softcap=1.2, score_bias=_score_bias(4, n)
+    ),
     "LayerNorm": lambda n: _layer_norm(),
     "RMSNorm": lambda n: hs.RMSNorm(_gain(7), 1e-6),
     "residual": lambda n: hs.Residual(random_attention(16)),
@@ -110,7 +117,9 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
 }
 
 # Of these the maps that act on measures: what belongs to a list of tokens does not.
-ACTING = [name for name in CASES if not any(word in name for word in ("masked", "rotary", "score bias"))]
+ACTING = [
+    name for name in CASES if not any(word in name for word in ("masked", "rotary", "score bias", "sinks"))
+]
 
 
 def tokens(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

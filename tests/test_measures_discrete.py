@@ -273,6 +273,7 @@ def test_refusals_name_the_argument(build: object, argument: str, words: str) ->
         (CASES["masked"](3), DiscreteMeasure(tokens(0, 3, D)), "a boolean mask"),
         (CASES["masked"](3), DiscreteMeasure(tokens(0, 4, D)), "a boolean mask"),
         (random_attention(0, rotary=rotary(3, 2)), DiscreteMeasure(tokens(0, 3, D)), "rotary positions"),
+        (CASES["sinks"](3), DiscreteMeasure(tokens(0, 3, D)), "sinks"),
         (CASES["score bias"](3), DiscreteMeasure(tokens(0, 3, D)), "a score bias"),
         (
             hs.Residual(hs.Compose(random_attention(0, causal=True), hs.RMSNorm(torch.ones(D).double()))),

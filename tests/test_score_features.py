@@ -1,4 +1,4 @@
-"""Score biases and soft caps: against maps written naively, transformers' own functions, and autodiff."""
+"""Score biases, soft caps, sinks: against naive maps, transformers' own functions and autodiff."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from howsmooth import adversarial, bounds
 from howsmooth.attention.core import cap_slope
 from howsmooth.bounds.certificates import certificate_joint
 from howsmooth.dynamics import Rescaled
+from howsmooth.dynamics.rescaled import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
@@ -53,13 +54,16 @@ def naive(f: hs.SelfAttention) -> Callable[[Tensor], Tensor]:
             if f.mask is not None:
                 s = torch.where(f.mask, s, -float("inf"))
             e = s.exp()
-            heads.append((e / e.sum(1, keepdim=True)) @ (x @ f.value[g].T + f.value_bias[g]))
+            under = e.sum(1, keepdim=True) + (0.0 if f.sinks is None else f.sinks[h].exp())
+            heads.append((e / under) @ (x @ f.value[g].T + f.value_bias[g]))
         return torch.cat(heads, dim=1) @ f.output.T + f.output_bias
 
     return value
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "softcap" in name or "score bias" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if any(w in name for w in ("softcap", "score bias", "sinks"))]
+)
 def test_map_and_jacobian_are_those_of_the_definition(name: str) -> None:
     f, x = CASES[name](N), tokens(71, N, D)
     torch.testing.assert_close(f(x), naive(f)(x), rtol=1e-13, atol=1e-13)
@@ -83,11 +87,34 @@ def test_the_order_is_that_of_gemma_2() -> None:
     torch.testing.assert_close(f.without_output()(x), heads[0].flatten(1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_key_bias_counts_under_a_cap() -> None:
-    """The softmax forgets a shift of a row of scores, the cap does not."""
+def test_sinks_are_those_of_gpt_oss() -> None:
+    oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64)
+    f, x = random_attention(3, heads=4, kv_heads=2, sinks=sinks), tokens(72, N, D)
+    q, k, v = (t[None] for t in f.projections(x))
+    module = SimpleNamespace(num_key_value_groups=2, training=False, sinks=sinks)
+    heads, p = oss.eager_attention_forward(module, q, k, v, None, scaling=f.scale)
+    assert (p.sum(-1) < 1).all()
+    torch.testing.assert_close(f.without_output()(x), heads[0].flatten(1), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("sink", [-30.0, 2.0])
+def test_large_common_parts_of_keys_and_values_spare_digits_with_sinks(sink: float) -> None:
+    """In single precision, as the registry's cases, but with biases far larger than the rest."""
+    f, x = random_attention(9, sinks=torch.full((3,), sink, dtype=torch.float64)), tokens(76, 1, N, D)
+    f = f._rebuilt(value_bias=1e5 * f.value_bias, key_bias=10 * f.key_bias)
+    exact = dense_jacobian(naive(f), x[0])
+    single = closed_form_jacobian(f, x, dtype=torch.float32)
+    error = torch.linalg.matrix_norm(to_dense(single)[0].double() - exact, 2)
+    assert float(error) <= float(single.rounding[0]) * float(torch.linalg.matrix_norm(exact, 2))
+
+
+def test_a_key_bias_counts_under_a_cap_and_with_sinks() -> None:
+    """The softmax forgets a shift of a row of scores, cap and sinks do not."""
     x = tokens(73, N, D)
-    for softcap, same in ((None, True), (0.9, False)):
-        f = random_attention(4, softcap=softcap)
+    sinks = torch.zeros(3, dtype=torch.float64)
+    for keywords, same in (({}, True), ({"softcap": 0.9}, False), ({"sinks": sinks}, False)):
+        f = random_attention(4, **keywords)
         g = f._rebuilt(key_bias=f.key_bias + 3.0)
         assert torch.allclose(f(x), g(x), rtol=1e-10) is same
 
@@ -117,9 +144,12 @@ def test_an_atom_that_splits_under_a_cap() -> None:
 def test_related_maps_keep_what_is_done_to_scores() -> None:
     x = tokens(75, N, D)
     for bias in (_bias(4), _bias(1)):
-        f = random_attention(6, heads=4, kv_heads=2, softcap=0.8, score_bias=bias, d_out=None)
+        f = random_attention(
+            6, heads=4, kv_heads=2, softcap=0.8, score_bias=bias, sinks=tokens(77, 4), d_out=None
+        )
         assert "soft-capped" in f.describe()
         assert "score bias" in f.describe()
+        assert "sinks" in f.describe()
         parts = torch.cat([f.head(h)(x) for h in range(4)], dim=-1)
         torch.testing.assert_close(parts, f(x), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(f.without_output()(x), f(x))
@@ -159,7 +189,12 @@ REFUSING = {
 
 @pytest.mark.parametrize("who", REFUSING)
 @pytest.mark.parametrize(
-    ("keywords", "words"), [({"softcap": 2.0}, "soft-capped"), ({"score_bias": _bias(1)}, "a score bias")]
+    ("keywords", "words"),
+    [
+        ({"softcap": 2.0}, "soft-capped"),
+        ({"score_bias": _bias(1)}, "a score bias"),
+        ({"sinks": tokens(78, 2)}, "sinks"),
+    ],
 )
 def test_what_knows_plain_scores_only_refuses_by_name(
     who: str, keywords: dict, words: str, tmp_path: Path
@@ -169,10 +204,17 @@ def test_what_knows_plain_scores_only_refuses_by_name(
     assert words in caught.value.got
 
 
+def test_tokens_that_are_equal_move_less_with_sinks_so_there_is_no_value_matrix() -> None:
+    with pytest.raises(ArgumentError, match="sinks"):
+        value_matrix(_square(sinks=tokens(78, 2)))
+
+
 @pytest.mark.parametrize(
     ("keywords", "argument", "words"),
     [
         ({"softcap": 0.0}, "softcap", "> 0"),
+        ({"sinks": torch.zeros(3).double()}, "sinks", "(2)"),
+        ({"sinks": torch.zeros(2)}, "sinks", "float64"),
         ({"softcap": float("inf")}, "softcap", "inf"),
         ({"score_bias": torch.zeros(3, 4, 4).double()}, "score_bias", "(2, n, n) or (1, n, n)"),
         ({"score_bias": torch.zeros(1, 4, 5).double()}, "score_bias", "(1, 4, 5)"),

@@ -51,28 +51,38 @@ class ScoreFeatures:
         c: the scaled scores s become c tanh(s / c), before everything else.
     bias
         Numbers that are added then, (kv_heads or 1, group or 1, n, n).
+    sinks
+        (kv_heads, group): the score, in every row, of one further key without value.
 
     """
 
     softcap: float | None = None
     bias: Float[Tensor, "b_heads b_group m n"] | None = None
+    sinks: Float[Tensor, "kv_heads group"] | None = None
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
-        return self.softcap is not None or self.bias is not None
+        return not (self.softcap is None and self.bias is None and self.sinks is None)
 
     def block(self, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
         """Return what concerns some key heads, rows and keys."""
-        if self.bias is None:
-            return self
-        bias = self.bias if self.bias.shape[0] == 1 else self.bias[heads]
-        return ScoreFeatures(self.softcap, bias[:, :, rows, keys])
+        bias = self.bias
+        if bias is not None:
+            bias = (bias if bias.shape[0] == 1 else bias[heads])[:, :, rows, keys]
+        return ScoreFeatures(self.softcap, bias, None if self.sinks is None else self.sinks[heads])
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
         """Return the scores with the cap and the bias."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         return scores if self.bias is None else scores + self.bias
+
+    def with_sinks(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m columns"]:
+        """Return the scores with a last column for the sinks, if there are any."""
+        if self.sinks is None:
+            return scores
+        column = self.sinks[..., None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, column.to(scores.dtype)), dim=-1)
 
 
 NO_FEATURES = ScoreFeatures()
@@ -129,8 +139,12 @@ def attention_probabilities(
     offsets: Float[Tensor, "*#heads n"] | None = None,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over the visible keys j (Definitions 2.1 and C.4)."""
-    return torch.softmax(attention_scores(q, k, scale, visible, offsets, features), dim=-1)
+    """P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over the visible keys j (Definitions 2.1 and C.4).
+
+    With sinks rows sum to less than one.
+    """
+    scores = attention_scores(q, k, scale, visible, offsets, features)
+    return torch.softmax(features.with_sinks(scores), dim=-1)[..., : scores.shape[-1]]
 
 
 def weighted_values(

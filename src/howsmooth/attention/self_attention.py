@@ -25,7 +25,7 @@ class SelfAttention(HeadsAttention):
 
     f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
     scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j; these scores may be soft-capped and
-    have a bias, in this order.
+    have a bias, in this order, and a sink may take a part of each row of P.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class SelfAttention(HeadsAttention):
         (d_out, heads * value_dim), or None: the heads are concatenated.
     query_bias, key_bias, value_bias, output_bias
         (heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (d_out,). Without rotary
-        positions and softcap the key bias has no effect (a shift that the softmax forgets).
+        positions, softcap and sinks the key bias has no effect (a shift that the softmax forgets).
     scale
         Factor of the scores; 1/sqrt(key_dim) by default.
     causal
@@ -55,6 +55,9 @@ class SelfAttention(HeadsAttention):
         (column), as ALiBi and relative position biases are. Finite; it fixes the length to n.
     softcap
         c > 0: a score s becomes c · tanh(s / c), before bias and mask, as in Gemma 2.
+    sinks
+        (heads,): in each row of a head the softmax has one further score, this one, of a key without value
+        (gpt-oss): P_ij = e^{S_ij} / (e^{sink} + Σ_l e^{S_il}), rows sum to less than one.
 
     Raises
     ------
@@ -82,6 +85,7 @@ class SelfAttention(HeadsAttention):
         rotary: Rotary | None = None,
         score_bias: Tensor | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         super().__init__(
             query,
@@ -107,6 +111,7 @@ class SelfAttention(HeadsAttention):
         self.softcap = None if softcap is None else float(softcap)
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise ArgumentError("softcap", expected="a finite number > 0, or None", got=str(softcap))
+        self.sinks = None if sinks is None else as_parameter("sinks", sinks, (self.heads,), like=self.query)
 
     def _check_score_bias(self, given: Tensor) -> Tensor:
         bias = as_parameter("score_bias", given, ("heads", "n", "n"), like=self.query)
@@ -132,11 +137,12 @@ class SelfAttention(HeadsAttention):
         bias = self.score_bias
         if bias is not None:
             bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
-        return ScoreFeatures(self.softcap, bias)
+        sinks = None if self.sinks is None else self.sinks.unflatten(0, (self.kv_heads, -1))
+        return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
         """Return in words what is done to the scores beyond a mask, for those who must refuse it."""
-        named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias}
+        named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
         return tuple(name for name, there in named.items() if there is not None)
 
     def describe(self) -> str:
@@ -175,8 +181,8 @@ class SelfAttention(HeadsAttention):
         Raises
         ------
         ArgumentError
-            If the map does not act on measures, because of a mask, rotary positions or a score bias, or is
-            causal and the weighting has no positions.
+            If the map does not act on measures, because of a mask, rotary positions, a score bias or sinks,
+            or is causal and the weighting has no positions.
 
         """
         if weighting is None:
@@ -189,6 +195,7 @@ class SelfAttention(HeadsAttention):
             "a boolean mask": self.mask,
             "rotary positions": self.rotary,
             "a score bias": self.score_bias,
+            "sinks": self.sinks,  # their share depends on how many tokens there are
         }
         got = [name for name, there in named.items() if there is not None]
         if got:
@@ -246,6 +253,7 @@ class SelfAttention(HeadsAttention):
             "rotary": rotary,
             "score_bias": bias,
             "softcap": self.softcap,
+            "sinks": None if self.sinks is None else self.sinks.to(dtype=dtype, device=device),
         }
 
     def to(
@@ -289,6 +297,7 @@ class SelfAttention(HeadsAttention):
             value_bias=pick(self.value_bias, g),
             output_bias=None,
             score_bias=self.score_bias if shared else pick(self.score_bias, h),
+            sinks=pick(self.sinks, h),
         )
 
 

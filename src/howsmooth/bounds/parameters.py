@@ -221,8 +221,8 @@ def parameters_of(attention: object) -> Parameters:
     Raises
     ------
     ArgumentError
-        If it is none of these, or has rotary positions, a score bias or soft-capped scores: scores are then
-        no bilinear form of the tokens.
+        If it is none of these, or has rotary positions, a score bias, soft-capped scores or sinks: scores
+        are then no bilinear form of the tokens, or P not their softmax.
 
     """
     if isinstance(attention, Parameters):

@@ -156,7 +156,7 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
     Raises
     ------
     ArgumentError
-        If d_out is not d.
+        If d_out is not d, or there are sinks.
 
     """
     return _head_matrices(attention).sum(dim=0)
@@ -165,6 +165,8 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
 def _head_matrices(attention: SelfAttention) -> Float[Tensor, "heads d d"]:
     """Return W_h = O_h V_h of each head."""
     f = attention
+    if f.sinks is not None:
+        raise ArgumentError("attention", expected="rows of P that sum to one", got="sinks")
     if f.d_out != f.d:
         raise ArgumentError(
             "attention", expected="attention with d_out = d", got=f"d = {f.d}, d_out = {f.d_out}"

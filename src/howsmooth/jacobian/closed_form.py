@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
-from howsmooth.attention.core import attention_probabilities, attention_scores, cap_slope
+from howsmooth.attention.core import attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.softmax import SoftmaxDerivative, WeightedSoftmaxDerivative
 from howsmooth.spectral import LinearOperator
@@ -103,7 +104,8 @@ class AttentionJacobian(LinearOperator):
         output: Tensor | None,
         core: SoftmaxDerivative | WeightedSoftmaxDerivative,
     ) -> None:
-        n, batch = core.k.shape[1], core.k.shape[0] // attention.kv_heads
+        self.sinks = int(attention.sinks is not None)
+        n, batch = core.k.shape[1] - self.sinks, core.k.shape[0] // attention.kv_heads
         super().__init__(
             batch,
             (n, attention.d),
@@ -147,9 +149,10 @@ class AttentionJacobian(LinearOperator):
         if self.rotary is not None:
             dq, dk = self.rotary.rotate(dq), self.rotary.rotate(dk)
         bh = b * f.kv_heads
-        do = self.core.product(
-            dq.reshape(bh, -1, f.key_dim), dk.reshape(bh, n, f.key_dim), dv.reshape(bh, n, f.value_dim)
-        )
+        dk, dv = dk.reshape(bh, n, f.key_dim), dv.reshape(bh, n, f.value_dim)
+        if self.sinks:  # one more key that does not move
+            dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
+        do = self.core.product(dq.reshape(bh, -1, f.key_dim), dk, dv)
         heads = do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
         return heads if self.output is None else heads @ self.output.mT
 
@@ -159,11 +162,11 @@ class AttentionJacobian(LinearOperator):
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         dq, dk, dv = self.core.adjoint(do.reshape(b * f.kv_heads, -1, f.value_dim))
         dq = dq.view(b, f.heads, n, f.key_dim)
-        dk = dk.view(b, f.kv_heads, n, f.key_dim)
+        dk, dv = (t[:, :n].unflatten(0, (b, f.kv_heads)) for t in (dk, dv))
         if self.rotary is not None:
             dq, dk = self.rotary.rotate_adjoint(dq), self.rotary.rotate_adjoint(dk)
-        parts = (dq, dk, dv.view(b, f.kv_heads, n, f.value_dim))
-        return torch.cat([part.transpose(1, 2).reshape(b, n, -1) for part in parts], dim=-1) @ self.weight
+        parts = [part.transpose(1, 2).reshape(b, n, -1) for part in (dq, dk, dv)]
+        return torch.cat(parts, dim=-1) @ self.weight
 
     def select(self, members: Tensor) -> AttentionJacobian:
         """Return the operator of some members."""
@@ -176,7 +179,8 @@ class AttentionJacobian(LinearOperator):
 def _softmax_derivative(
     f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    p = attention_probabilities(q, k, f.scale, visible, None, f.features).flatten(2, 3).flatten(0, 1)
+    scores = f.features.with_sinks(attention_scores(q, k, f.scale, visible, None, f.features))
+    p = torch.softmax(scores, dim=-1).flatten(2, 3).flatten(0, 1)
     q, k, v = _stacked(f, q, k, v)
     rounded = p.to(dtype)
     slope = rounded if f.softcap is None else (p * cap_slope(q @ k.mT, f.softcap)).to(dtype)
@@ -222,12 +226,15 @@ def _weighted_softmax_derivative(
 def _stacked(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head.
 
-    With a cap the keys stay: their shift would be multiplied by its derivative, which differs in a row.
+    A sink is one more key and value, zero before it is shifted with the others. With a cap the keys stay:
+    their shift would be multiplied by its derivative, which differs in a row.
     """
     q, k, v = (f.scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    if f.softcap is None:
-        k = k - k.mean(dim=1, keepdim=True)
-    return q, k, v - v.mean(dim=1, keepdim=True)
+    # The tokens' mean, without the sink's zero: where its part is small, what is common must be gone.
+    key_shift, value_shift = k.mean(dim=1, keepdim=True), v.mean(dim=1, keepdim=True)
+    if f.sinks is not None:
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+    return q, k if f.softcap is not None else k - key_shift, v - value_shift
 
 
 class NormJacobian(LinearOperator):
