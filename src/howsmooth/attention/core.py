@@ -50,32 +50,47 @@ class ScoreFeatures:
     softcap
         c: the scaled scores s become c tanh(s / c), before everything else.
     bias
-        Numbers that are added then, (kv_heads or 1, group or 1, n, n).
+        Numbers that are added then, (kv_heads or 1, group or 1, m, n); with one axis more in front where
+        they differ between the leading axes of the queries, flattened to one.
     sinks
         (kv_heads, group): the score, in every row, of one further key without value.
+    seen
+        Which keys are seen, in a shape as ``bias``: for masks that differ between heads or leading axes.
 
     """
 
     softcap: float | None = None
-    bias: Float[Tensor, "b_heads b_group m n"] | None = None
+    bias: Float[Tensor, "*lead b_heads b_group m n"] | None = None
     sinks: Float[Tensor, "kv_heads group"] | None = None
+    seen: Bool[Tensor, "*lead b_heads b_group m n"] | None = None
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
-        return not (self.softcap is None and self.bias is None and self.sinks is None)
+        return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
-    def block(self, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return what concerns some key heads, rows and keys."""
-        bias = self.bias
-        if bias is not None:
-            bias = (bias if bias.shape[0] == 1 else bias[heads])[:, :, rows, keys]
-        return ScoreFeatures(self.softcap, bias, None if self.sinks is None else self.sinks[heads])
+    def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
+        """Return what concerns some rows and keys of some key heads of some members of the leading axis."""
+
+        def part(t: Tensor | None) -> Tensor | None:
+            if t is None:
+                return None
+            if t.ndim == 5:
+                t = t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
+            elif t.shape[0] > 1:
+                t = t[heads]
+            return t[..., rows, keys]
+
+        return ScoreFeatures(
+            self.softcap, part(self.bias), None if self.sinks is None else self.sinks[heads], part(self.seen)
+        )
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
-        """Return the scores with the cap and the bias."""
+        """Return the scores with the cap and the bias, −∞ where a key is not seen."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        return scores if self.bias is None else scores + self.bias
+        if self.bias is not None:
+            scores = scores + self.bias
+        return scores if self.seen is None else scores.masked_fill(~self.seen, float("-inf"))
 
     def with_sinks(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m columns"]:
         """Return the scores with a last column for the sinks, if there are any."""
@@ -154,16 +169,18 @@ def weighted_values(
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
 
 
-def row_blocks(lead: int, group: int, n: int, device: torch.device) -> list[tuple[slice, list[slice]]]:
-    """Cut ``lead`` times (group, n, n) entries into blocks: some of the lead at a time, and of their rows."""
+def row_blocks(
+    lead: int, group: int, m: int, n: int, device: torch.device
+) -> list[tuple[slice, list[slice]]]:
+    """Cut ``lead`` times (group, m, n) entries into blocks: some of the lead at a time, and of their rows."""
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
-    heads, length = max(1, entries // (group * n * n)), max(1, entries // (group * n))
-    rows = [slice(i, min(i + length, n)) for i in range(0, n, length)]
+    heads, length = max(1, entries // (group * m * n)), max(1, entries // (group * n))
+    rows = [slice(i, min(i + length, m)) for i in range(0, m, length)]
     return [(slice(h, h + heads), rows) for h in range(0, lead, heads)]
 
 
 def attend(
-    q: Float[Tensor, "*batch kv_heads group n key_dim"],
+    q: Float[Tensor, "*batch kv_heads group m key_dim"],
     k: Float[Tensor, "*batch kv_heads n key_dim"],
     v: Float[Tensor, "*batch kv_heads n value_dim"],
     scale: float,
@@ -172,52 +189,52 @@ def attend(
     *,
     triangle: bool | None = None,
     features: ScoreFeatures = NO_FEATURES,
-) -> Float[Tensor, "*batch kv_heads group n value_dim"]:
+) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
     """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
 
     ``triangle`` tells of ``visible`` that it is all keys (False), or the causal triangle, no offsets (True):
     long sequences on a CPU then go through PyTorch's fused kernel, unless there are ``features``, or a
     derivative is asked for: it lacks some. A backward pass through the blocks keeps them.
     """
-    group, n = q.shape[-3], q.shape[-2]
+    group, m, n = q.shape[-3], q.shape[-2], k.shape[-2]
     lead, kv_heads = k.shape[:-2], k.shape[-3]
     if offsets is not None:
         offsets = offsets.expand(*lead, group, 1, n).flatten(0, -4)
     q, k, v = q.flatten(0, -4), k.flatten(0, -3), v.flatten(0, -3)
-    long = len(k) * group * n * n > _FUSED_ABOVE and q.device.type == "cpu"
+    long = len(k) * group * m * n > _FUSED_ABOVE and q.device.type == "cpu"
     inputs = (q, k, v) if offsets is None else (q, k, v, offsets)
     if long and triangle is not None and not features and not any(differentiated(t) for t in inputs):
-        return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, n, -1)
+        return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, m, -1)
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
-    out = q.new_empty((len(k), group, n, v.shape[-1]))
-    for some, all_rows in row_blocks(len(k), group, n, q.device):
-        heads = torch.arange(len(k), device=q.device)[some] % kv_heads
+    out = q.new_empty((len(k), group, m, v.shape[-1]))
+    for some, all_rows in row_blocks(len(k), group, m, n, q.device):
+        members = torch.arange(len(k), device=q.device)[some]
+        outer, heads = members // kv_heads, members % kv_heads
         for rows in all_rows:
             seen = visible(rows)
             keys = slice(n if seen is None else seen.shape[1])
             terms = None if offsets is None else offsets[some, ..., keys]
-            part = features.block(heads, rows, keys)
+            part = features.block(outer, heads, rows, keys)
             p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms, part)
             out[some, :, rows] = weighted_values(p, v[some, keys])
-    return out.reshape(*lead, group, n, -1)
+    return out.reshape(*lead, group, m, -1)
 
 
 def _fused(
-    q: Float[Tensor, "lead group n key_dim"],
+    q: Float[Tensor, "lead group m key_dim"],
     k: Float[Tensor, "lead n key_dim"],
     v: Float[Tensor, "lead n value_dim"],
     scale: float,
     offsets: Float[Tensor, "lead group 1 n"] | None,
     *,
     causal: bool,
-) -> Float[Tensor, "lead group n value_dim"]:
+) -> Float[Tensor, "lead group m value_dim"]:
     """Return the same by PyTorch's flash kernel for the CPU, which takes keys and values of one size."""
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    n = k.shape[-2]
-    mask = None if offsets is None else offsets.to(q.dtype).expand(*q.shape[:-2], n, n)
-    k, v = (t[:, None].expand(q.shape) for t in (k, v))
+    mask = None if offsets is None else offsets.to(q.dtype).expand(*q.shape[:-1], k.shape[-2])
+    k, v = (t[:, None].expand(-1, q.shape[1], -1, -1) for t in (k, v))
     # Other kernels than this one would form n × n matrices.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)

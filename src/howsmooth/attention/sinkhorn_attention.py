@@ -134,7 +134,7 @@ class SinkhornAttention(HeadsAttention):
         lead = k.shape[:-2]
         q, k = q.double().flatten(0, -4), k.double().flatten(0, -3)
         found = []
-        for some, rows in row_blocks(len(k), group, n, q.device):
+        for some, rows in row_blocks(len(k), group, n, n, q.device):
             kept = attention_scores(q[some], k[some], self.scale, None) if len(rows) == 1 else None
             g = torch.zeros((len(k[some]), group, 1, n), dtype=torch.float64, device=q.device)
             for _ in range(self.max_iterations):

@@ -17,7 +17,12 @@ from torch.nn.functional import pad
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
 from howsmooth.attention.core import attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian.softmax import SoftmaxDerivative, WeightedSoftmaxDerivative
+from howsmooth.jacobian.softmax import (
+    SoftmaxDerivative,
+    WeightedSoftmaxDerivative,
+    softmax_derivative,
+    stacked,
+)
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["closed_form_jacobian", "has_closed_form"]
@@ -132,7 +137,7 @@ class AttentionJacobian(LinearOperator):
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
         output = None if f.output is None else f.output.to(dtype)
         core = (
-            _softmax_derivative(f, q, k, v, visible, dtype)
+            softmax_derivative(q, k, v, f.scale, visible, f.features, dtype)
             if weighting is None
             else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
         )
@@ -176,18 +181,6 @@ class AttentionJacobian(LinearOperator):
         return AttentionJacobian(self.attention, self.weight, self.output, self.core.select(rows))
 
 
-def _softmax_derivative(
-    f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
-) -> SoftmaxDerivative:
-    scores = f.features.with_sinks(attention_scores(q, k, f.scale, visible, None, f.features))
-    p = torch.softmax(scores, dim=-1).flatten(2, 3).flatten(0, 1)
-    q, k, v = _stacked(f, q, k, v)
-    rounded = p.to(dtype)
-    slope = rounded if f.softcap is None else (p * cap_slope(q @ k.mT, f.softcap)).to(dtype)
-    q, k, v, mean = (t.to(dtype) for t in (q, k, v, p @ v))
-    return SoftmaxDerivative(q, k, v, rounded, mean, slope)
-
-
 def _weighted_softmax_derivative(
     f: SelfAttention,
     q: Tensor,
@@ -213,7 +206,7 @@ def _weighted_softmax_derivative(
             remedy="The constant is of that size. Take smaller tokens or weights nearer to each other.",
         )
     p = log_p.exp().flatten(2, 3).flatten(0, 1)
-    q, k, v = _stacked(f, q, k, v)
+    q, k, v = stacked(q, k, v, f.scale, f.features)
     log_range = float(weighting.log_weights.abs().max())
     mean, slope, tilted_slope = p @ v, p, tilted
     if f.softcap is not None:
@@ -221,20 +214,6 @@ def _weighted_softmax_derivative(
         slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
     q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
     return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
-
-
-def _stacked(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head.
-
-    A sink is one more key and value, zero before it is shifted with the others. With a cap the keys stay:
-    their shift would be multiplied by its derivative, which differs in a row.
-    """
-    q, k, v = (f.scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    # The tokens' mean, without the sink's zero: where its part is small, what is common must be gone.
-    key_shift, value_shift = k.mean(dim=1, keepdim=True), v.mean(dim=1, keepdim=True)
-    if f.sinks is not None:
-        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-    return q, k if f.softcap is not None else k - key_shift, v - value_shift
 
 
 class NormJacobian(LinearOperator):

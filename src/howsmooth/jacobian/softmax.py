@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["SoftmaxDerivative", "WeightedSoftmaxDerivative"]
+from howsmooth.attention.core import ScoreFeatures, attention_scores, cap_slope
+
+__all__ = ["SoftmaxDerivative", "WeightedSoftmaxDerivative", "softmax_derivative", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,47 @@ class WeightedSoftmaxDerivative:
             tilted_slope=tilted if self.tilted_slope is self.tilted else self.tilted_slope[rows],
             mean=self.mean[rows],
         )
+
+
+def softmax_derivative(
+    q: Float[Tensor, "batch kv_heads group m key_dim"],
+    k: Float[Tensor, "batch kv_heads n key_dim"],
+    v: Float[Tensor, "batch kv_heads n value_dim"],
+    scale: float,
+    visible: Bool[Tensor, "m n"] | None,
+    features: ScoreFeatures,
+    dtype: torch.dtype,
+) -> SoftmaxDerivative:
+    """Return the derivative at float64 queries, keys and values, for products in ``dtype``."""
+    scores = features.with_sinks(attention_scores(q, k, scale, visible, None, features))
+    p = torch.softmax(scores, dim=-1).flatten(2, 3).flatten(0, 1)
+    q, k, v = stacked(q, k, v, scale, features)
+    rounded = p.to(dtype)
+    slope = rounded if features.softcap is None else (p * cap_slope(q @ k.mT, features.softcap)).to(dtype)
+    q, k, v, mean = (t.to(dtype) for t in (q, k, v, p @ v))
+    return SoftmaxDerivative(q, k, v, rounded, mean, slope)
+
+
+def stacked(
+    q: Float[Tensor, "batch kv_heads group m key_dim"],
+    k: Float[Tensor, "batch kv_heads n key_dim"],
+    v: Float[Tensor, "batch kv_heads n value_dim"],
+    scale: float,
+    features: ScoreFeatures,
+) -> tuple[
+    Float[Tensor, "b rows key_dim"], Float[Tensor, "b keys key_dim"], Float[Tensor, "b keys value_dim"]
+]:
+    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head.
+
+    A sink is one more key and value, zero before it is shifted with the others. With a cap the keys stay:
+    their shift would be multiplied by its derivative, which differs in a row.
+    """
+    q, k, v = (scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    # The tokens' mean, without the sink's zero: where its part is small, what is common must be gone.
+    key_shift, value_shift = k.mean(dim=1, keepdim=True), v.mean(dim=1, keepdim=True)
+    if features.sinks is not None:
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+    return q, k if features.softcap is not None else k - key_shift, v - value_shift
 
 
 def _kappa(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
