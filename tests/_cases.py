@@ -111,9 +111,13 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
     ),
     "LayerNorm": lambda n: _layer_norm(),
     "RMSNorm": lambda n: hs.RMSNorm(_gain(7), 1e-6),
+    "layer scale": lambda n: hs.LayerScale(_gain(9)),
     "residual": lambda n: hs.Residual(random_attention(16)),
     "post-norm": lambda n: hs.Compose(_layer_norm(), hs.Residual(random_attention(17))),
     "pre-norm": lambda n: hs.Residual(hs.Compose(random_attention(18, causal=True), hs.RMSNorm(_gain(8)))),
+    "scaled residual": lambda n: hs.Compose(
+        hs.LayerScale(_gain(28)), hs.Residual(hs.Compose(hs.LayerScale(_gain(29)), random_attention(30)))
+    ),
 }
 
 # Of these the maps that act on measures: what belongs to a list of tokens does not.

@@ -133,7 +133,7 @@ SMALL: dict[str, Any] = {
     [
         (
             GPTNeoXConfig(**SMALL, rotary_pct=0.5),
-            ["", ""],
+            ["parallel", "parallel"],
         ),  # fused head by head, half of each head rotary, parallel
         (
             Phi3Config(**SMALL, num_key_value_heads=2),

@@ -10,6 +10,7 @@ from howsmooth.attention.map import TokenMap
 from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
+from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 from howsmooth.attention.weighting import Weighting
@@ -19,6 +20,7 @@ __all__ = [
     "Compose",
     "L2Attention",
     "LayerNorm",
+    "LayerScale",
     "RMSNorm",
     "Residual",
     "Rotary",

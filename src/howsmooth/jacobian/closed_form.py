@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
+from howsmooth.attention import (
+    Compose,
+    LayerNorm,
+    LayerScale,
+    Residual,
+    RMSNorm,
+    SelfAttention,
+    TokenMap,
+    Weighting,
+)
 from howsmooth.attention.core import attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.softmax import (
@@ -34,7 +43,7 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
         return has_closed_form(f.inner)
     if isinstance(f, Compose):
         return has_closed_form(f.outer) and has_closed_form(f.inner)
-    return isinstance(f, SelfAttention | LayerNorm | RMSNorm)
+    return isinstance(f, SelfAttention | LayerNorm | RMSNorm | LayerScale)
 
 
 def closed_form_jacobian(
@@ -85,6 +94,8 @@ def _linearise(f: TokenMap, x: Tensor, weighting: Weighting | None, dtype: torch
         case LayerNorm() | RMSNorm():
             # Token by token: both roots of a weight cancel.
             return NormJacobian.at(f, x, dtype)
+        case LayerScale():
+            return ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1])
         case Residual():
             return ResidualJacobian(_linearise(f.inner, x, weighting, dtype))
         case Compose():
@@ -255,6 +266,25 @@ class NormJacobian(LinearOperator):
         """Return the operator of some members."""
         members = members.to(self.device)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], centred=self.centred)
+
+
+class ScaleJacobian(LinearOperator):
+    """Jacobian of a layer scale: the same diagonal for each token."""
+
+    def __init__(self, weight: Tensor, batch: int, n: int) -> None:
+        shape = (n, weight.shape[0])
+        super().__init__(batch, shape, shape, weight.dtype, weight.device)
+        self.weight = weight
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.weight * e
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.weight * u
+
+    def select(self, members: Tensor) -> ScaleJacobian:
+        """Return the operator of some members."""
+        return ScaleJacobian(self.weight, len(members), self.in_shape[0])
 
 
 class ResidualJacobian(LinearOperator):

@@ -38,6 +38,7 @@ class LayerRun:
     attention: Tensor | None = None  # its output
     hidden: Tensor | None = None  # pre-norm: the layer's input H
     block: Tensor | None = None  # what the block map must give
+    less: Tensor | None = None  # after this is subtracted
     # Whether a float64 layer computed something in float32: inside its attention, and anywhere in the block.
     downcast_attention: bool = False
     downcast_block: bool = False
@@ -105,6 +106,9 @@ class _Taps:
             def place(handle: Any) -> None:
                 stack.callback(handle.remove)
 
+            readings = [s.block.value_at for s in structures if s.block.value_at is not None]
+            for module in each(m for reading in readings for m in (reading.module, reading.less)):
+                place(module.register_forward_hook(self._value_shown, with_kwargs=True))
             for root in each(s.layer.root for s in structures):
                 place(root.register_forward_pre_hook(self._root_starts))
                 place(root.register_forward_hook(self._root_ends))
@@ -114,8 +118,6 @@ class _Taps:
                 place(output.register_forward_hook(self._output_ends, with_kwargs=True))
             for norm in each(s.block.pre_norm for s in structures):
                 place(norm.register_forward_pre_hook(self._pre_norm_starts, with_kwargs=True))
-            for norm in each(s.block.next_norm for s in structures):
-                place(norm.register_forward_hook(self._next_norm_ends, with_kwargs=True))
             yield
 
     def _root_starts(self, module: nn.Module, args: Any) -> None:
@@ -160,15 +162,19 @@ class _Taps:
             shape = (*layer_run.x.shape[:2], -1)
             layer_run.heads, layer_run.attention = heads.reshape(shape).clone(), output.reshape(shape).clone()
 
-    def _next_norm_ends(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if self.current is None or module is not self.current.block.next_norm:
+    def _value_shown(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        reading = None if self.current is None else self.current.block.value_at
+        if self.current is None or reading is None:
             return
         layer_run = self.done[self.current.layer.index]
-        if layer_run.attention is None or layer_run.block is not None:
+        if layer_run.attention is None:
             return
-        pre = self.current.block.layout == "pre-norm"
-        value = first_tokens(bound_arguments(module, args, kwargs)) if pre else output
-        layer_run.block = None if value is None else value.clone()
+        first = output[0] if isinstance(output, tuple | list) else output
+        if module is reading.less and layer_run.less is None:
+            layer_run.less = first.clone()
+        if module is reading.module and layer_run.block is None:
+            value = first_tokens(bound_arguments(module, args, kwargs)) if reading.side == "input" else first
+            layer_run.block = None if value is None else value.clone()
 
 
 def verify(structure: Structure, own: LayerRun, *, block: bool) -> None:
@@ -201,7 +207,8 @@ def verify(structure: Structure, own: LayerRun, *, block: bool) -> None:
         if x is None or own.block is None:
             raise CaptureError(f"{layer} did not reach its norms in the model's own pass.")
         loose = tolerance(precision(own.x.dtype, downcast=own.downcast_block), structure.condition)
-        _compare(layer, "its block", structure.block.map(x), own.block, loose)
+        value = own.block if own.less is None else own.block - own.less
+        _compare(layer, "its block", structure.block.map(x), value.reshape(x.shape), loose)
 
     # The later half of the tokens is moved by about their own size, with the same numbers every time.
     half = own.x.shape[1] // 2
