@@ -1,7 +1,7 @@
 """Attention maps: what is measured, as plain functions of the tokens with their parameters.
 
-``core`` is softmax attention on queries, keys and values; ``self_attention`` puts the projections
-around it; ``norms`` and ``compositions`` build the wider scopes (residual, pre-norm, post-norm).
+``core`` is softmax attention on queries, keys and values; ``self_attention`` puts the projections around it,
+``staged`` any layer; ``norms`` and ``compositions`` build the wider scopes (residual, pre-norm, post-norm).
 """
 
 from howsmooth.attention.compositions import Compose, Residual
@@ -13,12 +13,14 @@ from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
+from howsmooth.attention.staged import Layer, SoftmaxCore, StagedAttention
 from howsmooth.attention.weighting import Weighting
 
 __all__ = [
     "AbstractMeasure",
     "Compose",
     "L2Attention",
+    "Layer",
     "LayerNorm",
     "LayerScale",
     "RMSNorm",
@@ -26,6 +28,8 @@ __all__ = [
     "Rotary",
     "SelfAttention",
     "SinkhornAttention",
+    "SoftmaxCore",
+    "StagedAttention",
     "TokenMap",
     "Weighting",
 ]

@@ -62,7 +62,7 @@ class ScoreFeatures:
     softcap: float | None = None
     bias: Float[Tensor, "*lead b_heads b_group m n"] | None = None
     sinks: Float[Tensor, "kv_heads group"] | None = None
-    seen: Bool[Tensor, "*lead b_heads b_group m n"] | None = None
+    seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
         """Tell whether there is any."""
@@ -113,7 +113,7 @@ def visible_keys(
     n: int,
     *,
     causal: bool,
-    mask: Bool[Tensor, "n_mask n_mask"] | None,
+    mask: Bool[Tensor, "queries n_mask"] | None,
     device: torch.device,
     rows: slice = slice(None),
 ) -> Bool[Tensor, "rows keys"] | None:

@@ -20,7 +20,16 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["AutodiffJacobian", "weighted_autodiff_jacobian"]
+__all__ = [
+    "AutodiffJacobian",
+    "allowance_for_rounding",
+    "as_derivative_errors",
+    "check_adjoint",
+    "check_against_differences",
+    "moved_by_rounding",
+    "one_backend",
+    "weighted_autodiff_jacobian",
+]
 
 # Roots of weights are divided by: this keeps them, and probabilities beside them, in float64's range.
 _LEAST_LOG_WEIGHT = -600.0
@@ -85,21 +94,21 @@ class AutodiffJacobian(LinearOperator):
         super().__init__(
             max(1, lead.numel()), tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :]), x.dtype, x.device
         )
-        with _one_backend(), _as_derivative_errors("reverse"):
+        with one_backend(), as_derivative_errors("reverse"):
             self._vjp = torch.func.vjp(f, x)[1]
         self._check_derivatives()
 
     def _evaluate(self, x: Tensor) -> object:
-        with torch.no_grad(), _one_backend():
+        with torch.no_grad(), one_backend():
             return self._f(x)
 
     def _product(self, e: Tensor) -> Tensor:
-        with _one_backend(), _as_derivative_errors("forward"):
+        with one_backend(), as_derivative_errors("forward"):
             tangent = torch.func.jvp(self._f, (self._x,), (e.reshape(self._x.shape),))[1]
         return cast(Tensor, tangent).detach().reshape(self.batch, *self.out_shape)
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
-        with _one_backend(), _as_derivative_errors("reverse"):
+        with one_backend(), as_derivative_errors("reverse"):
             (cotangent,) = self._vjp(u.reshape(self._y_shape))
         return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
 
@@ -109,38 +118,9 @@ class AutodiffJacobian(LinearOperator):
         f evaluated in floating point is f at an input off by a rounding error; so J is taken once more
         at tokens moved by one machine epsilon each, and eight times its relative change is allowed for.
         """
-        eps = torch.finfo(self.dtype).eps
-        generator = torch.Generator().manual_seed(1)
-        signs = torch.randint(0, 2, self._x.shape, generator=generator).to(self._x) * 2 - 1
-        with _one_backend(), _as_derivative_errors("forward"):
-            point = self._x * (1 + eps * signs)
-            moved = torch.func.jvp(self._f, (point,), (e.reshape(self._x.shape),))[1]
-        change = (moved.detach().reshape(je.shape) - je).double().flatten(1).norm(dim=1)
-        size = je.double().flatten(1).norm(dim=1)
-        return 8.0 * torch.where(size > 0, change / size, 0.0).cpu()
-
-    def _check_against_differences(self, e: Tensor, je: Tensor) -> None:
-        """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
-
-        Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of two
-        steps are taken for a witness where they agree with each other; at a kink, or where f bends within
-        the step, they do not, and nothing is said.
-        """
-        e = e.reshape(self._x.shape)
-        scale = float(self._x.double().square().mean().sqrt()) or 1.0
-        step = scale * torch.finfo(self.dtype).eps ** (1 / 3)
-
-        def difference(h: float) -> Tensor:
-            ahead, behind = (cast(Tensor, self._evaluate(self._x + s * e)) for s in (h, -h))
-            return ((ahead - behind) / (2 * h)).reshape(je.shape)
-
-        coarse, fine = difference(step), difference(step / 4)
-        reliable = (coarse - fine).norm() <= 0.05 * fine.norm()
-        if bool(reliable & ((fine - je).norm() > 0.2 * torch.maximum(fine.norm(), je.norm()))):
-            raise DerivativeError(
-                "f: its derivative is not that of its values: finite differences contradict it. A detach, a "
-                "no_grad or a custom derivative inside f cuts it off; measure a map without them."
-            )
+        with one_backend(), as_derivative_errors("forward"):
+            moved = torch.func.jvp(self._f, (moved_by_rounding(self._x),), (e.reshape(self._x.shape),))[1]
+        return allowance_for_rounding(moved.detach().reshape(je.shape), je)
 
     def _check_derivatives(self) -> None:
         """Check that forward and reverse mode are adjoint, and that members do not see each other."""
@@ -151,14 +131,8 @@ class AutodiffJacobian(LinearOperator):
         je, jtu = self._product(e), self._adjoint_product(u)
         self.rounding = torch.maximum(self.rounding, self._conditioning(e, je))
         # Over the whole batch, so that a map that mixes it passes here and is named below.
-        left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
-        allowed = 1e4 * torch.finfo(self.dtype).eps * je.double().norm() * u.double().norm()
-        if not bool((left - right).abs() <= allowed + torch.finfo(self.dtype).tiny):
-            raise DerivativeError(
-                "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
-                "custom derivative inside f is wrong; no number can be trusted."
-            )
-        self._check_against_differences(e, je)
+        check_adjoint(e, je, u, jtu)
+        check_against_differences(lambda x: cast(Tensor, self._evaluate(x)), self._x, e, je)
         # Members i and j are told apart by one binary digit of their index: tangents on the members
         # with that digit set must leave all others still.
         for digit in range((self.batch - 1).bit_length()):
@@ -173,6 +147,54 @@ class AutodiffJacobian(LinearOperator):
                     got="a map that mixes them",
                     remedy="Measure one member at a time, or put batch statistics in evaluation mode.",
                 )
+
+
+def moved_by_rounding(x: Tensor) -> Tensor:
+    """Return tokens whose every entry is moved by one machine epsilon, of a sign at random."""
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+    return x * (1 + torch.finfo(x.dtype).eps * signs)
+
+
+def allowance_for_rounding(moved: Tensor, je: Tensor) -> Tensor:
+    """Return eight times the relative change of each member's product, from ``je`` at tokens to ``moved``."""
+    change = (moved - je).double().flatten(1).norm(dim=1)
+    size = je.double().flatten(1).norm(dim=1)
+    return 8.0 * torch.where(size > 0, change / size, 0.0).cpu()
+
+
+def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
+    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩."""
+    left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
+    allowed = 1e4 * torch.finfo(e.dtype).eps * je.double().norm() * u.double().norm()
+    if not bool((left - right).abs() <= allowed + torch.finfo(e.dtype).tiny):
+        raise DerivativeError(
+            "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
+            "custom derivative inside f is wrong; no number can be trusted."
+        )
+
+
+def check_against_differences(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, je: Tensor) -> None:
+    """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
+
+    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of two
+    steps are taken for a witness where they agree with each other; at a kink, or where f bends within
+    the step, they do not, and nothing is said.
+    """
+    e = e.reshape(x.shape)
+    scale = float(x.double().square().mean().sqrt()) or 1.0
+    step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
+
+    def difference(h: float) -> Tensor:
+        return ((f(x + h * e) - f(x - h * e)) / (2 * h)).reshape(je.shape)
+
+    coarse, fine = difference(step), difference(step / 4)
+    reliable = (coarse - fine).norm() <= 0.05 * fine.norm()
+    if bool(reliable & ((fine - je).norm() > 0.2 * torch.maximum(fine.norm(), je.norm()))):
+        raise DerivativeError(
+            "f: its derivative is not that of its values: finite differences contradict it. A detach, a "
+            "no_grad or a custom derivative inside f cuts it off; measure a map without them."
+        )
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
@@ -222,13 +244,14 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 
 @contextmanager
-def _one_backend() -> Iterator[None]:
+def one_backend() -> Iterator[None]:
+    """Let PyTorch's own attention run in the one kernel that has both modes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @contextmanager
-def _as_derivative_errors(mode: str) -> Iterator[None]:
+def as_derivative_errors(mode: str) -> Iterator[None]:
     """Turn PyTorch's refusals to differentiate into one clear error."""
     try:
         yield

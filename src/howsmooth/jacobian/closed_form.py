@@ -21,6 +21,7 @@ from howsmooth.attention import (
     Residual,
     RMSNorm,
     SelfAttention,
+    StagedAttention,
     TokenMap,
     Weighting,
 )
@@ -32,6 +33,7 @@ from howsmooth.jacobian.softmax import (
     softmax_derivative,
     stacked,
 )
+from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["closed_form_jacobian", "has_closed_form"]
@@ -43,7 +45,7 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
         return has_closed_form(f.inner)
     if isinstance(f, Compose):
         return has_closed_form(f.outer) and has_closed_form(f.inner)
-    return isinstance(f, SelfAttention | LayerNorm | RMSNorm | LayerScale)
+    return isinstance(f, SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale)
 
 
 def closed_form_jacobian(
@@ -91,6 +93,9 @@ def _linearise(f: TokenMap, x: Tensor, weighting: Weighting | None, dtype: torch
     match f:
         case SelfAttention():
             return AttentionJacobian.at(f, x, weighting, dtype)
+        case StagedAttention():
+            f.refuse_measures(weighting)
+            return StagedJacobian.at(f, x, dtype)
         case LayerNorm() | RMSNorm():
             # Token by token: both roots of a weight cancel.
             return NormJacobian.at(f, x, dtype)

@@ -1,0 +1,513 @@
+"""Attention of any architecture in three parts: what comes before the softmax, the softmax, what comes after.
+
+The softmax core is ours, so that its derivative has a closed form; what lies before it (projections, norms
+of queries and keys, positions, windows) and after it (gates, norms, the output projection) is any
+differentiable PyTorch code of cost O(n d²).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.core import ScoreFeatures, Visible, attend, visible_keys
+from howsmooth.attention.map import TokenMap
+from howsmooth.attention.weighting import Weighting
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["Core", "Layer", "SoftmaxCore", "StagedAttention"]
+
+# Which softmax of the layer, its queries, keys and values, to the outputs of the heads.
+Core = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxCore:
+    """One softmax attention as a function of its queries, keys and values.
+
+    P_ij ∝ exp(c tanh(scale ⟨q_i, k_j⟩ / c) + bias_ij) over the keys j that query i sees; heads that share a
+    key head are neighbours. The leading axes may be anything that the layer makes of its tokens, windows for
+    one; there may be another number n of keys than m of queries.
+
+    Parameters
+    ----------
+    scale
+        Factor of the scores.
+    causal
+        Query i sees the keys j <= i only; then m = n.
+    mask
+        Boolean, broadcastable to (*lead, heads, m, n), True where the query sees the key; combined with
+        ``causal`` by "and". Without sinks every query must see a key.
+    score_bias
+        Finite numbers, broadcastable likewise, added to the scores.
+    softcap
+        c > 0, applied before bias and mask.
+    sinks
+        (heads,): the score of one further key without value in every row of a head.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or a query sees no key.
+    NonFiniteError
+        If a number is NaN or infinite.
+
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Tensor | None = None
+    score_bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ArgumentError("scale", expected="a finite number", got=str(self.scale))
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ArgumentError("softcap", expected="a finite number > 0, or None", got=str(self.softcap))
+        mask = self.mask
+        if mask is not None and not (mask.dtype == torch.bool and mask.ndim >= 2 and mask.numel()):
+            raise ArgumentError(
+                "mask",
+                expected="a boolean tensor (..., m, n), True where the query sees the key",
+                got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+                remedy="Convert an additive mask with mask == 0.",
+            )
+        for name, tensor, axes in (
+            ("score_bias", self.score_bias, "(..., m, n)"),
+            ("sinks", self.sinks, "(heads,)"),
+        ):
+            if tensor is None:
+                continue
+            fits = tensor.ndim == 1 if name == "sinks" else tensor.ndim >= 2
+            if not (fits and tensor.is_floating_point()):
+                got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise ArgumentError(name, expected=f"a floating-point tensor {axes}", got=got)
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(
+                    name,
+                    expected="finite numbers",
+                    got="NaN or infinity",
+                    remedy="Give hidden keys as the mask." if name == "score_bias" else "",
+                )
+        if mask is not None and self.sinks is None:
+            _check_seen(mask, self.causal)
+
+    def attend(
+        self,
+        q: Float[Tensor, "*lead heads m key_dim"],
+        k: Float[Tensor, "*lead kv_heads n key_dim"],
+        v: Float[Tensor, "*lead kv_heads n value_dim"],
+    ) -> Float[Tensor, "*lead heads m value_dim"]:
+        """Return Σ_j P_ij v_j for each head, in memory O((m + n) d), not m n.
+
+        Raises
+        ------
+        ArgumentError
+            If a mask, a bias or the sinks do not fit the queries and keys.
+
+        """
+        visible, triangle, features = self.rules(q, k)
+        grouped = q.unflatten(-3, (k.shape[-3], -1))
+        out = attend(grouped, k, v, self.scale, visible, triangle=triangle, features=features)
+        return out.flatten(-4, -3)
+
+    def rules(self, q: Tensor, k: Tensor) -> tuple[Visible, bool | None, ScoreFeatures]:
+        """Return what :func:`~howsmooth.attention.core.attend` needs to know beyond the operands.
+
+        Which keys some rows see, whether that is all of them (False) or a triangle (True), and the features.
+        """
+        lead, heads, m, kv_heads, n = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3], k.shape[-2]
+        if heads % kv_heads:
+            raise ArgumentError(
+                "k", expected=f"a number of heads that divides the {heads} of q", got=f"{kv_heads} heads"
+            )
+        if self.causal and m != n:
+            raise ArgumentError(
+                "causal",
+                expected="as many queries as keys",
+                got=f"{m} queries, {n} keys",
+                remedy="Give which keys are seen as the mask.",
+            )
+        if self.sinks is not None and self.sinks.shape[0] != heads:
+            raise ArgumentError("sinks", expected=f"one for each of {heads} heads", got=str(len(self.sinks)))
+
+        def spread(name: str, given: Tensor | None) -> Tensor | None:
+            return None if given is None else _grouped(name, given, lead, heads, kv_heads, m, n)
+
+        seen, bias = spread("mask", self.mask), spread("score_bias", self.score_bias)
+        common = None
+        if seen is not None and seen.numel() == m * n:
+            common, seen = seen.reshape(m, n), None
+
+        def visible(rows: slice) -> Tensor | None:
+            return visible_keys(n, causal=self.causal, mask=common, device=q.device, rows=rows)
+
+        sinks = None if self.sinks is None else self.sinks.unflatten(0, (kv_heads, -1))
+        triangle = self.causal if self.mask is None else None
+        return visible, triangle, ScoreFeatures(self.softcap, bias, sinks, seen)
+
+    def head(self, h: int) -> SoftmaxCore:
+        """Return the core of head ``h`` alone, whose q, k and v have one head."""
+
+        def pick(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
+
+        sinks = None if self.sinks is None else self.sinks[h : h + 1]
+        return SoftmaxCore(
+            self.scale, self.causal, pick(self.mask), pick(self.score_bias), self.softcap, sinks
+        )
+
+    def feature_names(self) -> tuple[str, ...]:
+        """Return in words what is done to the scores beyond a mask."""
+        named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
+        return tuple(name for name, there in named.items() if there is not None)
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> SoftmaxCore:
+        """Return the same core with its numbers in another dtype or on another device."""
+        mask = None if self.mask is None else self.mask.to(device=device)
+        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
+        sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
+        return SoftmaxCore(self.scale, self.causal, mask, bias, self.softcap, sinks)
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """The code around the softmaxes of an attention layer, its parameters without gradients."""
+
+    def run(self, x: Tensor, core: Core) -> Tensor:
+        """Return the outputs (n_out, d_out) for the tokens ``x`` (n, d) of one sequence.
+
+        In place of its i-th softmax, counted from 0 in the order of the calls, the layer uses
+        ``core(i, q, k, v)``: q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim), v
+        (*lead, kv_heads, n, value_dim) to (*lead, heads, m, value_dim). Nothing of the tokens may be changed
+        in place, and one input has one output.
+        """
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Layer:
+        """Return the same layer with parameters of another dtype or on another device."""
+
+
+class StagedAttention(TokenMap):
+    """Self-attention as a layer around softmax cores, X (..., n, d) -> (..., n_out, d_out).
+
+    Its Jacobian is in closed form where the work is, in the cores; PyTorch differentiates the layer around
+    them. Cores may depend on the outputs of earlier ones. Members of a batch are run one after the other.
+
+    Parameters
+    ----------
+    layer
+        What stands before and after the cores.
+    cores
+        The softmaxes, in the order of their calls.
+    d, d_out
+        Dimension of an input and of an output token.
+    heads
+        Number of heads of one core.
+    n
+        The length, which masks and positions inside the layer fix.
+    causal
+        Whether an output depends on earlier tokens only; said in reports.
+    dtype, device
+        Of the layer's parameters, and so of the tokens.
+    description
+        One phrase that says what the layer is.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no core, or a number is not positive; from a call, if the layer breaks its contract.
+
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        cores: tuple[SoftmaxCore, ...],
+        *,
+        d: int,
+        d_out: int,
+        heads: int,
+        n: int,
+        causal: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        description: str = "self-attention",
+    ) -> None:
+        if not cores:
+            raise ArgumentError("cores", expected="at least one softmax", got="none")
+        for name, number in (("d", d), ("d_out", d_out), ("heads", heads), ("n", n)):
+            if number < 1:
+                raise ArgumentError(name, expected="a whole number >= 1", got=str(number))
+        self.layer = layer
+        self.cores = cores
+        self.heads = heads
+        self.n = n
+        self.causal = causal
+        self.description = description
+        self._sizes = (d, d_out)
+        self._placed = (dtype, device)
+        self._origin: StagedAttention | None = None
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self._sizes[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self._sizes[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self._placed[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self._placed[1]
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
+        features = dict.fromkeys(name for core in self.cores for name in core.feature_names())
+        return ", ".join((self.description, heads, "causal" if self.causal else "not causal", *features))
+
+    def __repr__(self) -> str:
+        return f"StagedAttention({self.describe()}, n={self.n}, d={self.d}, d_out={self.d_out})"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError unless ``n`` is the length of the layer."""
+        if n != self.n:
+            raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> StagedAttention:
+        """Return the same map with parameters of another dtype or on another device."""
+        placed = (dtype or self.dtype, torch.device(device or self.device))
+        for known in (self, self._origin):
+            if known is not None and known._placed == placed:
+                return known
+        dtype, device = placed
+        layer = self.layer.to(dtype=dtype, device=device)
+        cores = tuple(core.to(dtype=dtype, device=device) for core in self.cores)
+        converted = self._rebuilt(layer, cores, dtype=dtype, device=device)
+        converted._origin = self  # so that the way back loses nothing
+        return converted
+
+    def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
+        """Run the layer on one sequence around any ``core``.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer calls its cores out of order or not as often as there are cores, or its output is
+            not (n_out, d_out).
+
+        """
+        called: list[int] = []
+
+        def counted(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            called.append(i)
+            if called != list(range(len(called))) or len(called) > len(self.cores):
+                self._wrong_calls(called)
+            return core(i, q, k, v)
+
+        y = self.layer.run(x, counted)
+        if len(called) != len(self.cores):
+            self._wrong_calls(called)
+        if y.ndim != 2 or y.shape[1] != self.d_out:
+            raise ArgumentError(
+                "layer", expected=f"an output (n_out, {self.d_out})", got=f"shape {tuple(y.shape)}"
+            )
+        return y
+
+    def _wrong_calls(self, called: list[int]) -> None:
+        raise ArgumentError(
+            "layer",
+            expected=f"calls of the cores {list(range(len(self.cores)))}, in this order",
+            got=f"{called}",
+        )
+
+    def refuse_measures(self, weighting: Weighting | None) -> None:
+        """Raise ArgumentError if there is a weighting."""
+        if weighting is not None:
+            raise ArgumentError(
+                "measure",
+                expected="a map that is known to act on measures",
+                got="attention in stages, whose layer takes a list of tokens",
+                remedy="Call the map on tokens.",
+            )
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        self.refuse_measures(weighting)
+
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.cores[i].attend(q, k, v)
+
+        members = [self.run(member, core) for member in x.reshape(-1, *x.shape[-2:])]
+        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
+
+    # ---- related maps
+
+    def _rebuilt(
+        self,
+        layer: Layer,
+        cores: tuple[SoftmaxCore, ...],
+        *,
+        d_out: int | None = None,
+        heads: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        description: str | None = None,
+    ) -> StagedAttention:
+        return StagedAttention(
+            layer,
+            cores,
+            d=self.d,
+            d_out=d_out or self.d_out,
+            heads=heads or self.heads,
+            n=self.n,
+            causal=self.causal,
+            dtype=dtype or self.dtype,
+            device=device or self.device,
+            description=description or self.description,
+        )
+
+    def without_output(self) -> StagedAttention:
+        """Return the same heads concatenated, without what follows the softmax (scope ``heads``).
+
+        Raises
+        ------
+        ArgumentError
+            If there are several softmaxes, or one over windows.
+
+        """
+        value_dim = self._value_dim("heads")
+        return self._rebuilt(
+            _UpToCore(self.layer, None),
+            self.cores,
+            d_out=self.heads * value_dim,
+            description=f"{self.description}, heads concatenated",
+        )
+
+    def head(self, h: int) -> StagedAttention:
+        """Return head ``h`` alone, without what follows the softmax (scope ``head``).
+
+        Raises
+        ------
+        ArgumentError
+            If there is no head ``h``, there are several softmaxes, or one over windows.
+
+        """
+        if not 0 <= h < self.heads:
+            raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
+        value_dim = self._value_dim("head")
+        cores = (self.cores[0].head(h),)
+        description = f"{self.description}, head {h} alone"
+        return self._rebuilt(
+            _UpToCore(self.layer, h), cores, d_out=value_dim, heads=1, description=description
+        )
+
+    def _value_dim(self, scope: str) -> int:
+        """Return value_dim, after checking that heads of the layer are maps of its tokens."""
+        if len(self.cores) > 1:
+            raise ArgumentError(
+                "scope",
+                expected="'attention' or wider, for a layer of several softmaxes",
+                got=f"{scope!r} of {len(self.cores)} softmaxes",
+            )
+        shapes: list[tuple[torch.Size, int]] = []
+
+        def shaped(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            shapes.append((q.shape, v.shape[-1]))
+            return v.new_zeros((*q.shape[:-1], v.shape[-1]))
+
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            x = torch.randn(self.n, self.d, generator=generator)
+            self.run(x.to(dtype=self.dtype, device=self.device), shaped)
+        ((shape, value_dim),) = shapes
+        if math.prod(shape[:-3]) != 1:
+            raise ArgumentError(
+                "scope",
+                expected="'attention' or wider, for a softmax over windows",
+                got=f"{scope!r} of a softmax with leading axes {tuple(shape[:-3])}",
+            )
+        return value_dim
+
+
+class _UpToCore:
+    """The layer up to its one softmax: the heads side by side, or head ``h``."""
+
+    def __init__(self, layer: Layer, h: int | None) -> None:
+        self.layer = layer
+        self.h = h
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> _UpToCore:
+        return _UpToCore(self.layer.to(dtype=dtype, device=device), self.h)
+
+    def run(self, x: Tensor, core: Core) -> Tensor:
+        kept: list[Tensor] = []
+
+        def tap(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            whole = (*q.shape[:-1], v.shape[-1])
+            if self.h is not None:
+                g = self.h // (q.shape[-3] // k.shape[-3])
+                q = q[..., self.h : self.h + 1, :, :]
+                k, v = k[..., g : g + 1, :, :], v[..., g : g + 1, :, :]
+            o = core(i, q, k, v)
+            kept.append(o.reshape(o.shape[-3:]).movedim(0, 1).flatten(1))
+            # What follows is run and dropped: its input is of no consequence.
+            return o if self.h is None else v.new_zeros(whole)
+
+        self.layer.run(x, tap)
+        return kept[-1]
+
+
+def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
+    """Return numbers of scores as ScoreFeatures has them: ([lead,] kv_heads or 1, group or 1, m, n)."""
+    whole = (*lead, heads, m, n)
+    shape = given.shape
+    while len(shape) > len(whole) and shape[0] == 1:
+        shape = shape[1:]
+    shape = torch.Size((1,) * (len(whole) - len(shape))) + shape
+    fits = len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
+    if not fits:
+        raise ArgumentError(
+            name, expected=f"a shape that broadcasts to {whole}", got=f"shape {tuple(given.shape)}"
+        )
+    outer = shape[:-3]
+    t = given.reshape(shape).expand(*shape[:-2], m, n)
+    t = t.unsqueeze(-3) if shape[-3] == 1 else t.unflatten(-3, (kv_heads, -1))
+    if math.prod(outer) == 1:
+        return t.reshape(t.shape[-4:])
+    return t.expand(*lead, *t.shape[-4:]).flatten(0, -5)
+
+
+def _check_seen(mask: Tensor, causal: bool) -> None:
+    """Raise ArgumentError if a query sees no key."""
+    seen = mask
+    if causal:
+        n = max(mask.shape[-2:])
+        seen = mask & torch.ones((n, n), dtype=torch.bool, device=mask.device).tril_()
+    blind = torch.nonzero(~seen.any(dim=-1))
+    if len(blind):
+        raise ArgumentError(
+            "mask",
+            expected="at least one visible key for every query",
+            got=f"query {int(blind[0, -1])} sees none",
+            remedy="Leave such tokens (padding) out of X.",
+        )

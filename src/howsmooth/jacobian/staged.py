@@ -1,0 +1,227 @@
+"""The Jacobian of attention in stages: the layer differentiated by PyTorch, its softmaxes in closed form.
+
+In both modes the layer runs around one function for each softmax: its value is the output at the point
+of linearisation, in float64 and rounded once, its derivative and adjoint are the closed form's. So one
+product is one forward pass of the layer with tangents, without its softmaxes, and one product of each
+core; the graph of the layer that the adjoint walks back is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import pad
+
+from howsmooth.attention.staged import SoftmaxCore, StagedAttention
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.jacobian.autodiff import (
+    allowance_for_rounding,
+    as_derivative_errors,
+    check_adjoint,
+    check_against_differences,
+    moved_by_rounding,
+    one_backend,
+)
+from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["StagedJacobian"]
+
+
+class StagedJacobian(LinearOperator):
+    """Jacobian of attention in stages, block-diagonal over the members of a batch."""
+
+    def __init__(self, members: tuple[_Member, ...]) -> None:
+        first = members[0]
+        rounding = torch.stack([member.rounding for member in members])
+        shapes = tuple(first.x.shape), tuple(first.y.shape)
+        super().__init__(len(members), *shapes, first.x.dtype, first.x.device, rounding)
+        self.members = members
+
+    @classmethod
+    def at(cls, f: StagedAttention, x: Tensor, dtype: torch.dtype) -> StagedJacobian:
+        """Linearise a float64 map at float64 tokens (batch, n, d).
+
+        Raises
+        ------
+        ArgumentError
+            If the layer gives different outputs for one input, or calls its cores otherwise than it says.
+        DerivativeError
+            If the layer cannot be differentiated, or its derivatives contradict each other or its values.
+        NonFiniteError
+            If an output is not finite.
+
+        """
+        rounded = f.to(dtype=dtype)
+        return cls(tuple(_Member.at(f, rounded, member, dtype) for member in x))
+
+    def _product(self, e: Tensor) -> Tensor:
+        return torch.stack([member.product(part) for member, part in zip(self.members, e, strict=True)])
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
+
+    def select(self, members: Tensor) -> StagedJacobian:
+        """Return the operator of some members."""
+        return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
+
+
+class _Member:
+    """The Jacobian at one sequence."""
+
+    def __init__(self, f: StagedAttention, cores: tuple[_CoreAt, ...], x: Tensor) -> None:
+        self.f = f
+        self.cores = cores
+        self.x = x.detach().requires_grad_()
+        with torch.enable_grad(), one_backend(), as_derivative_errors("reverse"):
+            # A layer may not change a leaf in place; what it makes of it, it may.
+            self.y = f.run(self.x * 1, self._core)
+        self.rounding = torch.zeros((), dtype=torch.float64)
+
+    @classmethod
+    def at(cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype) -> _Member:
+        """Linearise ``f``, which ``rounded`` is in the dtype of the products, at float64 tokens (n, d)."""
+        found: list[_CoreAt] = []
+
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = f.cores[i].attend(q, k, v)
+            found.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype))
+            return o
+
+        with torch.no_grad(), one_backend():
+            y = f.run(x, core)
+        if not bool(torch.isfinite(y).all()):
+            raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
+        member = cls(rounded, tuple(found), x.to(dtype))
+        member._check(y)
+        return member
+
+    def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
+        return o
+
+    def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
+        with (
+            torch.no_grad(),
+            one_backend(),
+            as_derivative_errors("forward"),
+            forward_ad.dual_level(),
+        ):
+            y = self.f.run(forward_ad.make_dual(x.detach(), e), self._core)
+            tangent = forward_ad.unpack_dual(y).tangent
+        return torch.zeros_like(self.y) if tangent is None else tangent
+
+    def product(self, e: Tensor) -> Tensor:
+        return self._tangent(self.x, e)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        if not self.y.requires_grad:
+            return torch.zeros_like(self.x)
+        with one_backend(), as_derivative_errors("reverse"):
+            (cotangent,) = torch.autograd.grad(
+                self.y, self.x, u, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        return cotangent
+
+    def _check(self, y: Tensor) -> None:
+        """Check the layer's derivatives as those of any other map, and allow for their rounding."""
+        dtype = self.x.dtype
+        drift = (self.y.detach().double() - y).norm()
+        if self.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
+            raise ArgumentError(
+                "f",
+                expected="the same output for the same input",
+                got="two different outputs",
+                remedy="Turn off dropout and other randomness, for instance with eval().",
+            )
+        generator = torch.Generator().manual_seed(0)
+        e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
+        u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
+        je = self.product(e)
+        check_adjoint(e, je, u, self.adjoint(u))
+        moved = self._tangent(moved_by_rounding(self.x), e)
+        core = torch.stack([core.rounding for core in self.cores]).amax()
+        self.rounding = core + allowance_for_rounding(moved[None], je[None])[0]
+        check_against_differences(self._value, self.x.detach(), e, je)
+
+    def _value(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), one_backend():
+            return self.f._forward(x)
+
+
+@dataclass(frozen=True, eq=False)
+class _CoreAt:
+    """One softmax at the point of linearisation: its output, and its derivative in closed form."""
+
+    output: Tensor
+    derivative: SoftmaxDerivative
+    scale: float
+    sinks: bool
+    rounding: Tensor
+
+    @classmethod
+    def at(cls, core: SoftmaxCore, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dtype: torch.dtype) -> _CoreAt:
+        q, k, v = (t.detach().double() for t in (q, k, v))
+        visible, _, features = core.rules(q, k)
+        grouped = q.unflatten(-3, (k.shape[-3], -1))
+        derivative = softmax_derivative(
+            grouped.reshape(-1, *grouped.shape[-4:]),
+            k.reshape(-1, *k.shape[-3:]),
+            v.reshape(-1, *v.shape[-3:]),
+            core.scale,
+            visible(slice(0, q.shape[-2])),
+            features,
+            dtype,
+        )
+        return cls(
+            o.detach().to(dtype), derivative, core.scale, core.sinks is not None, derivative.rounding(1)[0]
+        )
+
+    def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        rows = self.derivative.k.shape[0]
+        dq, dk, dv = (t.to(self.output.dtype) for t in (dq, dk, dv))
+        dq = (self.scale * dq).reshape(rows, -1, dq.shape[-1])
+        dk, dv = (t.reshape(rows, *t.shape[-2:]) for t in (dk, dv))
+        if self.sinks:  # one more key that does not move
+            dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
+        return self.derivative.product(dq, dk, dv).reshape(self.output.shape)
+
+    def adjoint(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.derivative.k.shape[0]
+        do = do.to(self.output.dtype).reshape(rows, -1, do.shape[-1])
+        dq, dk, dv = self.derivative.adjoint(do)
+        if self.sinks:
+            dk, dv = dk[:, :-1], dv[:, :-1]
+        return self.scale * dq, dk, dv
+
+
+class _Linearised(torch.autograd.Function):
+    """A softmax core as PyTorch sees it: a value, and the closed form's product and adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
+        ctx.core = core
+        ctx.shapes = (q.shape, k.shape, v.shape)
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype)
+        if (*q.shape[:-1], v.shape[-1]) != core.output.shape:
+            raise DerivativeError("f: its softmaxes have other shapes in another run of the same input.")
+        # A copy: PyTorch makes what is returned part of the graph.
+        return core.output.to(v.dtype, copy=True)
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, _: None) -> Tensor:
+        core: _CoreAt = ctx.core
+        return core.product(dq, dk, dv).to(ctx.dtypes[2])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        parts = ctx.core.adjoint(do)
+        dq, dk, dv = (
+            part.reshape(shape).to(dtype)
+            for part, shape, dtype in zip(parts, ctx.shapes, ctx.dtypes, strict=True)
+        )
+        return dq, dk, dv, None
