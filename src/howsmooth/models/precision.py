@@ -61,8 +61,8 @@ def _widened(value: Any) -> Any:
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of ``to`` where the dtype of another tensor is asked for, with that dtype widened."""
-    other = kwargs.get("other", args[1] if len(args) > 1 else None)
-    if not isinstance(other, Tensor):
+    given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
+    if not isinstance(given, Tensor):
         return args, kwargs
-    rest = {name: value for name, value in kwargs.items() if name != "other"}
-    return (args[0],), {**rest, "dtype": _WIDENED.get(other.dtype, other.dtype), "device": other.device}
+    rest = {name: value for name, value in kwargs.items() if name not in ("tensor", "other")}
+    return (args[0], given.device, _WIDENED.get(given.dtype, given.dtype), *args[2:]), rest
