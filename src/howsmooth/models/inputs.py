@@ -11,12 +11,20 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError
 
-__all__ = ["check_inputs", "check_model", "first_sequence", "max_length", "short_inputs", "vocabulary_size"]
+__all__ = [
+    "check_inputs",
+    "check_model",
+    "first_sequence",
+    "max_length",
+    "short_inputs",
+    "takes_decoder_ids",
+    "vocabulary_size",
+]
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise unless the model can be measured: in float32 or float64, with weights, no encoder-decoder."""
-    if getattr(model.config, "is_encoder_decoder", False):
+def check_model(model: nn.Module) -> None:
+    """Raise unless the model can be measured: with weights, all in float32 or float64, no encoder-decoder."""
+    if takes_decoder_ids(model):
         raise CaptureError(
             f"{type(model).__name__} is an encoder-decoder model, which is not captured yet. "
             "Capture its encoder or its decoder alone, if the model offers one."
@@ -35,8 +43,16 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def vocabulary_size(model: PreTrainedModel) -> int | None:
+def takes_decoder_ids(model: nn.Module) -> bool:
+    """Whether the model is an encoder-decoder as a whole, rather than a part of one."""
+    whole = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
     """Return how many token ids the model has an embedding for; None if it takes no token ids."""
+    if not isinstance(model, PreTrainedModel):
+        return None
     try:
         table = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
@@ -44,9 +60,9 @@ def vocabulary_size(model: PreTrainedModel) -> int | None:
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
 
 
-def max_length(model: PreTrainedModel) -> int | None:
+def max_length(model: nn.Module) -> int | None:
     """Longest input in tokens that the model has positions for; None if it states no limit."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for name, module in model.named_modules():
         # RoBERTa types start counting after the padding index, and so lose that many positions.
         if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":

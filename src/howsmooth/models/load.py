@@ -11,15 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from howsmooth.errors import ArgumentError, HowsmoothError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
 from howsmooth.models.borrow import borrowed, quiet
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.inputs import check_model, max_length, vocabulary_size
+from howsmooth.models.inputs import check_model, max_length, takes_decoder_ids, vocabulary_size
+from howsmooth.models.parts import choose_part, modality_of, named_parts
 from howsmooth.models.places import Place, find
-from howsmooth.models.recording import AttentionLayer, attention_layers
+from howsmooth.models.preparation import (
+    AudioPreparation,
+    ImagePreparation,
+    audio_preparation,
+    image_preparation,
+)
+from howsmooth.models.passes import attention_layers
+from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.trust import check_files, forget_implementations
 
@@ -32,8 +41,10 @@ class LoadedModel:
 
     #: The name it was asked for by.
     name: str
-    #: The model, in evaluation mode, its parameters without gradients.
-    model: PreTrainedModel
+    #: The model, or the part of it that was asked for, in evaluation mode, its parameters without gradients.
+    model: nn.Module
+    #: What it takes: ``text``, ``image``, ``audio``, ``embeddings`` (tokens embedded elsewhere) or ``other``.
+    modality: str
     #: Text to token ids without special tokens (also ``tokenizer.encode``).
     tokenizer: Tokenizer
     #: One phrase: where the tokenizer comes from.
@@ -44,12 +55,16 @@ class LoadedModel:
     fingerprint: str
     #: Longest input in tokens, None if the model states no limit.
     max_length: int | None
-    #: Number of token ids that the model knows.
-    vocab_size: int
-    #: Number of attention layers.
-    layers: int
-    #: Number of heads of each (of the first, should they differ).
-    heads: int
+    #: Number of token ids that the model knows, None if it takes none.
+    vocab_size: int | None
+    #: Number of attention layers, None where ``obstacle`` says why nobody knows.
+    layers: int | None
+    #: Number of heads of each (of the first, should they differ), None as ``layers``.
+    heads: int | None
+    #: Why no attention was seen when the model was tried on a short input; empty if it was.
+    obstacle: str = ""
+    #: How images or sound become inputs of the model; None for other models.
+    preparation: ImagePreparation | AudioPreparation | None = None
 
 
 def builtin_names() -> tuple[str, ...]:
@@ -62,6 +77,7 @@ def load_model(
     *,
     random_init: bool = False,
     as_decoder: bool = False,
+    part: str | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -81,6 +97,9 @@ def load_model(
         Build the architecture from its configuration with the library's own random initialisation.
     as_decoder
         Run a BERT-type encoder as a decoder, with its causal mask.
+    part
+        Of a model that is made of several: ``"text"``, ``"vision"`` or ``"audio"``, or the path of a module
+        in the model such as ``"encoder"``. Only this part is kept.
     seed
         Of the random weights. The caller's random state is not touched.
     device
@@ -97,9 +116,6 @@ def load_model(
         If an argument is not of the kind described.
     ModelError
         If there is no such model, or it cannot be read, run or used as asked; one sentence says why.
-    CaptureError
-        If it does not call its attention in a way that can be captured.
-
     """
     if not isinstance(name, str | Path) or not str(name).strip():
         raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
@@ -107,33 +123,55 @@ def load_model(
         raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=str(dtype))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
+    if part is not None and (not isinstance(part, str) or not part.strip()):
+        raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
     target = _device(device)
     with quiet():
         place = find(str(name), random_init=random_init)
         config = _config(place)
-        model, unread, layers = _built(place, config, random_init, seed, dtype)
+        built = _built(place, config, random_init, seed, dtype, part)
         if as_decoder:
-            model, unread, layers = _as_decoder(place, config, model, layers, random_init, seed, dtype)
+            built = _as_decoder(place, config, built, random_init, seed, dtype, part)
+        model = built.model
         model.requires_grad_(requires_grad=False).eval().to(target)
-        size = vocabulary_size(model) or 0
-        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, size)
-        fingerprint = _fingerprint(model, unread, tokenizer)
+        size = vocabulary_size(model) if built.modality == "text" else None
+        tokenizer, tokenizer_source = _tokenizer(
+            place, random_init, tokenizer_text, built.modality, size or 0
+        )
+        fingerprint = _fingerprint(model, built.unread, tokenizer)
     role = ", run as a decoder with its causal mask" if as_decoder else ""
     weights = (
         f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
     )
+    of = f"the part {built.part} of " if built.part else ""
     return LoadedModel(
         name=str(name),
         model=model,
+        modality=built.modality,
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
-        source=f"{weights}{place.sentence}{role}",
+        source=f"{weights}{of}{place.sentence}{role}",
         fingerprint=fingerprint,
-        max_length=max_length(model),
+        max_length=max_length(model) if built.modality == "text" else None,
         vocab_size=size,
-        layers=len(layers),
-        heads=layers[0].heads,
+        layers=len(built.layers) if built.layers else None,
+        heads=built.layers[0].heads if built.layers else None,
+        obstacle=built.obstacle,
+        preparation=built.preparation,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """A model, the names of weights that were not in the file, and what a first look showed."""
+
+    model: nn.Module
+    part: str
+    unread: set[str]
+    modality: str
+    preparation: ImagePreparation | AudioPreparation | None
+    layers: list[AttentionLayer]
+    obstacle: str
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -155,7 +193,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _config(place: Place) -> Any:
-    """Return the model's configuration; refuse what needs code of its own and encoder-decoders."""
+    """Return the model's configuration; refuse what needs code of its own."""
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -170,19 +208,13 @@ def _config(place: Place) -> Any:
                     "Choose a model whose architecture is part of transformers."
                 ) from error
             raise place.failure(error) from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{place.name!r} is an encoder-decoder model ({config.model_type}), which is not captured yet. "
-            "Choose an encoder or a decoder."
-        )
     forget_implementations(config)
     return config
 
 
 def _built(
-    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype
-) -> tuple[PreTrainedModel, set[str], list[AttentionLayer]]:
-    """Return the model, the names of weights that were not in the file, and the attention layers."""
+    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype, part: str | None
+) -> _Built:
     unread: set[str] = set()
     options = {"trust_remote_code": False, **_without_pooler(config)}
     try:
@@ -211,6 +243,8 @@ def _built(
         raise
     except Exception as error:  # as above
         raise place.failure(error) from error
+    path, chosen = ("", model) if part is None else choose_part(model, part, place.name)
+    unread = {key.removeprefix(f"{path}.") for key in unread if not path or key.startswith(f"{path}.")}
     # No attention depends on a pooler, and the weights of many checkpoints lack it.
     lost = sorted(key for key in unread if "pooler" not in key)
     if lost:
@@ -218,13 +252,40 @@ def _built(
             f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "
             f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init."
         )
-    if vocabulary_size(model) is None or model.main_input_name != "input_ids":
+    if not path:
+        _refuse_several(place, model)
+    _refuse_whole(place, chosen)
+    check_model(chosen)
+    modality = modality_of(chosen)
+    own = getattr(chosen, "config", config)
+    preparation: ImagePreparation | AudioPreparation | None = None
+    if modality == "image":
+        preparation = image_preparation(place, own, chosen)
+    elif modality == "audio":
+        preparation = audio_preparation(place, config)
+    layers, obstacle = _layers(chosen, modality, preparation)
+    return _Built(chosen, path, unread, modality, preparation, layers, obstacle)
+
+
+def _refuse_whole(place: Place, model: nn.Module) -> None:
+    """Refuse an encoder-decoder as a whole."""
+    if takes_decoder_ids(model):
         raise ModelError(
-            f"{place.name!r} takes {model.main_input_name}, not token ids, which is not supported yet. "
-            "Choose a language model."
+            f"{place.name!r} is an encoder-decoder model ({type(model).__name__}), which is not captured as "
+            "a whole yet. Choose its encoder, with the part encoder (--part encoder)."
         )
-    check_model(model)
-    return model, unread, _layers(model)
+
+
+def _refuse_several(place: Place, model: PreTrainedModel) -> None:
+    """Refuse a model that needs inputs of two kinds at once."""
+    parts = named_parts(model)
+    asked = inspect.signature(model.forward).parameters
+    if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
+        listed = ", ".join(f"{path} ({takes})" for path, takes in parts.items())
+        raise ModelError(
+            f"{place.name!r} compares texts with images and needs both at once. Choose a part of it, with "
+            f"part (--part): {listed}."
+        )
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
@@ -235,34 +296,68 @@ def _without_pooler(config: Any) -> dict[str, Any]:
     return {"add_pooling_layer": False} if takes else {}
 
 
-def _layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    ids = torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long, device=model.device)
-    with borrowed(model):
-        return attention_layers(model, {"input_ids": ids})
+def _layers(
+    model: nn.Module, modality: str, preparation: ImagePreparation | AudioPreparation | None
+) -> tuple[list[AttentionLayer], str]:
+    """Look at the attention layers on a short input, or say why none can be seen."""
+    if not isinstance(model, PreTrainedModel):
+        return (
+            [],
+            f"{type(model).__name__} is no model of its own, so it was not tried before it has an input",
+        )
+    inputs = _short(model, modality, preparation)
+    if inputs is None:
+        return [], f"{type(model).__name__} takes {model.main_input_name}, and was not tried on a made-up one"
+    inputs = {
+        name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()
+    }
+    try:
+        with borrowed(model):
+            return attention_layers(model, inputs), ""
+    except (ArgumentError, CaptureError) as error:
+        return [], str(error)
+
+
+def _short(
+    model: PreTrainedModel, modality: str, preparation: ImagePreparation | AudioPreparation | None
+) -> dict[str, Tensor] | None:
+    if modality == "text":
+        ids = torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long, device=model.device)
+        return {"input_ids": ids}
+    generator = torch.Generator("cpu").manual_seed(0)
+    if isinstance(preparation, ImagePreparation):
+        return preparation.prepared([torch.rand(3, *preparation.size, generator=generator)])
+    if isinstance(preparation, AudioPreparation):
+        seconds = 1.0 if preparation.raw else preparation.seconds
+        noise = 0.1 * torch.randn(int(seconds * preparation.rate), generator=generator)
+        return preparation.prepared([noise.numpy()])
+    return None
 
 
 def _as_decoder(
     place: Place,
     config: Any,
-    model: PreTrainedModel,
-    layers: list[AttentionLayer],
+    built: _Built,
     random_init: bool,
     seed: int,
     dtype: torch.dtype,
-) -> tuple[PreTrainedModel, set[str], list[AttentionLayer]]:
+    part: str | None,
+) -> _Built:
     """Build the model again as a decoder; its masks decide whether it is one, not its name."""
-    if any(layer.causal for layer in layers):
+    kind = type(built.model).__name__
+    if not built.layers:
+        raise CaptureError(built.obstacle)
+    if built.modality != "text":
+        raise ModelError(f"{place.name!r} ({kind}) takes no text, so it cannot run as a decoder.")
+    if any(layer.causal for layer in built.layers):
         raise ModelError(
-            f"{place.name!r} ({type(model).__name__}) is a decoder already: its attention is causal. "
-            "Leave out as_decoder."
+            f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
         )
     config.is_decoder = True
-    built = _built(place, config, random_init, seed, dtype)
-    if not all(layer.causal for layer in built[2]):
-        raise ModelError(
-            f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays unmasked."
-        )
-    return built
+    again = _built(place, config, random_init, seed, dtype, part)
+    if not again.layers or not all(layer.causal for layer in again.layers):
+        raise ModelError(f"{place.name!r} ({kind}) cannot run as a decoder: its attention stays unmasked.")
+    return again
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
@@ -294,23 +389,27 @@ def _available_memory() -> int | None:
         return None
 
 
-def _tokenizer(place: Place, random_init: bool, text: str | None, vocabulary: int) -> tuple[Tokenizer, str]:
+def _tokenizer(
+    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
+) -> tuple[Tokenizer, str]:
+    if modality != "text":
+        return Tokenizer(None, f"{place.name!r} takes no text ({modality})."), "none"
     if place.location is not None:
         own = own_tokenizer(place.location, local_files_only=place.local_files_only)
         if own is not None:
             return own, "the model's own tokenizer"
     if random_init and text is not None:
         return (
-            trained_tokenizer(text, vocabulary),
+            trained_tokenizer(text, vocabulary or 0),
             "a byte-level BPE trained on the text, because the model's own tokenizer could not be had",
         )
     remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
     return Tokenizer(None, f"No tokenizer could be had for {place.name!r}. {remedy}"), "none"
 
 
-def _fingerprint(model: PreTrainedModel, unread: set[str], tokenizer: Tokenizer) -> str:
+def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
     digest = hashlib.sha256()
-    config = model.config.to_diff_dict()
+    config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else {"part": str(type(model))}
     for local in ("_name_or_path", "transformers_version"):
         config.pop(local, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())

@@ -1,0 +1,144 @@
+"""Images made by code: nothing is downloaded, and every machine has the same ones.
+
+Six kinds, each with structure that plain noise lacks: *gratings* (waves of one frequency and direction),
+*noise* with the spectrum of natural images (power falling as the square of the frequency, Field 1987),
+*leaves* (discs that hide each other, the dead-leaves model of natural images, Lee, Mumford and Huang 2001),
+*shapes* (rectangles and ellipses on a shaded ground), *blobs* (smooth spots of colour) and *letters* (lines
+of small signs of an invented script, like a page of print).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+__all__ = ["BUILTIN_COUNT", "BUILTIN_SIDE", "builtin_image", "builtin_image_name"]
+
+BUILTIN_SIDE = 256
+"""Height and width of the built-in images, in pixels."""
+
+_OF_EACH_KIND = 5
+
+Canvas = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
+
+
+def builtin_image_name(index: int) -> str:
+    """Name of a built-in image, such as ``leaves 2``."""
+    return f"{_KINDS[index % len(_KINDS)][0]} {index // len(_KINDS) + 1}"
+
+
+def builtin_image(index: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+    """Make one of the built-in images.
+
+    Parameters
+    ----------
+    index
+        From 0 to :data:`BUILTIN_COUNT` - 1; images of the six kinds alternate.
+
+    Returns
+    -------
+    array (256, 256, 3)
+        Red, green and blue from 0 to 255.
+
+    """
+    # The old generator: its numbers are promised never to change.
+    random = np.random.RandomState(1000 + index)
+    drawn = _KINDS[index % len(_KINDS)][1](random)
+    return np.rint(255.0 * np.clip(drawn, 0.0, 1.0)).astype(np.uint8)
+
+
+def _colour(random: np.random.RandomState) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return random.uniform(0.05, 0.95, 3)
+
+
+def _grid() -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and columns, from 0 to 1."""
+    axis = (np.arange(BUILTIN_SIDE) + 0.5) / BUILTIN_SIDE
+    return axis[:, None], axis[None, :]
+
+
+def _gratings(random: np.random.RandomState) -> Canvas:
+    y, x = _grid()
+    angle, waves = random.uniform(0, np.pi), random.uniform(3, 24)
+    phase = 2 * np.pi * (waves * (np.cos(angle) * x + np.sin(angle) * y) + random.uniform())
+    share = (0.5 + 0.5 * np.sin(phase))[..., None]
+    return np.asarray(share * _colour(random) + (1 - share) * _colour(random))
+
+
+def _noise(random: np.random.RandomState) -> Canvas:
+    frequency = np.fft.fftfreq(BUILTIN_SIDE)
+    radius = np.hypot(frequency[:, None], frequency[None, :])
+    radius[0, 0] = np.inf  # no constant part
+    waves = np.fft.fft2(random.standard_normal((3, BUILTIN_SIDE, BUILTIN_SIDE))) / radius
+    fields = np.fft.ifft2(waves).real
+    fields /= fields.std(axis=(1, 2), keepdims=True)
+    # Light and dark are mostly common to the three colours, as outdoors.
+    return np.asarray(0.5 + 0.18 * np.moveaxis(0.8 * fields[:1] + 0.6 * fields, 0, -1))
+
+
+def _leaves(random: np.random.RandomState) -> Canvas:
+    y, x = _grid()
+    drawn = np.ones((BUILTIN_SIDE, BUILTIN_SIDE, 3)) * _colour(random)
+    for _ in range(250):
+        # Radii with density r^-3 between 0.02 and 0.3: at all scales alike.
+        radius = (0.02**-2 - random.uniform() * (0.02**-2 - 0.3**-2)) ** -0.5
+        column, row = random.uniform(-0.1, 1.1, 2)
+        drawn[(x - column) ** 2 + (y - row) ** 2 < radius**2] = _colour(random)
+    return drawn
+
+
+def _shapes(random: np.random.RandomState) -> Canvas:
+    y, x = _grid()
+    drawn = np.asarray((0.4 + 0.6 * y)[..., None] * _colour(random) * np.ones((1, BUILTIN_SIDE, 1)))
+    for number in range(8):
+        angle = random.uniform(0, np.pi)
+        column, row = random.uniform(0.1, 0.9, 2)
+        along, across = random.uniform(0.05, 0.25, 2)
+        u = ((x - column) * np.cos(angle) + (y - row) * np.sin(angle)) / along
+        v = ((y - row) * np.cos(angle) - (x - column) * np.sin(angle)) / across
+        inside = u**2 + v**2 < 1 if number % 2 else np.maximum(np.abs(u), np.abs(v)) < 1
+        drawn[inside] = _colour(random)
+    return drawn
+
+
+def _blobs(random: np.random.RandomState) -> Canvas:
+    y, x = _grid()
+    drawn = np.zeros((BUILTIN_SIDE, BUILTIN_SIDE, 3))
+    total = np.zeros((BUILTIN_SIDE, BUILTIN_SIDE, 1))
+    for _ in range(12):
+        column, row = random.uniform(0, 1, 2)
+        width = random.uniform(0.06, 0.2)
+        weight = np.exp(-((x - column) ** 2 + (y - row) ** 2) / (2 * width**2))[..., None] + 1e-6
+        drawn += weight * _colour(random)
+        total += weight
+    return drawn / total
+
+
+def _letters(random: np.random.RandomState) -> Canvas:
+    signs = random.uniform(size=(20, 7, 5)) < 0.45
+    scale = int(random.randint(1, 4))
+    drawn = np.ones((BUILTIN_SIDE, BUILTIN_SIDE, 3)) * (0.8 + 0.2 * random.uniform(size=3))
+    ink = 0.35 * random.uniform(size=3)
+    high, wide, margin = 7 * scale, 5 * scale, 8
+    for top in range(margin, BUILTIN_SIDE - margin - high, high + 4 * scale):
+        left = margin
+        while left + wide <= BUILTIN_SIDE - margin:
+            if random.uniform() > 0.18:  # else a space between words
+                sign = signs[random.randint(20)].repeat(scale, axis=0).repeat(scale, axis=1)
+                drawn[top : top + high, left : left + wide][sign] = ink
+            left += wide + scale
+    return drawn
+
+
+_KINDS: tuple[tuple[str, Callable[[np.random.RandomState], Canvas]], ...] = (
+    ("gratings", _gratings),
+    ("noise", _noise),
+    ("leaves", _leaves),
+    ("shapes", _shapes),
+    ("blobs", _blobs),
+    ("letters", _letters),
+)
+
+BUILTIN_COUNT = _OF_EACH_KIND * len(_KINDS)
+"""How many built-in images there are."""
