@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.models.axes import Axes, Axis, Factor, arrange, broadcast, leaves, regroup
 
-__all__ = ["Operand", "Reading", "Scores", "Unreadable", "read"]
+__all__ = ["Operand", "Reading", "Scores", "Unreadable", "holds", "read"]
 
 SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
 
@@ -169,6 +169,16 @@ class Reading:
     sinks: Tensor | None
 
 
+def holds(condition: Tensor) -> bool:
+    """Whether a condition is true everywhere, as far as can be seen: inside ``torch.vmap`` nothing can."""
+    try:
+        return bool(condition.all())
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        return True
+
+
 def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Reading:
     """Operands of the scores in the arrangement (*lead, rows, keys).
 
@@ -227,7 +237,7 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
 
 
 def _zero_or_one(tensor: Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
+    return holds((tensor == 0) | (tensor == 1))
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
@@ -258,6 +268,6 @@ def _sinks(scores: Scores, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
         return None
     column = _arranged(scores.sinks.operand, (*lead, rows, ()))
     heads = column[(0,) * (len(lead) - 1)][:, 0, 0]
-    if not bool((column == heads[:, None, None]).all()):
+    if not holds(column == heads[:, None, None]):
         raise Unreadable("its sinks differ from query to query")
     return heads.expand(math.prod(factor.size for factor in lead[-1]))
