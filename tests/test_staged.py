@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +16,17 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth import adversarial, bounds
 from howsmooth.attention import SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
-from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.bounds.certificates import certificate_joint
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
+from howsmooth.measures import DiscreteMeasure
 from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
 
-N, D, HEADS, KEY, VALUE = 6, 8, 4, 4, 3
+N, D, HEADS, KEY, VALUE = 6, 5, 4, 4, 3
 Body = Callable[["Parameters", Tensor, Core], Tensor]
 
 
@@ -176,8 +184,8 @@ def chained(p: Parameters, x: Tensor, core: Core) -> Tensor:
 def latent(p: Parameters, x: Tensor, core: Core) -> Tensor:
     """Keys and values from a normed latent, one key head, as multi-head latent attention has them."""
     q, _, _ = projections(p, x)
-    low = rms(x @ p.draw(7, 5, D).T)
-    return output(p, core(0, q, split(low @ p.draw(8, KEY, 5).T, 1), split(low @ p.draw(9, VALUE, 5).T, 1)))
+    low = rms(x @ p.draw(7, 3, D).T)
+    return output(p, core(0, q, split(low @ p.draw(8, KEY, 3).T, 1), split(low @ p.draw(9, VALUE, 3).T, 1)))
 
 
 def convolved(p: Parameters, x: Tensor, core: Core) -> Tensor:
@@ -235,6 +243,260 @@ def test_value_and_jacobian_are_those_of_the_layer_written_out(name: str) -> Non
     assert (ours - exact).abs().max() <= 1e-13 * size
     u = tokens(101, 1, *operator.out_shape)
     assert (operator.adjoint_product(u).flatten() - exact.T @ u.flatten()).abs().max() <= 1e-12 * size
-    found = hs.local_lipschitz(f, x, rtol=1e-9)
+
+
+# ---- batches, dtypes, wider and narrower scopes
+
+
+def test_members_of_a_batch_are_measured_by_themselves() -> None:
+    f, x = CASES["norms of queries and keys, causal"](), tokens(102, 2, 2, N, D)
+    assert f(x).shape == (2, 2, N, D)
+    flat = x.reshape(4, N, D)
+    operator = closed_form_jacobian(f, flat)
+    exact = torch.stack([dense_jacobian(naive(f), member) for member in flat])
+    torch.testing.assert_close(to_dense(operator), exact, rtol=1e-12, atol=1e-12)
+    chosen = operator.select(torch.tensor([3, 1]))
+    torch.testing.assert_close(to_dense(chosen), exact[[3, 1]], rtol=1e-12, atol=1e-12)
+    found = hs.local_lipschitz(f, x, rtol=1e-8)
     assert found.method == "closed form"
-    assert float(found.value) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-10)
+    torch.testing.assert_close(found.value.flatten(), torch.linalg.matrix_norm(exact, 2), rtol=1e-9, atol=0)
+
+
+def test_wider_scopes_are_compositions() -> None:
+    x, norm = tokens(103, N, D), hs.RMSNorm(tokens(104, D), 1e-6)
+    inner = CASES["gate"]()
+    for f, written in (
+        (hs.Residual(hs.Compose(inner, norm)), lambda x: x + naive(inner)(norm(x))),
+        (hs.Compose(norm, hs.Residual(inner)), lambda x: norm(x + naive(inner)(x))),
+    ):
+        assert has_closed_form(f)
+        exact = dense_jacobian(written, x)
+        assert (
+            to_dense(closed_form_jacobian(f, x[None]))[0] - exact
+        ).abs().max() <= 1e-13 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", ["norms of queries and keys, causal", "windows with masks and biases", "differential"]
+)
+def test_single_precision_has_an_interval_that_holds(name: str) -> None:
+    f, x = CASES[name](), tokens(105, 3, N, D)
+    single, point = f.to(dtype=torch.float32), x.float()
+    assert single.to(dtype=torch.float64) is f
+    found = hs.local_lipschitz(single, point, rtol=1e-4)
+    exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(naive(f), m), 2) for m in point.double()])
+    assert bool(found.converged.all())
+    assert bool(((found.lower <= exact) & (exact <= found.upper)).all())
+    torch.testing.assert_close(found.value, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["norms of queries and keys, causal", "gate", "a mask for each head"])
+def test_narrower_scopes_stop_at_the_softmax(name: str) -> None:
+    f, x = CASES[name](), tokens(106, N, D)
+    seen: list[Tensor] = []
+
+    def written(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(naive_core(f.cores[i], q, k, v).reshape(HEADS, N, VALUE))
+        return seen[-1].reshape(*q.shape[:-1], VALUE)
+
+    f.layer.run(x, written)
+    heads = f.without_output()
+    torch.testing.assert_close(heads(x), joined(seen[0]), rtol=1e-13, atol=1e-13)
+    assert heads.d_out == HEADS * VALUE
+    assert "heads concatenated" in heads.describe()
+    parts = [f.head(h) for h in range(HEADS)]
+    assert [part.d_out for part in parts] == [VALUE] * HEADS
+    torch.testing.assert_close(torch.cat([part(x) for part in parts], 1), heads(x), rtol=1e-13, atol=1e-13)
+    for part in (heads, parts[2]):
+        exact = dense_jacobian(part, x)
+        ours = to_dense(closed_form_jacobian(part, x[None]))[0]
+        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-12)
+
+
+def test_a_head_of_a_group_reads_its_own_keys() -> None:
+    f, x = CASES["interleaved rotary, grouped"](), tokens(107, N, D)
+    torch.testing.assert_close(f.head(3)(x), f.without_output()(x)[:, 3 * VALUE :], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("differential", "2 softmaxes"), ("windows", r"leading axes \(2,\)")]
+)
+def test_narrower_scopes_of_what_has_no_heads_are_refused(name: str, words: str) -> None:
+    f = CASES[name]()
+    with pytest.raises(ArgumentError, match=words):
+        f.without_output()
+    with pytest.raises(ArgumentError, match=words):
+        f.head(0)
+    with pytest.raises(ArgumentError, match="from 0 to 3"):
+        f.head(HEADS)
+
+
+def test_autodiff_of_the_whole_agrees() -> None:
+    for name in ("plain", "fewer keys", "windows with masks and biases"):
+        f, x = CASES[name](), tokens(108, 2, N, D)
+        e = tokens(109, 2, N, D)
+        ours, other = closed_form_jacobian(f, x), AutodiffJacobian(f, x)
+        torch.testing.assert_close(ours.product(e), other.product(e), rtol=1e-11, atol=1e-12)
+
+
+# ---- long sequences
+
+
+@pytest.mark.parametrize(
+    "core",
+    [
+        SoftmaxCore(0.5, causal=True),
+        SoftmaxCore(0.5),
+        SoftmaxCore(0.5, softcap=1.0, sinks=tokens(110, HEADS)),
+        SoftmaxCore(0.5, mask=torch.ones(1, 700, dtype=torch.bool).index_fill(1, torch.arange(600, 700), 0)),
+        SoftmaxCore(0.5, score_bias=tokens(111, 2, 1, 1, 700)),
+        SoftmaxCore(0.5, mask=tokens(112, 2, HEADS, 1, 700) > 0),
+    ],
+)
+def test_long_sequences_are_cut_into_blocks(core: SoftmaxCore) -> None:
+    m = 700 if core.causal else 800
+    q, k = 3 * tokens(113, 2, HEADS, m, KEY), tokens(114, 2, 2, 700, KEY)
+    v = tokens(115, 2, 2, 700, VALUE)
+    torch.testing.assert_close(core.attend(q, k, v), naive_core(core, q, k, v), rtol=1e-12, atol=1e-13)
+
+
+# ---- memory
+
+
+def test_what_an_operator_keeps_goes_with_it() -> None:
+    f, x = CASES["gate"](), tokens(116, 1, N, D)
+    e = tokens(117, 1, N, D)
+    operator = closed_form_jacobian(f, x)
+    operator.product(e), operator.adjoint_product(e)
+    gc.collect()
+    gc.disable()  # references in a circle would only be found by the collector
+    try:
+        before = _tensors()
+        for _ in range(3):
+            operator.product(e), operator.adjoint_product(e)
+        assert _tensors() == before
+        (member,) = operator.members
+        kept = [weakref.ref(member.y), weakref.ref(member.cores[0].derivative)]
+        del operator, member
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def _tensors() -> int:
+    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+# ---- refusals
+
+
+def _dropout(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return torch.nn.functional.dropout(plain(p, x, core), 0.5, training=True)
+
+
+def _cut_off(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, x, core) * (1 + x.detach().square())
+
+
+def _uncalled(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return x
+
+
+def _twice(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, plain(p, x, core), core)
+
+
+def _batched(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, x, core)[None]
+
+
+def _infinite(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, x, core) / 0.0
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (_dropout, ArgumentError, "the same output"),
+        (_cut_off, DerivativeError, "finite differences contradict"),
+        (_uncalled, ArgumentError, r"\[\]"),
+        (_twice, ArgumentError, r"\[0, 0\]"),
+        (_batched, ArgumentError, r"\(1, 6, 5\)"),
+        (_infinite, NonFiniteError, "finite outputs"),
+    ],
+)
+def test_a_layer_that_breaks_its_contract_is_refused(body: Body, kind: type, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        hs.local_lipschitz(staged(body, CORE), tokens(118, N, D))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "argument"),
+    [
+        ({"scale": math.nan}, "scale"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"mask": torch.zeros(N, N)}, "mask"),
+        ({"mask": torch.eye(N).bool().logical_not(), "causal": True}, "mask"),
+        ({"mask": torch.tensor([[False, True]]), "causal": True}, "mask"),
+        ({"score_bias": torch.full((N, N), -math.inf)}, "score_bias"),
+        ({"score_bias": torch.zeros(N)}, "score_bias"),
+        ({"sinks": torch.zeros(1, HEADS)}, "sinks"),
+    ],
+)
+def test_a_core_that_makes_no_sense_is_refused(keywords: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        SoftmaxCore(**({"scale": 1.0} | keywords))
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("core", "argument"),
+    [
+        (SoftmaxCore(1.0, causal=True), "causal"),
+        (SoftmaxCore(1.0, mask=torch.ones(N, N + 1).bool()), "mask"),
+        (SoftmaxCore(1.0, score_bias=torch.zeros(2, 1, N, 3)), "score_bias"),
+        (SoftmaxCore(1.0, sinks=torch.zeros(HEADS + 1)), "sinks"),
+    ],
+)
+def test_a_core_that_does_not_fit_its_operands_is_refused(core: SoftmaxCore, argument: str) -> None:
+    q, k, v = torch.zeros(HEADS, N, KEY), torch.zeros(2, 3, KEY), torch.zeros(2, 3, VALUE)
+    with pytest.raises(ArgumentError) as caught:
+        core.attend(q, k, v)
+    assert caught.value.argument == argument
+
+
+def test_a_number_of_key_heads_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="divides the 4"):
+        CORE.attend(torch.zeros(4, N, KEY), torch.zeros(3, N, KEY), torch.zeros(3, N, VALUE))
+
+
+def test_lengths_and_measures_are_refused() -> None:
+    f = CASES["plain"]()
+    with pytest.raises(ArgumentError, match="n = 6 tokens"):
+        f(tokens(0, N + 1, D))
+    atoms = DiscreteMeasure.sequence(tokens(0, N, D))
+    for ask in (f, partial(hs.local_lipschitz, f), partial(hs.local_lipschitz, f, method="autodiff")):
+        with pytest.raises(ArgumentError, match="act on measures"):
+            ask(atoms)
+
+
+REFUSING: dict[str, Callable[[Any], object]] = {
+    "parameters": bounds.parameters_of,
+    "best": lambda f: bounds.best(f, tokens(0, N, D)),
+    "table": lambda f: bounds.table(f, tokens(0, N, D)),
+    "certificate": lambda f: certificate_joint(f, tokens(0, N, D)),
+    "site": lambda f: bounds.best(_site(f)),
+    "certificate of a site": lambda f: certificate_joint(_site(hs.Residual(f))),
+    "ascend": lambda f: adversarial.ascend(hs.Residual(f), N, 1.0),
+    "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
+}
+
+
+def _site(f: object) -> SimpleNamespace:
+    return SimpleNamespace(map=f, x=tokens(0, 1, N, D), scope="attention", norm=None)
+
+
+@pytest.mark.parametrize("who", REFUSING)
+def test_what_needs_matrices_refuses_by_name(who: str) -> None:
+    with pytest.raises(ArgumentError, match="attention in stages"):
+        REFUSING[who](CASES["plain"]())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.self_attention import SelfAttention
+from howsmooth.attention.staged import StagedAttention
 from howsmooth.errors import ArgumentError
 
 __all__ = ["require_plain_scores"]
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if an attention within ``f`` changes its scores beyond a mask.
+    """Raise ArgumentError if an attention within ``f`` changes its scores beyond a mask, or is not a formula.
 
     Parameters
     ----------
@@ -23,6 +24,13 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
     """
     match f:
+        case StagedAttention():
+            raise ArgumentError(
+                argument,
+                expected=f"attention given by its matrices: {what} know no other",
+                got="attention in stages, whose layer is code",
+                remedy="local_lipschitz measures such attention at given tokens.",
+            )
         case SelfAttention() if f.feature_names():
             raise ArgumentError(
                 argument,

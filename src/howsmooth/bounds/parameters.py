@@ -231,6 +231,7 @@ def parameters_of(attention: object) -> Parameters:
         identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
         return Parameters((attention,), (identity,), "none", None)
     if not isinstance(attention, SelfAttention):
+        require_plain_scores(attention, "these bounds")
         if isinstance(attention, SiteLike):
             return _of_site(attention)
         raise ArgumentError(
@@ -263,6 +264,7 @@ def parameters_of(attention: object) -> Parameters:
 def _of_site(site: SiteLike) -> Parameters:
     if isinstance(site.map, SelfAttention):
         return parameters_of(site.map)
+    require_plain_scores(site.map, "these bounds")
     raise ArgumentError(
         "attention",
         expected="a site whose map is attention alone",

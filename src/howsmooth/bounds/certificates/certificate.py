@@ -79,6 +79,7 @@ def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
         X = f.x if X is None else X
         f = f.map
         if not isinstance(f, SelfAttention):
+            require_plain_scores(f, "these certificates")
             raise ArgumentError(
                 "attention",
                 expected="a site whose map is attention alone",
@@ -88,6 +89,7 @@ def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
     elif isinstance(f, Head | Parameters):
         f = _self_attention(f)
     if not isinstance(f, SelfAttention):
+        require_plain_scores(f, "these certificates")
         raise ArgumentError(
             "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
         )
