@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.models.axes import Axis, Factor
-from howsmooth.models.scores import Operand, Scores
+from howsmooth.models.scores import Opaque, Operand, Scores
 
 __all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores", "two"]
 
@@ -98,7 +98,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
     return None if alone - set(written[2]) else Contraction(left, right, *written)
 
 
-def product_scores(c: Contraction) -> Scores | None:
+def product_scores(c: Contraction) -> Scores | Opaque | None:
     """Return what is known of the product of two tensors, or None if it cannot be scores."""
     if _is_parameter(c.left) or _is_parameter(c.right):
         return None

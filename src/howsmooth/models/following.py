@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.models.axes import Axis, broadcast, leaves
+from howsmooth.models.axes import Axis, broadcast, leaves, regroup
 from howsmooth.models.contractions import PRODUCTS, Contraction, contraction_of, product_scores, two
-from howsmooth.models.scores import SEVERAL_PRODUCTS, Scores, holds
+from howsmooth.models.scores import SEVERAL_PRODUCTS, Opaque, Scores, holds
 
 __all__ = ["HIDES", "Follower", "Probabilities"]
 
@@ -36,6 +36,9 @@ class Probabilities:
     cut: bool  # the sinks' column is gone, or there was none
 
 
+Known = Scores | Probabilities | Opaque
+
+
 class Follower(TorchFunctionMode):
     """Knows which tensors are scores or probabilities, and hands over the products that end an attention."""
 
@@ -43,10 +46,10 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._depth = 0
         # By id, with a weak reference to tell that the id is still that of the same tensor.
-        self._known: dict[int, tuple[ref[Tensor], Scores | Probabilities]] = {}
+        self._known: dict[int, tuple[ref[Tensor], Known]] = {}
 
     def weighted(
-        self, contraction: Contraction, p: Tensor, known: Probabilities, run: Callable[[], Tensor]
+        self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
         """Run a product of probabilities with values."""
         raise NotImplementedError
@@ -77,15 +80,15 @@ class Follower(TorchFunctionMode):
         result = func(*args, **kwargs)
         # Written over by a function that no rule knows: what was known of it holds no more.
         if args and id(args[0]) in self._known and (result is args[0] or result is None):
-            self._spoil(args[0], func)
+            self.note(args[0], _mixed(self.known(args[0]), f"are written over by {_name(func)}"))
         return result
 
-    def known(self, tensor: Any) -> Scores | Probabilities | None:
+    def known(self, tensor: Any) -> Known | None:
         """Return what is known about a tensor."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
-    def note(self, tensor: Any, known: Scores | Probabilities | None) -> None:
+    def note(self, tensor: Any, known: Known | None) -> None:
         """Remember what is known about a tensor, for as long as it lives."""
         if known is None or not isinstance(tensor, Tensor):
             return
@@ -101,27 +104,46 @@ class Follower(TorchFunctionMode):
 
         table[key] = (ref(tensor, forget), known)
 
-    def _spoil(self, tensor: Tensor, func: Any) -> None:
-        self.note(tensor, _spoiled(self.known(tensor), f"are written over by {_name(func)}"))
-
 
 def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
 
 
-def _spoiled(known: Scores | Probabilities | None, what: str) -> Scores | Probabilities | None:
-    if isinstance(known, Scores):
-        return known.but(f"its scores {what}")
-    if isinstance(known, Probabilities):
-        return replace(known, scores=known.scores.but(f"its probabilities {what}"))
-    return None
+def _mixed(known: Known | None, what: str) -> Opaque | None:
+    """Return what is left of the knowledge after something that attention does not do."""
+    if known is None or isinstance(known, Opaque):
+        return known
+    after = isinstance(known, Probabilities)
+    return Opaque(f"its {'probabilities' if after else 'scores'} {what}", after)
 
 
-def _on_scores(known: Any, change: Callable[[Scores], Scores]) -> Any:
+def _changed(
+    follower: Follower,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    change: Callable[[Scores | Probabilities, Tensor, Tensor], Known | None],
+) -> Any:
+    """Run a function of one tensor, and note what is known about its result."""
+    tensor = args[0] if args else kwargs.get("input")
+    known = follower.known(tensor)
+    result = func(*args, **kwargs)
+    if known is not None and isinstance(result, Tensor):
+        follower.note(result, known if isinstance(known, Opaque) else change(known, tensor, result))
+    return result
+
+
+def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
     """Change the scores, or the axes of probabilities."""
-    if isinstance(known, Probabilities):
-        return replace(known, scores=change(known.scores))
-    return change(known)
+    if isinstance(known, Scores):
+        return change(known)
+    scores = change(known.scores)
+    if isinstance(scores, Opaque):
+        return Opaque("its probabilities are reshaped across their axes", probabilities=True)
+    return replace(known, scores=scores)
+
+
+# Each rule runs one function of torch, and notes what is known about its result.
 
 
 def _number(value: Any) -> bool:
@@ -131,26 +153,25 @@ def _number(value: Any) -> bool:
 def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bool = False) -> Any:
     left, right = two(args, kwargs)
     known, other = follower.known(left), follower.known(right)
-    if known is None and (other is None or inverse):
-        return func(*args, **kwargs)
+    if known is None and not inverse:
+        known, other, right = other, known, left
+    result_of = known
     if known is None:
-        known, right = other, left
-    elif other is not None:
-        known = _spoiled(known, "are multiplied by other numbers")
-    if isinstance(known, Probabilities):
+        return func(*args, **kwargs)
+    if other is not None or kwargs.get("rounding_mode") is not None:
+        result_of = _mixed(known, "are multiplied by other numbers")
+    elif isinstance(known, Probabilities):
         # A mask of heads is all ones unless heads are pruned.
-        same = (_number(right) and right == 1) or (isinstance(right, Tensor) and holds(right == 1))
-        same = same and (not isinstance(right, Tensor) or right.ndim <= len(known.scores.axes))
-        changed: Any = known if same else _spoiled(known, "are multiplied by other numbers")
-    elif kwargs.get("rounding_mode") is not None or not isinstance(known, Scores):
-        changed = None
-    elif _number(right):
-        number = float(right)
-        changed = known.times(1 / number if inverse else number)
-    else:
-        changed = known.times_tensor(right, inverse=inverse) if isinstance(right, Tensor) else None
+        ones = right == 1 if _number(right) else isinstance(right, Tensor) and holds(right == 1)
+        smaller = not isinstance(right, Tensor) or right.ndim <= len(known.scores.axes)
+        if not ones or not smaller:
+            result_of = _mixed(known, "are multiplied by other numbers")
+    elif isinstance(known, Scores) and _number(right):
+        result_of = known.times(1 / float(right) if inverse and right else float(right))
+    elif isinstance(known, Scores) and isinstance(right, Tensor):
+        result_of = known.times_tensor(right, inverse=inverse)
     result = func(*args, **kwargs)
-    follower.note(result, changed)
+    follower.note(result, result_of)
     return result
 
 
@@ -165,27 +186,28 @@ def _add(
     known, other = follower.known(left), follower.known(right)
     if known is None and other is None:
         return func(*args, **kwargs)
-    alpha = float(kwargs.get("alpha", 1.0))
-    mine, theirs = signs[0], signs[1] * alpha
-    if known is not None and other is not None:
-        both = isinstance(known, Scores) and isinstance(other, Scores)
-        known = (
-            known.but(SEVERAL_PRODUCTS)
-            if both and isinstance(known, Scores)
-            else _spoiled(known, "are added")
-        )
-    elif known is None:
-        known, right, mine, theirs = other, left, theirs, mine
+    mine, theirs = signs[0], signs[1] * float(kwargs.get("alpha", 1.0))
+    if known is None:
+        known, other, right, mine, theirs = other, None, left, theirs, mine
         if func in _IN_PLACE and isinstance(right, Tensor):
             right = right.clone()  # written over by the result
-    if isinstance(known, Scores):
-        moved = known if mine == 1 else known.times(mine)
-        changed: Any = moved.plus(right, theirs) if isinstance(right, Tensor) else moved
+    if other is not None and not any(map(_after_softmax, (known, other))):
+        result_of: Known | None = Opaque(SEVERAL_PRODUCTS)
+    elif other is not None or isinstance(known, Probabilities):
+        result_of = _mixed(known, "are added to")
     else:
-        changed = _spoiled(known, "are added to")
+        result_of = known
+    if result_of is known and isinstance(known, Scores):
+        scaled = known if mine == 1 else known.times(mine)
+        both = isinstance(scaled, Scores) and isinstance(right, Tensor)
+        result_of = scaled.plus(right, theirs) if both and isinstance(scaled, Scores) else scaled
     result = func(*args, **kwargs)
-    follower.note(result, changed)
+    follower.note(result, result_of)
     return result
+
+
+def _after_softmax(known: Known | None) -> bool:
+    return known.probabilities if isinstance(known, Opaque) else isinstance(known, Probabilities)
 
 
 def _subtract(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,88 +219,81 @@ def _subtract_from(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any
 
 
 def _negate(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    follower.note(result, known.times(-1.0) if isinstance(known, Scores) else _spoiled(known, "are negated"))
-    return result
+    return _changed(
+        follower, func, args, kwargs,
+        lambda known, _, __: known.times(-1.0) if isinstance(known, Scores) else _mixed(known, "are negated"),
+    )  # fmt: skip
 
 
 def _tanh(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0] if args else kwargs.get("input"))
-    result = func(*args, **kwargs)
-    follower.note(result, known.capped() if isinstance(known, Scores) else _spoiled(known, "are capped"))
-    return result
+    return _changed(
+        follower, func, args, kwargs,
+        lambda known, _, __: known.capped() if isinstance(known, Scores) else _mixed(known, "are capped"),
+    )  # fmt: skip
 
 
 def _convert(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     """Dtypes, devices and copies."""
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is not None and isinstance(result, Tensor):
-        exact = result.is_floating_point()
-        follower.note(result, _on_scores(known, lambda s: s.rounded(result.dtype)) if exact else None)
-    return result
+
+    def change(known: Scores | Probabilities, _: Tensor, result: Tensor) -> Known | None:
+        return _each(known, lambda s: s.rounded(result.dtype)) if result.is_floating_point() else None
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _same(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     """Keep what is known: the function should change nothing that counts, which every row is checked for."""
-    known = follower.known(args[0] if args else kwargs.get("input"))
-    result = func(*args, **kwargs)
-    if known is not None and isinstance(result, Tensor) and result.shape == args[0].shape:
-        follower.note(result, _on_scores(known, lambda s: replace(s, approximate=True)))
-    return result
+
+    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
+        return _each(known, Scores.unchanged) if result.shape == tensor.shape else None
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _reshape(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is not None and result.dtype == args[0].dtype:
-        follower.note(result, _on_scores(known, lambda s: s.reshaped(result.shape)))
-    return result
+    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
+        if result.dtype != tensor.dtype:
+            return None  # the same bits, read anew
+        return _each(known, lambda s: s.moved(regroup(s.axes, result.shape)))
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _expand(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is not None:
-        follower.note(result, _on_scores(known, lambda s: s.moved(broadcast(s.axes, result.shape)[0])))
-    return result
+    def change(known: Scores | Probabilities, _: Tensor, result: Tensor) -> Known | None:
+        return _each(known, lambda s: s.moved(broadcast(s.axes, result.shape)[0]))
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _permute(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is not None and isinstance(result, Tensor):
+    def change(known: Scores | Probabilities, tensor: Tensor, _: Tensor) -> Known | None:
         # Lengths 1, 2, 3... tell where each axis went, however the function is told.
-        marked = func(torch.empty(tuple(range(1, args[0].ndim + 1)), device="meta"), *args[1:], **kwargs)
-        order = [size - 1 for size in marked.shape]
-        follower.note(result, _on_scores(known, lambda s: s.moved(tuple(s.axes[i] for i in order))))
-    return result
+        marked = func(torch.empty(tuple(range(1, tensor.ndim + 1)), device="meta"), *args[1:], **kwargs)
+        return _each(known, lambda s: s.moved(tuple(s.axes[size - 1] for size in marked.shape)))
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _index(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is None or not isinstance(result, Tensor):
-        return result
-    tensor = args[0]
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if result.numel() == tensor.numel() and all(i is None or isinstance(i, slice) or i is ... for i in index):
-        follower.note(result, _on_scores(known, lambda s: s.reshaped(result.shape)))
-    else:
-        follower.note(result, _without_sinks(known, tensor, result) or _spoiled(known, "are indexed"))
-    return result
+    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        whole = result.numel() == tensor.numel()
+        if whole and all(i is None or isinstance(i, slice) or i is ... for i in index):
+            return _each(known, lambda s: s.moved(regroup(s.axes, result.shape)))
+        return _without_sinks(known, tensor, result) or _mixed(known, "are indexed")
+
+    return _changed(follower, func, args, kwargs, change)
 
 
 def _narrow(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
-    if known is not None:
-        follower.note(result, _without_sinks(known, args[0], result) or _spoiled(known, "are indexed"))
-    return result
+    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
+        return _without_sinks(known, tensor, result) or _mixed(known, "are indexed")
+
+    return _changed(follower, func, args, kwargs, change)
 
 
-def _without_sinks(known: Any, tensor: Tensor, result: Tensor) -> Probabilities | None:
+def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
     """Probabilities from which the column of the sinks was cut off, and nothing else."""
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
@@ -291,102 +306,109 @@ def _without_sinks(known: Any, tensor: Tensor, result: Tensor) -> Probabilities 
     start = tensor.stride(dim) if sinks.first else 0
     if list(result.shape) != shape or result.storage_offset() - tensor.storage_offset() != start:
         return None
-    scores = replace(known.scores, axes=(*axes[:dim], sinks.keys, *axes[dim:][1:]))
+    scores = replace(known.scores, axes=(*axes[:dim], sinks.keys, *axes[dim + 1 :]))
     return Probabilities(scores, sinks.keys, True)
+
+
+def _assign(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """``a[i] = b``: both what was there and what is put there is mixed."""
+    known = follower.known(args[0]) or follower.known(args[2])
+    func(*args, **kwargs)
+    follower.note(args[0], _mixed(known, "are put together from pieces"))
 
 
 def _join(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if args else kwargs.get("tensors")
     result = func(*args, **kwargs)
-    known = [follower.known(tensor) for tensor in tensors] if isinstance(tensors, list | tuple) else []
-    if not any(isinstance(k, Scores | Probabilities) for k in known):
+    found = [follower.known(t) for t in tensors] if isinstance(tensors, list | tuple) else []
+    which = next((i for i, known in enumerate(found) if known is not None), None)
+    if which is None:
         return result
-    which = next(i for i, k in enumerate(known) if k is not None)
-    here = known[which]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if isinstance(here, Scores) and len(tensors) == 2 and known[1 - which] is None:
-        other = tensors[1 - which]
-        follower.note(result, here.joined(other, dim % result.ndim, first=which == 1))
+    known = found[which]
+    if isinstance(known, Scores) and len(found) == 2 and found[1 - which] is None:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+        follower.note(result, known.joined(tensors[1 - which], dim % result.ndim, first=which == 1))
     else:
-        follower.note(result, _spoiled(here, "are joined to others"))
+        follower.note(result, _mixed(known, "are joined to others"))
     return result
 
 
 def _masked_fill(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    known = follower.known(args[0])
-    result = func(*args, **kwargs)
     pairs = args[1] if len(args) > 1 else kwargs.get("mask")
     value = args[2] if len(args) > 2 else kwargs.get("value")
-    if isinstance(pairs, Tensor):
-        follower.note(result, _overwritten(known, pairs, value))
-    return result
+    return _changed(follower, func, args, kwargs, lambda known, _, __: _overwritten(known, pairs, value))
 
 
 def _where(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.where(condition, a, b)`` and ``a.where(condition, b)``."""
     result = func(*args, **kwargs)
-    method = func is Tensor.where
-    condition, first, second = (
-        (args[1], args[0], args[2]) if method and len(args) > 2 else (*args, None, None)[:3]
-    )
-    if not isinstance(condition, Tensor):
+    if len(args) != 3:
         return result
-    for tensor, other, hidden in ((first, second, True), (second, first, False)):
-        known = follower.known(tensor)
-        if known is not None and follower.known(other) is None:
-            follower.note(result, _overwritten(known, ~condition if hidden else condition, other))
-            return result
+    condition, first, second = (args[1], args[0], args[2]) if func is Tensor.where else args
+    one, other = follower.known(first), follower.known(second)
+    if one is not None and other is not None:
+        follower.note(result, _mixed(one, "are chosen among others"))
+    elif one is not None:
+        opaque = isinstance(one, Opaque)
+        follower.note(result, one if opaque else _overwritten(one, ~condition, second))
+    elif other is not None:
+        opaque = isinstance(other, Opaque)
+        follower.note(result, other if opaque else _overwritten(other, condition, first))
     return result
 
 
-def _overwritten(known: Any, pairs: Tensor, value: Any) -> Any:
+def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
     """Scores or probabilities with another number in some places."""
     if isinstance(known, Probabilities):
         # Probabilities of hidden pairs are zero already; where that is not so the check sees it.
-        return _on_scores(known, lambda s: replace(s, approximate=True))
-    if not isinstance(known, Scores):
-        return None
+        return _each(known, Scores.unchanged)
     low = holds(value <= HIDES) if isinstance(value, Tensor) else _number(value) and value <= HIDES
-    if known.sinks is not None:
-        return known.but("its scores and sinks are masked together")
-    return known.hiding(pairs.bool()) if low else known.but("its scores are written over by other numbers")
+    return known.hiding(pairs.bool()) if low else Opaque("its scores are written over by other numbers")
 
 
 def _softmax(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
     known = follower.known(tensor)
     result = func(*args, **kwargs)
-    if not isinstance(known, Scores):
-        return result
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not isinstance(dim, int):
-        return result
-    keys = known.axes[dim] if len(known.axes) == result.ndim else ()
-    cut = True
-    if known.sinks is not None:
-        cut = leaves(keys) != known.sinks.joined
-        known = known.but("its softmax does not run over the joined scores and sinks") if cut else known
-    follower.note(result, Probabilities(known.rounded(result.dtype), keys, cut))
+    if isinstance(known, Opaque):
+        follower.note(result, None if known.probabilities else replace(known, probabilities=True))
+    elif isinstance(known, Scores) and isinstance(dim, int):
+        keys = known.axes[dim]
+        joined = known.sinks is not None and leaves(keys) == known.sinks.joined
+        if known.sinks is not None and not joined:
+            follower.note(result, Opaque("its softmax does not run over its scores and sinks", True))
+        else:
+            follower.note(result, Probabilities(known.rounded(result.dtype), keys, not joined))
     return result
 
 
 def _dropout(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+
+    def change(known: Scores | Probabilities, _: Tensor, __: Tensor) -> Known | None:
+        return _mixed(known, "are dropped at random") if training and p > 0 else known
+
+    return _changed(follower, func, args, kwargs, change)
+
+
+def _rearrange(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """Pick, shift, sort: what comes out still comes from a product."""
     known = follower.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     if known is not None:
-        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-        follower.note(result, _spoiled(known, "are dropped at random") if training and p > 0 else known)
+        first = result[0] if isinstance(result, tuple | list) else result
+        follower.note(first, _mixed(known, f"go through {_name(func)}"))
     return result
 
 
-def _opaque(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """Go through functions that mix scores: what comes out still comes from a product."""
+def _mix(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """Mix numbers: one such function may make other scores; after a second they are forgotten."""
     known = follower.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
-    if known is not None:
-        first = result[0] if isinstance(result, tuple) else result
-        follower.note(first, _spoiled(known, f"go through {_name(func)}"))
+    if known is not None and not isinstance(known, Opaque):
+        follower.note(result, _mixed(known, f"go through {_name(func)}"))
     return result
 
 
@@ -396,7 +418,7 @@ def _product(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     for operand in (contraction.left, contraction.right):
         known = follower.known(operand)
-        if isinstance(known, Probabilities) and contraction.bias is None:
+        if contraction.bias is None and isinstance(known, Probabilities | Opaque) and _after_softmax(known):
             return follower.weighted(contraction, operand, known, lambda: func(*args, **kwargs))
     result = func(*args, **kwargs)
     follower.note(result, product_scores(contraction))
@@ -454,10 +476,9 @@ _RULES: dict[Any, Callable[[Follower, Any, Any, Any], Any]] = {
         _where: "where",
         _softmax: "softmax",
         _dropout: "dropout dropout_ alpha_dropout feature_dropout",
-        _opaque: (
-            "gather take_along_dim index_select pad roll flip as_strided linear conv1d conv2d relu square "
-            "sort topk sum cumsum exp sigmoid detach batch_norm group_norm layer_norm"
-        ),
+        _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
+        _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
+        _assign: "__setitem__",
         _fused: "scaled_dot_product_attention",
         _inside: "multi_head_attention_forward",
     }.items()

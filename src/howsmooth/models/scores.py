@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from howsmooth.models.axes import Axes, Axis, Factor, arrange, broadcast, leaves, regroup
+from howsmooth.models.axes import Axes, Axis, Factor, arrange, broadcast, leaves
 
-__all__ = ["Operand", "Reading", "Scores", "Unreadable", "holds", "read"]
+__all__ = ["SEVERAL_PRODUCTS", "Opaque", "Operand", "Reading", "Scores", "Unreadable", "holds", "read"]
 
+_CUT = "its scores are reshaped across their axes"
 SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
 
 
@@ -60,8 +61,19 @@ class _Sinks:
 
 
 @dataclass(frozen=True, slots=True)
+class Opaque:
+    """What came from a product of two tensors in a way that is not that of a softmax attention."""
+
+    reason: str  # one phrase
+    probabilities: bool = False  # whether it has been through a softmax
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """``cap(scale · left · rightᵀ · factors) + biases``, hidden where masks say so."""
+    """``cap(scale · left · rightᵀ · factors) + biases``, hidden where masks say so.
+
+    Each method gives what is known after one more operation.
+    """
 
     axes: Axes
     left: Operand
@@ -75,86 +87,77 @@ class Scores:
     hidden: tuple[Operand, ...] = ()  # True where hidden
     sinks: _Sinks | None = None
     approximate: bool = False  # something was left out that should make no difference: check every row
-    obstacle: str = ""
 
-    def but(self, obstacle: str) -> Scores:
-        """Return scores of which it is only known that they come from a product, and why no more is."""
-        return replace(self, factors=(), biases=(), hidden=(), sinks=None, obstacle=self.obstacle or obstacle)
-
-    def moved(self, axes: Axes | None) -> Scores:
-        """After a change of the axes alone."""
-        return self.but("its scores are reshaped across their axes") if axes is None else self._with(axes)
-
-    def reshaped(self, shape: Sequence[int]) -> Scores:
-        """After a reshape."""
-        return self.moved(regroup(self.axes, shape))
+    def moved(self, axes: Axes | None) -> Scores | Opaque:
+        """After a change of the axes alone; None where it cannot be followed."""
+        return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
         """After a conversion to another dtype."""
-        eps = max(self.eps, torch.finfo(dtype).eps)
-        return self if eps == self.eps else replace(self, eps=eps)
+        return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
-    def times(self, number: float) -> Scores:
+    def unchanged(self) -> Scores:
+        """After something that should make no difference to the attention."""
+        return replace(self, approximate=True)
+
+    def times(self, number: float) -> Scores | Opaque:
         """After a multiplication by a number."""
         if self.sinks is not None:
-            return self.but("its scores are scaled together with their sinks")
+            return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
-        if self.cap is not None:
-            if number <= 0:
-                return self.but("its capped scores are multiplied by a negative number")
-            return replace(self, cap=self.cap * number, biases=biases)
-        return replace(self, scale=self.scale * number, biases=biases)
+        if self.cap is None:
+            return replace(self, scale=self.scale * number, biases=biases)
+        if number <= 0:
+            return Opaque("its capped scores are multiplied by a number that is not positive")
+        return replace(self, cap=self.cap * number, biases=biases)
 
-    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores:
+    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
         """After a multiplication by a tensor, or a division."""
         if self.cap is not None or self.sinks is not None:
-            return self.but("its scores are multiplied by a tensor after a cap or sinks")
+            return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
         biases = []
         for bias in self.biases:
             aligned = arrange(bias.operand.tensor, bias.operand.axes, axes)
             if aligned is None:
-                return self.but("its scores are reshaped across their axes")
+                return Opaque(_CUT)
             product = aligned / tensor if inverse else aligned * tensor
-            _, product_axes = broadcast(axes, product.shape)
-            biases.append(_Bias(Operand(product, product_axes), bias.coefficient))
+            biases.append(_Bias(Operand(product, broadcast(axes, product.shape)[1]), bias.coefficient))
         factors = (*self.factors, _Factor(Operand(tensor, own), inverse))
         return replace(self, axes=axes, biases=tuple(biases), factors=factors)
 
-    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores:
+    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
         """After the addition of a tensor."""
         axes, own = broadcast(self.axes, tensor.shape)
         bias = _Bias(Operand(tensor, own), coefficient)
         if self.sinks is not None:
             if _shares(bias.operand, self.sinks.joined):
-                return self.but("its scores and sinks are added to together")
+                return Opaque("its scores and sinks are added to together")
             return self  # moves all scores of a row alike, and the sink with them: no softmax sees it
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
-    def capped(self) -> Scores:
+    def capped(self) -> Scores | Opaque:
         """After a hyperbolic tangent."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
-            return self.but("its scores are capped after a bias or mask")
+            return Opaque("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
-    def hiding(self, pairs: Tensor) -> Scores:
+    def hiding(self, pairs: Tensor) -> Scores | Opaque:
         """After scores were overwritten, where ``pairs`` is True, by a number that hides them."""
+        if self.sinks is not None:
+            return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
-    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores:
+    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
         """After a column was joined to them."""
-        if column.shape[dim] != 1 or self.sinks is not None:
-            return self.but("its scores are joined to other scores")
+        if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
+            return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
-        size = math.prod(factor.size for factor in keys) + 1
-        joined = (Factor(size),)
+        joined = (Factor(math.prod(factor.size for factor in keys) + 1),)
         _, own = broadcast(self.axes, column.shape)
-        axes = (*self.axes[:dim], joined, *self.axes[dim:][1:])
+        axes = (*self.axes[:dim], joined, *self.axes[dim + 1 :])
         return replace(self, axes=axes, sinks=_Sinks(Operand(column, own), joined, keys, first))
-
-    def _with(self, axes: Axes) -> Scores:
-        return replace(self, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +202,6 @@ def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Readin
         If the scores are not those of a softmax attention.
 
     """
-    if scores.obstacle:
-        raise Unreadable(scores.obstacle)
     left, right = scores.left, scores.right
     if _shares(left, keys) or _shares(right, rows):
         left, right = right, left
@@ -222,7 +223,7 @@ def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Readin
 def _arranged(operand: Operand, target: Sequence[Axis]) -> Tensor:
     tensor = arrange(operand.tensor, operand.axes, target)
     if tensor is None:
-        raise Unreadable("its scores are reshaped across their axes")
+        raise Unreadable(_CUT)
     return tensor
 
 

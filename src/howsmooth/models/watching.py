@@ -20,7 +20,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.axes import Axis, leaves
 from howsmooth.models.contractions import Contraction
 from howsmooth.models.following import HIDES, Follower, Probabilities
-from howsmooth.models.scores import Unreadable, holds, read
+from howsmooth.models.scores import Opaque, Unreadable, holds, read
 
 __all__ = ["CoreCall", "Watch"]
 
@@ -89,7 +89,7 @@ class Watch(Follower):
         return replacement.to(call.output.dtype)
 
     def weighted(
-        self, contraction: Contraction, p: Tensor, known: Probabilities, run: Callable[[], Tensor]
+        self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
         """Report a product of probabilities with values."""
         layout = _Layout(contraction, p, known)
@@ -127,7 +127,7 @@ class Watch(Follower):
 class _Layout:
     """The product of probabilities and values, rearranged to (*lead, heads, m, n) and (..., n, value_dim)."""
 
-    def __init__(self, contraction: Contraction, p: Tensor, known: Probabilities) -> None:
+    def __init__(self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque) -> None:
         self.known, self.probabilities, self.value = known, p, contraction.right
         first, second = contraction.left_labels, contraction.right_labels
         if p is not contraction.left:
@@ -145,7 +145,6 @@ class _Layout:
         """Read the operands."""
         lead = [self.sizes[label] for label in self.lead] or [1]
         m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
-        axes = dict(zip(self.p_labels, self.known.scores.axes, strict=False))
         value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
         value = value.reshape(*(value.shape[: len(self.lead)] or (1,)), -1, columns)
         p = self._sorted(self.probabilities, self.p_labels, [*self.lead, *self.rows, *self.keys])
@@ -154,27 +153,31 @@ class _Layout:
             output = self._sorted(output, self.labels, [*self.lead, *self.rows, *self.columns])
             output = output.reshape(*lead, m, columns)
         try:
-            if not self.known.scores.obstacle and (
-                len(self.keys) != 1
-                or leaves(axes[self.keys[0]]) != leaves(self.known.keys)
-                or not self.known.cut
-            ):
-                raise Unreadable("its softmax does not run over the values that are summed")  # noqa: TRY301
-            rows: Axis = tuple(f for label in self.rows for f in axes[label])
-            leading = [axes[label] for label in self.lead] or [()]
-            reading = read(self.known.scores, leading, rows, self.known.keys)
-            query = reading.query.expand(*lead, *reading.query.shape[-2:])
-            kv_heads = max(reading.key.shape[-3], value.shape[-3])
-            key = reading.key.expand(*lead[:-1], kv_heads, *reading.key.shape[-2:])
-            value = value.expand(*lead[:-1], kv_heads, *value.shape[-2:])
-            call = CoreCall(query, key, value, reading.scale, reading.mask, reading.softcap, reading.sinks,
-                            output, p, "softmax", "")  # fmt: skip
+            call = self._read(lead, value, output, p)
         except Unreadable as reason:
             return _unreadable(value, output, p, str(reason))
-        every = self.known.scores.approximate
-        if check and not _agrees(call, self.known.scores.eps, every=every):
+        assert isinstance(self.known, Probabilities)
+        scores = self.known.scores
+        if check and not _agrees(call, scores.eps, every=scores.approximate):
             return _unreadable(value, output, p, "its output is not that of the softmax of its scores")
         return call
+
+    def _read(self, lead: list[int], value: Tensor, output: Tensor | None, p: Tensor) -> CoreCall:
+        if isinstance(self.known, Opaque):
+            raise Unreadable(self.known.reason)
+        axes = dict(zip(self.p_labels, self.known.scores.axes, strict=True))
+        summed = [leaf for label in self.keys for leaf in leaves(axes[label])]
+        if not self.known.cut or summed != list(leaves(self.known.keys)):
+            raise Unreadable("its softmax does not run over the values that are summed")
+        rows: Axis = tuple(factor for label in self.rows for factor in axes[label])
+        leading = [axes[label] for label in self.lead] or [()]
+        reading = read(self.known.scores, leading, rows, self.known.keys)
+        query = reading.query.expand(*lead, *reading.query.shape[-2:])
+        kv_heads = max(reading.key.shape[-3], value.shape[-3])
+        key = reading.key.expand(*lead[:-1], kv_heads, *reading.key.shape[-2:])
+        value = value.expand(*lead[:-1], kv_heads, *value.shape[-2:])
+        return CoreCall(query, key, value, reading.scale, reading.mask, reading.softcap, reading.sinks,
+                        output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
         """Bring an output back to the arrangement that the code expects."""
