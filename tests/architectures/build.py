@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from tests._tiny_models import WithoutDowncast
 from tests.architectures import overrides
 from tests.architectures.inputs import tries
 from tests.architectures.shrink import shrink
@@ -98,7 +99,7 @@ def inputs_of(model_type: str, model: PreTrainedModel) -> dict[str, Any]:
     for given in [fixed] if fixed is not None else tries(model):
         inputs = {name: cast(value) for name, value in given.items()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), WithoutDowncast():
                 model(**inputs)
         except Exception as error:
             first = first or error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import ResNetConfig
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
 _HALF_MROPE = {
@@ -23,7 +24,7 @@ def _resnet(**features: Any) -> ResNetConfig:
     )
 
 
-_DETR = {"backbone_config": _resnet(out_features=["stage4"]), "use_timm_backbone": False, "backbone": None}
+_DETR = {"backbone_config": _resnet(out_features=["stage4"])}
 _DEFORMABLE = {
     **_DETR,
     "backbone_config": _resnet(out_features=["stage2", "stage3", "stage4"]),
@@ -55,9 +56,24 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA4),
     **{name: {"text_config": _GEMMA4} for name in ("gemma4", "gemma4_unified", "diffusion_gemma")},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron", "hunyuan_vl_text"), _HEAD_DIM),
-    "hunyuan_vl": {"text_config": _HEAD_DIM},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEAD_DIM),
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
+    "cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 48], "num_heads": [1, 2, 4], "drop_path_rate": [0.0, 0.0, 0.0]},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "dense"]}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "depth_pro": {"patch_size": 16, "image_model_config": {"image_size": 16}, "patch_model_config": {"image_size": 16}, "fov_model_config": {"image_size": 16}},
+    "longcat_flash": {"head_dim": 8, "qk_rope_head_dim": 8},
+    "hunyuan_vl": {"text_config": {**_HEAD_DIM, **_MROPE}},
+    "hunyuan_vl_text": {**_HEAD_DIM, **_MROPE},
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
+    "seamless_m4t": {"pad_token_id": 0, "t2u_pad_token_id": 1, "t2u_eos_token_id": 2, "t2u_bos_token_id": 0},
+    "seamless_m4t_v2": {"pad_token_id": 0, "t2u_pad_token_id": 1, "t2u_eos_token_id": 2, "t2u_bos_token_id": 0, "char_vocab_size": 64},
+    "lw_detr": {"image_size": 64},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}}},
+    "chameleon": {"vocabulary_map": {"<image>": 120}},
+    "emu3": {"vocabulary_map": {"<image>": 120}},
+    "dbrx": {"d_model": 64, "n_heads": 4, "n_layers": 2, "attn_config": DbrxAttentionConfig(hidden_size=64, kv_n_heads=2, rope_theta=10000.0), "ffn_config": DbrxFFNConfig(hidden_size=64, ffn_hidden_size=48)},
+    "dots3_note_text": {"per_layer_config": {}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"]},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "num_key_value_heads": 4},
@@ -65,10 +81,8 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 4},
     "gemma3n_text": {"intermediate_size": [48, 48], "num_kv_shared_layers": 0},
     "gemma3n": {"text_config": {"intermediate_size": [48, 48], "num_kv_shared_layers": 0}},
-    "cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 48], "num_heads": [1, 2, 4]},
     "hiera": {"image_size": [32, 32], "embed_dim": 16, "masked_unit_size": [4, 4], "num_query_pool": 2, "patch_size": [7, 7],
               "depths": [1, 1, 2], "num_heads": [1, 2, 4], "masked_unit_attention": [True, True, False]},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
     "reformer": {"axial_pos_shape": [4, 2], "axial_pos_embds_dim": [32, 32], "hidden_size": 64, "attention_head_size": 16,
                  "attn_layers": ["local", "lsh"], "num_hidden_layers": 2, "num_buckets": 2, "lsh_attn_chunk_length": 4,
                  "local_attn_chunk_length": 4},
@@ -80,7 +94,6 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "efficientnet": {"hidden_dim": 64},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
     "granite_speech5_encoder": {"context_size": 16},
-    "dbrx": {"d_model": 64, "n_heads": 4, "n_layers": 2, "rope_theta": 10000.0},
     "sam": {"vision_config": {"image_size": 64, "patch_size": 16}},
     "sam_hq": {"vision_config": {"image_size": 64, "patch_size": 16}},
 }  # fmt: skip
@@ -110,6 +123,10 @@ def _boxes(config: Any) -> torch.Tensor:
     return torch.cat((low, low + torch.randint(1, 20, (2, 8, 2))), dim=-1)
 
 
+def _grid(config: Any) -> torch.Tensor:
+    return torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, 16, 2)
+
+
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **{name: _mel(128) for name in ("qwen2_audio_encoder", "voxtral_encoder", "moss_transcribe_diarize_audio")},
     "whisper": _with(input_features=lambda c: torch.randn(2, c.num_mel_bins, 128), decoder_input_ids=_ids(6)),
@@ -122,19 +139,36 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lxmert": _with(input_ids=_ids(), visual_feats=_noise(2, 6, 64), visual_pos=lambda c: torch.rand(2, 6, 4)),
     "esmc": _with(input_ids=_ids()),
     "vits": _with(input_ids=_ids()),
-    "kosmos-2": _with(input_ids=_ids()),
     "decision_transformer": _with(
         states=_noise(2, 4, 17), actions=_noise(2, 4, 4), rewards=_noise(2, 4, 1), returns_to_go=_noise(2, 4, 1),
         timesteps=lambda c: torch.arange(4).expand(2, 4), attention_mask=lambda c: torch.ones(2, 4),
     ),
-    "blip_2_qformer": _with(query_embeds=_noise(2, 6, 64)),
     "fun_asr_nano_encoder": _with(input_features=lambda c: torch.randn(2, 16, c.input_size if hasattr(c, "input_size") else 64),
                                   input_features_mask=lambda c: torch.ones(2, 16, dtype=torch.long)),
     "audio-spectrogram-transformer": _with(input_values=lambda c: torch.randn(2, c.max_length, c.num_mel_bins)),
-    "timesfm": _with(past_values=lambda c: [torch.randn(64), torch.randn(64)], past_values_padding=lambda c: torch.zeros(2, 80), freq=lambda c: torch.zeros(2, 1, dtype=torch.long)),
+    "timesfm": _with(past_values=lambda c: torch.randn(2, 64), past_values_padding=lambda c: torch.zeros(2, 80), freq=lambda c: torch.zeros(2, 1, dtype=torch.long)),
     "siglip2_vision_model": _with(pixel_values=lambda c: torch.randn(2, 16, c.num_channels * c.patch_size**2),
         pixel_attention_mask=lambda c: torch.ones(2, 16), spatial_shapes=lambda c: torch.tensor([[4, 4], [4, 4]])),
     "siglip2": _with(input_ids=_ids(), pixel_values=lambda c: torch.randn(2, 16, c.vision_config.num_channels * c.vision_config.patch_size**2),
         pixel_attention_mask=lambda c: torch.ones(2, 16), spatial_shapes=lambda c: torch.tensor([[4, 4], [4, 4]])),
+    "perceiver": _with(inputs=lambda c: torch.randn(2, 8, c.d_model)),
+    "dia": _with(input_ids=_ids(), decoder_input_ids=lambda c: torch.randint(3, 30, (2, 6, 9))),
+    "audioflamingo3_encoder": _with(input_features=_noise(2, 16, 64), input_features_mask=lambda c: torch.ones(2, 64, dtype=torch.long)),
+    "qwen3_asr_encoder": _with(input_features=_noise(2, 16, 64), input_features_mask=lambda c: torch.ones(2, 64, dtype=torch.long)),
+    "gemma4_vision": _with(pixel_values=lambda c: torch.rand(2, 16, 3 * c.patch_size**2), pixel_position_ids=_grid),
+    "blip_2_qformer": _with(query_embeds=_noise(2, 6, 64), encoder_hidden_states=lambda c: torch.randn(2, 8, c.encoder_hidden_size)),
+    **{name: _with(past_values=_noise(2, 15), past_time_features=_noise(2, 15, 1), past_observed_mask=lambda c: torch.ones(2, 15),
+                   future_values=_noise(2, 4), future_time_features=_noise(2, 4, 1))
+       for name in ("autoformer", "informer", "time_series_transformer")},
+    "fastspeech2_conformer": _with(input_ids=lambda c: torch.randint(3, c.vocab_size - 1, (2, 8))),
+    "video_llama_3_vision": _with(pixel_values=lambda c: torch.randn(16, 3 * c.patch_size**2), grid_thw=lambda c: torch.tensor([[1, 4, 4]]), merge_sizes=lambda c: torch.tensor([2])),
+    "lightglue": _with(pixel_values=_noise(1, 2, 3, 64, 64)),
+    "oneformer": _with(pixel_values=_noise(1, 3, 64, 64), task_inputs=_ids()),
+    "kosmos-2": _with(input_ids=_ids(16), pixel_values=_noise(2, 3, 16, 16)),
+    "idefics": _with(input_ids=_ids(), pixel_values=_noise(2, 1, 3, 16, 16)),
+    "blip-2": _with(input_ids=_ids(), pixel_values=_noise(2, 3, 16, 16)),
+    "tvp": _with(input_ids=_ids(), pixel_values=_noise(2, 2, 3, 64, 64), attention_mask=lambda c: torch.ones(2, 8)),
+    "speecht5": _with(input_values=_noise(2, 8, 64), decoder_input_values=_noise(2, 6, 80)),
+    "voxtral_realtime_text": _with(input_ids=_ids(), t_cond=_noise(1, 64)),
     "seggpt": _with(pixel_values=_noise(1, 3, 16, 16), prompt_pixel_values=_noise(1, 3, 16, 16), prompt_masks=_noise(1, 3, 16, 16)),
 }  # fmt: skip

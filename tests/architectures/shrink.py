@@ -145,7 +145,9 @@ def shrink(
     }
     for name, declared in names.items():
         value = vars(default).get(name, declared)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(override.get(name), PreTrainedConfig):
+            small[name] = override[name]
+        elif isinstance(value, PreTrainedConfig):
             small[name] = shrink(value, override.get(name, {}), specials)
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], PreTrainedConfig):
             small[name] = [shrink(item, override.get(name, {}), specials) for item in value]
@@ -185,6 +187,9 @@ def shrink(
                 small.get("num_attention_heads") or HEADS
             )
             small[name] = _small_rope(rope, head)
+    stages = vars(default).get("_out_indices")
+    if stages and "num_hidden_layers" not in names and "out_features" not in override:
+        small["out_indices"] = list(stages)
     for name, value in override.items():
         if not isinstance(small.get(name), PreTrainedConfig):
             small[name] = value

@@ -1,0 +1,67 @@
+"""One model type in a process of its own, so that a type that hangs or eats memory costs its own row only."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from tests.architectures.build import class_name
+from tests.architectures.measure import Row, measure
+
+SECONDS = 60
+GIGABYTES = 3
+
+
+def _work(model_type: str, gigabytes: int, reply: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the warnings of six hundred models
+    try:
+        reply.send(measure(model_type))
+    except BaseException as error:
+        reply.send(
+            Row(
+                model_type, class_name(model_type), status="wrong", wrong=[f"{type(error).__name__}: {error}"]
+            )
+        )
+    finally:
+        reply.close()
+        os._exit(0)
+
+
+def isolated(model_type: str, seconds: float = SECONDS, gigabytes: int = GIGABYTES) -> Row:
+    """Measure a type in a fork of this process, under limits of time and memory."""
+    answer, reply = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_work, args=(model_type, gigabytes, reply))
+    child.start()
+    reply.close()
+    try:
+        if answer.poll(seconds):
+            row: Row = answer.recv()
+            return row
+        reason = f"not done after {seconds} seconds"
+    except EOFError:
+        reason = f"its process died (memory is limited to {gigabytes} GB)"
+    finally:
+        child.kill()
+        child.join()
+    return Row(model_type, class_name(model_type), status="not run", reasons={reason: 1})
+
+
+def rows(model_types: Sequence[str]) -> Iterator[Row]:
+    """Measure types one after the other."""
+    for model_type in model_types:
+        yield isolated(model_type)
+
+
+def shard(model_types: Sequence[str], text: str) -> list[str]:
+    """Every N-th type from the I-th on, of ``I/N``: each type in one of N shards, neighbours apart."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"{text} is not one of {parts} shards")
+    return list(model_types[part - 1 :: parts])
