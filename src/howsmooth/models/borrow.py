@@ -15,19 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["borrowed", "own_attention", "quiet"]
+__all__ = ["borrowed", "implementation", "own_attention", "quiet"]
 
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def borrowed(model: PreTrainedModel) -> Iterator[None]:
+def borrowed(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode, no gradients, no cache, no autocast, and random numbers of our own.
+
+    PyTorch's fast path for its own encoder layers is off too: it hides their attention in one operation.
 
     ``no_grad`` and not ``inference_mode``: tensors made under the latter could not be differentiated
     afterwards. The training flags are set one by one instead of by ``model.eval()``, because modules
@@ -35,13 +36,23 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """
     flags = [(module, module.training) for module in model.modules()]
     caches = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
-    device = model.device
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
+    # The grouped product of experts knows no float64.
+    experts = [
+        (config, config._experts_implementation_internal)
+        for config in _configs(model)
+        if hasattr(config, "_experts_implementation_internal") and _in_float64(model)
+    ]
+    fast = torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for module, _ in flags:
             module.training = False
         for config, _ in caches:
             config.use_cache = False
+        for config, _ in experts:
+            config._experts_implementation_internal = "eager"
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -50,14 +61,17 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
         ):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, training in flags:
             module.training = training
         for config, use_cache in caches:
             config.use_cache = use_cache
+        for config, way in experts:
+            config._experts_implementation_internal = way
 
 
 @contextlib.contextmanager
-def own_attention(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Let the model call ``function`` wherever it dispatches attention through transformers' interface.
 
     The mask builder of the eager implementation comes with it, so that ``function`` is handed the
@@ -79,6 +93,15 @@ def own_attention(model: PreTrainedModel, function: Callable[..., Any]) -> Itera
         # The interfaces can be added to by a public method, but only emptied through the mapping itself.
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _in_float64(model: nn.Module) -> bool:
+    return any(p.dtype == torch.float64 for p in model.parameters())
+
+
+def implementation(model: nn.Module) -> str:
+    """Return the name of the attention implementation that a transformers model runs; "" if it is none."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -1,90 +1,176 @@
 """What a recorded layer computes, found by comparing values and never from names, shapes or model types.
 
-Each reading is a hypothesis ("these columns of that linear map are the queries") that the recorded
-numbers confirm or refute; ``replay`` then tests the whole on inputs that the recording did not see.
+Each reading is a hypothesis ("these columns of that linear map are the queries") that the recorded numbers
+confirm or refute; ``verify`` then tests the whole on inputs that the recording did not see. There are three,
+from the most to the least that is known: every parameter, the softmax alone, the module as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
-from howsmooth.errors import CaptureError, NonFiniteError
-from howsmooth.models.blocks import Block, read_block, token_norm
-from howsmooth.models.masking import describe_mask, visible_keys
+from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.cores import intercepted
+from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail, first_tensor
+from howsmooth.models.masking import HIDDEN, describe_mask, split_mask
+from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.projections import read_projections, rows, weight_and_bias
-from howsmooth.models.recording import AttentionCall, AttentionLayer, LayerRecord, ModuleCall, is_linear
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
+from howsmooth.models.watching import CoreCall
 
-__all__ = ["Structure", "identify"]
+__all__ = ["CapturedMap", "Hypothesis", "Output", "Path", "find_output", "hypotheses"]
 
-#: Keywords of attention functions that change nothing in a single pass without cache or dropout. The mask
-#: that comes with the call holds the window already, and whether it is causal.
-_WITHOUT_EFFECT = frozenset({
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q",
-    "num_items_in_batch", "output_attentions", "output_hidden_states", "position_ids", "return_dict",
-    "sliding_window", "use_cache",
-})  # fmt: skip
-
-#: What some keywords mean, for the message that refuses them.
-_MEANING = {
-    "dropout": "dropout",
-    "position_bias": "a position bias",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "soft-capped scores",
-}
+Path = Literal["closed form", "autodiff"]
+CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
-    """What a layer computes, and the modules at which its values can be read again."""
+class Output:
+    """Where the attention of a layer ends."""
 
-    layer: AttentionLayer
-    attention: SelfAttention
+    call: ModuleCall  # of the output projection, or of the owner
+    #: Why the output projection was not found; "" if ``call`` is it.
+    unclear: str
+
+    @property
+    def is_projection(self) -> bool:
+        """Whether the output projection was found."""
+        return not self.unclear
+
+
+@dataclass(frozen=True, eq=False)
+class Hypothesis:
+    """A hypothesis of what the layer computes."""
+
+    map: CapturedMap
+    path: Path
+    reason: str
     masking: str
     condition: float  # bound on the absolute scores, for tolerances
-    output: nn.Module  # the output projection
-    block: Block
-    norm: LayerNorm | RMSNorm | None  # whose outputs the tokens are
 
 
-def identify(record: LayerRecord) -> Structure:
-    """Read a recorded layer.
+def hypotheses(
+    record: LayerRecord, owner: Owner, output: Output, implementation: str
+) -> Iterator[Hypothesis | CaptureError]:
+    """Yield what the layer may compute, or why it is not that, from the most to the least explicit.
 
     Raises
     ------
     CaptureError
-        If the layer does something between its input and its output projection that is not captured;
-        the message names the layer, its class and what it does.
-    NonFiniteError
-        If its input or its output holds NaN or infinity.
+        If the layer cannot be captured at all.
 
     """
-    layer, call = record.layer, record.call
-    if call is None:
-        raise CaptureError(f"{layer} did not call its attention.")
-    _refuse_unknown_keywords(layer, call)
-    n, queries, keys = record.x.shape[1], call.query.shape[2], call.key.shape[2]
-    if not queries == keys == n:
+    masking, causal = _masking(record, owner)
+    condition = max(_condition(core) for core in record.cores)
+    reason = owner.obstacle
+    if not reason:
+        try:
+            attention = _explicit(record, output, causal=causal)
+            yield Hypothesis(attention, "closed form", "every parameter is known", masking, condition)
+            reason = "as a map with these parameters it was not confirmed"
+        except (CaptureError, ArgumentError) as error:
+            yield CaptureError(str(error))
+            reason = str(error)
+        try:
+            staged = _staged(record, owner, output, implementation, causal=causal)
+            known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
+            yield Hypothesis(staged, "closed form", known, masking, condition)
+        except (CaptureError, ArgumentError) as error:
+            yield CaptureError(str(error))
+            reason = str(error)
+    replayed = _replayed(record, owner, output, implementation, causal=causal)
+    yield Hypothesis(
+        replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", masking, condition
+    )
+
+
+def find_output(record: LayerRecord, owner: Owner, implementation: str) -> Output:
+    """Find the output projection: the first linear map after the core, if its input equals the heads.
+
+    Otherwise the attention ends where its module ends.
+
+    Raises
+    ------
+    CaptureError
+        If the module then adds its input to the attention: that is no attention, but a residual.
+
+    """
+    projection, unclear = _output_projection(record)
+    if projection is not None:
+        return Output(projection, "")
+    call = next((c for c in record.after if c.module is owner.repeated.module), None)
+    if call is None or call.output is None:
+        raise CaptureError(f"{unclear} Nor does its module give out tokens.")
+    if _adds_its_input(owner, implementation):
         raise CaptureError(
-            f"{layer} is given {n} tokens and attends from {queries} to {keys}: cross-attention, a key/value "
-            "cache or pooled tokens, which are not captured."
+            f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
+            "attention), so that it cannot stand for the attention."
         )
-    causal, mask, masking = describe_mask(visible_keys(layer, call.mask, n), n)
-    if not bool(torch.isfinite(record.x).all() and torch.isfinite(call.output).all()):
-        raise NonFiniteError(
-            "inputs",
-            expected=f"finite activations in {layer}",
-            got="NaN or infinity",
-            remedy="Check the model's weights.",
+    return Output(call, unclear)
+
+
+def _adds_its_input(owner: Owner, implementation: str) -> bool:
+    """Whether the output depends on the tokens with all attention set to zero."""
+
+    def silent(core: CoreCall) -> Tensor:
+        return torch.zeros_like(output_of(core))
+
+    outputs = []
+    for x in (owner.alone.x, moved_tokens(owner.alone.x)):
+        with intercepted(owner.alone.module, silent, implementation=implementation):
+            outputs.append(first_tensor(owner.alone(x)).nan_to_num(nan=0.0))
+    return not torch.equal(*outputs)
+
+
+def _output_projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
+    unclear = f"The output projection of {record.layer} cannot be identified:"
+    if len(record.cores) > 1:
+        return None, f"{unclear} it has {len(record.cores)} softmaxes."
+    heads = _side_by_side(output_of(record.cores[0]))
+    if heads is None:
+        return None, f"{unclear} its softmax acts on windows of the tokens."
+    between: list[str] = []
+    for c in record.after:
+        if not is_linear(c.module):
+            between.append(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})")
+            continue
+        if c.inputs is not None and torch.equal(rows(c.inputs), heads):
+            return c, ""
+        reason = f"{', '.join(between)} lies" if between else "something that is no module of its own lies"
+        return None, (
+            f"{unclear} {c.name} is the next linear map, but it is not given the concatenated heads; "
+            f"{reason} between."
         )
-    projections = read_projections(record, call)
-    output = _output_projection(record, call)
-    weight, bias = weight_and_bias(output.module)
-    attention = SelfAttention(
+    return None, f"{unclear} no linear map follows its attention."
+
+
+# ---------------------------------------------------------------- the three readings
+
+
+def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAttention:
+    """Read every parameter; ``causal`` is asked for one token, whose mask hides nothing."""
+    layer, n = record.layer, record.x.shape[1]
+    if len(record.cores) > 1:
+        raise CaptureError(f"{layer} has {len(record.cores)} softmaxes.")
+    if not output.is_projection:
+        raise CaptureError(output.unclear)
+    core = _of_one_sequence(record.cores[0])
+    if core is None or core.query is None or core.key is None:
+        raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
+    queries, keys = core.query.shape[2], core.key.shape[2]
+    if not queries == keys == n:
+        raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
+    visible, bias = split_mask(layer, core.mask)
+    triangle, mask, _ = describe_mask(_common(layer, visible, n), n)
+    projections = read_projections(record, core)
+    weight, output_bias = weight_and_bias(output.call.module)
+    return SelfAttention(
         projections.query.weight,
         projections.key.weight,
         projections.value.weight,
@@ -92,48 +178,187 @@ def identify(record: LayerRecord) -> Structure:
         query_bias=projections.query.bias,
         key_bias=projections.key.bias,
         value_bias=projections.value.bias,
-        output_bias=None if bias is None else bias.clone(),
-        scale=call.scaling,
-        causal=causal,
+        output_bias=None if output_bias is None else output_bias.clone(),
+        scale=core.scale,
+        causal=causal if n == 1 else triangle,
         mask=mask,
         rotary=projections.rotary,
-    )
-    longest = [float(t.norm(dim=-1).max()) for t in (call.query, call.key)]
-    return Structure(
-        layer=layer,
-        attention=attention,
-        masking=masking,
-        condition=abs(call.scaling) * longest[0] * longest[1],
-        output=output.module,
-        block=read_block(record, attention, output),
-        norm=token_norm(record),
+        score_bias=None if bias is None else _by_head(bias, n).to(record.x.dtype),
+        softcap=core.softcap,
+        sinks=None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone(),
     )
 
 
-def _refuse_unknown_keywords(layer: AttentionLayer, call: AttentionCall) -> None:
-    for name, value in call.keywords.items():
-        if value is None or name in _WITHOUT_EFFECT:
-            continue
-        if isinstance(value, bool | int | float | str | tuple | list | dict) and not value:
-            continue  # switched off
-        meaning = f"{_MEANING[name]} ({name})" if name in _MEANING else f"the keyword {name}"
-        raise CaptureError(f"{layer} hands {meaning} to its attention, which is not captured.")
+def _staged(
+    record: LayerRecord, owner: Owner, output: Output, implementation: str, *, causal: bool
+) -> StagedAttention:
+    """Take the softmaxes out of the module."""
+    cores = []
+    for core in record.cores:
+        visible, bias = split_mask(record.layer, core.mask)
+        bias = None if bias is None else bias.to(record.x.dtype)
+        sinks = None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone()
+        triangle = visible is not None and _is_triangle(visible)  # which needs no n² numbers
+        mask = None if triangle else visible
+        cores.append(SoftmaxCore(core.scale, triangle, mask, bias, core.softcap, sinks))
+    tail = _projection(output) if output.is_projection else Tail()
+    return StagedAttention(
+        OwnerLayer.of(owner.alone, tail, implementation, len(cores)),
+        tuple(cores),
+        d=record.x.shape[-1],
+        d_out=_width(output),
+        heads=_heads(record),
+        n=record.x.shape[1],
+        causal=causal,
+        dtype=record.x.dtype,
+        device=record.x.device,
+        description=type(owner.alone.module).__name__,
+    )
 
 
-def _output_projection(record: LayerRecord, call: AttentionCall) -> ModuleCall:
-    """Find the first linear map after the attention; its input must equal the concatenated heads."""
-    heads = rows(call.output.flatten(2))
-    unclear = f"The output projection of {record.layer} cannot be identified:"
-    between: list[str] = []
-    for c in record.after:
-        if not is_linear(c.module):
-            between.append(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})")
-            continue
-        if c.inputs is not None and torch.equal(rows(c.inputs), heads):
-            return c
-        reason = f"{', '.join(between)} lies" if between else "something that is no module of its own lies"
-        raise CaptureError(
-            f"{unclear} {c.name} is the next linear map, but it is not given the concatenated heads; "
-            f"{reason} between."
+def _replayed(
+    record: LayerRecord, owner: Owner, output: Output, implementation: str, *, causal: bool
+) -> ReplayedAttention:
+    """Take the module as it is."""
+    module = owner.alone.module
+    tail = Tail()
+    inner: Tail | None = None
+    if output.is_projection:
+        path = next((name for name, m in module.named_modules() if m is output.call.module), None)
+        if path is None:
+            tail, inner = _projection(output), Tail()
+        else:
+            tail, inner = Tail(module=path), Tail(module=path, of_input=True)
+    layer = OwnerLayer.of(owner.alone, tail, implementation, len(record.cores))
+
+    def replayed(part: OwnerLayer, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
+        return ReplayedAttention(
+            part,
+            d=record.x.shape[-1],
+            d_out=width,
+            heads=_heads(record),
+            n=record.x.shape[1],
+            causal=causal,
+            inner=within,
         )
-    raise CaptureError(f"{unclear} no linear map follows its attention.")
+
+    heads = None
+    if inner is not None and output.call.inputs is not None:
+        heads = replayed(layer.until(inner), output.call.inputs.shape[-1], None)
+    return replayed(layer, _width(output), heads)
+
+
+def _projection(output: Output) -> Tail:
+    weight, bias = weight_and_bias(output.call.module)
+    return Tail(weight.clone(), None if bias is None else bias.clone())
+
+
+# ---------------------------------------------------------------- shapes and masks
+
+
+def _width(output: Output) -> int:
+    if output.call.output is None:
+        raise CaptureError(f"{output.call.name} gives out no tensor.")
+    return output.call.output.shape[-1]
+
+
+def _heads(record: LayerRecord) -> int:
+    shape = output_of(record.cores[0]).shape
+    return shape[-3] if len(shape) > 2 else 1
+
+
+def _side_by_side(heads: Tensor) -> Tensor | None:
+    """Heads (1, heads, n, dim) or (heads, n, dim) as rows of the tokens; None if there are windows."""
+    if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
+        return None
+    return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
+
+
+def _of_one_sequence(core: CoreCall) -> CoreCall | None:
+    """Return the core with operands (1, heads, n, dim); None if it has further axes."""
+    operands = (core.query, core.key, core.value, core.output)
+    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands):
+        return None
+    query, key, value, output = (t.reshape(1, *t.shape[-3:]) for t in operands if t is not None)
+    return CoreCall(
+        query, key, value, core.scale, core.mask, core.softcap, core.sinks, output, None, core.kind, ""
+    )
+
+
+def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
+    """Return the mask (n, n) that all heads have in common."""
+    if visible is None:
+        return None
+    each = visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+    if not bool((each == each[:1]).all()):
+        raise CaptureError(f"{layer} masks its heads differently.")
+    return each[0]
+
+
+def _is_triangle(visible: Tensor) -> bool:
+    m, n = visible.shape[-2:]
+    return (
+        m == n
+        and visible.numel() == n * n
+        and torch.equal(visible.reshape(n, n), torch.ones_like(visible.reshape(n, n)).tril_())
+    )
+
+
+def _by_head(bias: Tensor, n: int) -> Tensor:
+    """Return a bias (heads or 1, n, n)."""
+    each = bias.broadcast_to(*bias.shape[:-2], n, n)
+    return each.reshape(-1, n, n).clone()
+
+
+def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
+    """Return the mask in words, and whether it is causal."""
+    found: list[tuple[str, bool]] = []
+    for core in record.cores:
+        shape = output_of(core).shape
+        m, n = shape[-2], core.value.shape[-2]
+        if core.obstacle:
+            found.append(_masking_of_weights(core))
+            continue
+        visible, _ = split_mask(record.layer, core.mask)
+        if shape[:-3].numel() > 1:
+            found.append((f"windows of {m} tokens", False))
+            continue
+        if m != n:
+            found.append((f"{m} queries see {n} keys", False))
+            continue
+        each = None if visible is None else visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+        if each is not None and not bool((each == each[:1]).all()):
+            found.append(("a mask of its own for each head", not bool(each.triu(1).any())))
+            continue
+        seen = None if each is None else each[0]
+        if (n == 1 and core.mask is None and getattr(owner.repeated.module, "is_causal", False) is True) or (
+            n == 1 and core.mask is not None
+        ):
+            seen = torch.ones(1, 1, dtype=torch.bool, device=core.value.device)
+        causal, _, words = describe_mask(seen, n)
+        found.append((words, causal))
+    words = ", ".join(dict.fromkeys(words for words, _ in found))
+    return words, all(causal for _, causal in found)
+
+
+def _masking_of_weights(core: CoreCall) -> tuple[str, bool]:
+    """Say what is seen of a core whose operands are not read: which weights are not zero."""
+    p = core.probabilities
+    if p is None or p.shape[-1] != p.shape[-2]:
+        return "not read", False
+    n = p.shape[-1]
+    causal, _, words = describe_mask((p != 0).reshape(-1, n, n).any(dim=0), n)
+    return words, causal
+
+
+def _condition(core: CoreCall) -> float:
+    """Return a bound on the absolute scores."""
+    if core.query is None or core.key is None or core.obstacle:
+        return 100.0  # not read; scores of this size are common
+    longest = [float(t.norm(dim=-1).max()) for t in (core.query, core.key)]
+    largest = 0.0
+    if core.mask is not None and core.mask.dtype != torch.bool:
+        largest = (
+            float(core.mask[core.mask > HIDDEN].abs().max()) if bool((core.mask > HIDDEN).any()) else 0.0
+        )
+    return abs(core.scale) * longest[0] * longest[1] + largest

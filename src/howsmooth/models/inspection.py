@@ -16,7 +16,8 @@ from howsmooth.models.borrow import borrowed
 from howsmooth.models.capture import capture
 from howsmooth.models.inputs import check_inputs, check_model, max_length, short_inputs, vocabulary_size
 from howsmooth.models.load import LoadedModel
-from howsmooth.models.recording import AttentionLayer, attention_layers
+from howsmooth.models.passes import attention_layers
+from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.site import SCOPES, Site
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]

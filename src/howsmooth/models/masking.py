@@ -1,53 +1,46 @@
-"""The mask that a layer was handed, as the set of keys that each query sees, and its name."""
+"""What is added to the scores of a layer: which keys each query sees, a bias on those, and words for both."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.recording import AttentionLayer
 
-__all__ = ["describe_mask", "visible_keys"]
+__all__ = ["HIDDEN", "describe_mask", "split_mask"]
+
+# A key whose score is lowered by so much has a weight of exactly zero, unless scores differ by hundreds:
+# models write -1e4, -1e9 or the most negative number for a key that is hidden. Verified by value.
+HIDDEN = -1e3
 
 
-def visible_keys(layer: AttentionLayer, mask: Tensor | None, n: int) -> Bool[Tensor, "n n"] | None:
-    """Which keys (columns) each query (row) sees, from the mask of one sequence; None if there was no mask.
+def split_mask(
+    layer: AttentionLayer, mask: Tensor | None
+) -> tuple[Bool[Tensor, "*lead m n"] | None, Float[Tensor, "*lead m n"] | None]:
+    """Return which keys are seen (None: all), and the finite numbers added to their scores (None: zeros).
 
     Raises
     ------
     CaptureError
-        If the mask is a bias (finite numbers added to the scores), differs between heads or hides all
-        keys from some query.
+        If all keys are hidden from some query.
 
     """
     if mask is None:
-        return None
-    if mask.ndim > 4 or any(size not in (1, n) for size in mask.shape[-2:]):
-        raise CaptureError(
-            f"{layer} is given a mask of shape {tuple(mask.shape)} for {n} tokens, which is not captured."
-        )
+        return None, None
     if mask.dtype == torch.bool:
-        visible = mask
+        visible, bias = mask, None
     else:
-        visible = mask == 0
-        # What is at least half the most negative number cannot be told from it once scores are added.
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((visible | hidden).all()):
-            raise CaptureError(
-                f"{layer} adds finite numbers to its scores (a position bias), which is not captured."
-            )
-    visible = visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
-    if not bool((visible == visible[:1]).all()):
-        raise CaptureError(f"{layer} masks its heads differently, which is not captured.")
-    visible = visible[0]
+        visible = mask > HIDDEN
+        bias = torch.where(visible, mask, 0.0)
+        bias = bias.clone() if bool(bias.any()) else None
     if not bool(visible.any(dim=-1).all()):
         raise CaptureError(
             f"{layer} hides every key from some token (padding). "
             "Measure sequences without padding, one length at a time."
         )
-    return visible
+    return None if bool(visible.all()) else visible.clone(), bias
 
 
 def describe_mask(
@@ -55,7 +48,7 @@ def describe_mask(
 ) -> tuple[bool, Bool[Tensor, "n n"] | None, str]:
     """Return whether a mask is causal, what it hides besides the later tokens, and a phrase for it.
 
-    At n = 1 nothing is hidden; transformers hands over a mask there only to layers that are causal.
+    At n = 1 nothing is hidden; a mask is handed over there only to layers that are causal.
     """
     if visible is None:
         return False, None, "none"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Rotary
 from howsmooth.errors import CaptureError
-from howsmooth.models.recording import AttentionCall, LayerRecord, ModuleCall, is_linear
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear
 from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.watching import CoreCall
 
 __all__ = ["Projections", "read_projections", "rows", "weight_and_bias"]
 
@@ -47,7 +48,7 @@ class _Outputs(NamedTuple):
         return Projection(self.weights[columns].reshape(shape), bias)
 
 
-def read_projections(record: LayerRecord, call: AttentionCall) -> Projections:
+def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
     """Find the linear maps, and the rotary positions, that turn X into the captured queries, keys and values.
 
     Raises
@@ -56,8 +57,10 @@ def read_projections(record: LayerRecord, call: AttentionCall) -> Projections:
         If one of them is no linear map of X; the message says what the layer calls in between.
 
     """
+    if call.query is None or call.key is None:
+        raise CaptureError(f"The queries and keys of {record.layer} cannot be read: {call.obstacle}.")
     outputs = _linear_outputs(record)
-    rotary = _rotary(record, call)
+    rotary = _rotary(record, call.query)
     # At position 0 rotary tables change nothing, so that one token fits both readings: rotary is tried first.
     for positions in (rotary, None) if rotary is not None else (None,):
         queries = _columns(call.query, outputs.values, positions)
@@ -186,12 +189,12 @@ def matching_columns(
     return columns if bool(((outputs[:, columns] - wanted).abs() <= atol).all()) else None
 
 
-def _rotary(record: LayerRecord, call: AttentionCall) -> Rotary | None:
+def _rotary(record: LayerRecord, query: Tensor) -> Rotary | None:
     """Rotary tables given to the layer as ``position_embeddings``, if they are a half-split cos and sin."""
     tables = record.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None
-    n, dim = call.query.shape[2], call.query.shape[3]
+    n, dim = query.shape[2], query.shape[3]
     read = []
     for table in tables:
         if not isinstance(table, Tensor) or table.dtype != record.x.dtype:

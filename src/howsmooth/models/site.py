@@ -42,6 +42,11 @@ class Site:
     masking: str
     #: How the model arranges residual and norm: ``post-norm``, ``pre-norm``, or empty if not recognised.
     layout: str
+    #: How its Jacobian is had: ``closed form`` (that of the softmax is; ``path_reason`` tells of the rest of
+    #: the layer) or ``autodiff``.
+    path: str
+    #: Why it is that one, in a sentence.
+    path_reason: str
     #: The tokens, (batch, n, d), in the model's dtype and on its device.
     x: Float[Tensor, "batch n d"]
     #: The map, X (..., n, d) -> (..., n, d_out).

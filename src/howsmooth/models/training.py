@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.borrow import borrowed
-from howsmooth.models.recording import bound_arguments, first_tokens, run
+from howsmooth.models.passes import run
+from howsmooth.models.recording import bound_arguments, first_tokens
 from howsmooth.models.site import Site
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
@@ -82,7 +83,7 @@ def training_tokens(
                 module.training = True
             for sequence, seed in zip(inputs, seeds, strict=True):
                 torch.manual_seed(seed)
-                run(model, {"input_ids": sequence[None].to(model.device)})
+                run(model, (), {"input_ids": sequence[None].to(model.device)})
     finally:
         for handle in handles:
             handle.remove()

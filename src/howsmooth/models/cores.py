@@ -1,0 +1,159 @@
+"""The softmax cores of a module, seen and replaced: through transformers' attention interface, or without.
+
+A module that dispatches through the interface hands over queries, keys and values before any score is
+formed, key heads not repeated; this road is taken where there is one. All others are watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.borrow import own_attention
+from howsmooth.models.watching import CoreCall, Watch
+
+__all__ = ["OnCore", "intercepted", "plain_attention"]
+
+OnCore = Callable[[CoreCall], Tensor | None]
+
+#: Keywords of attention functions that change nothing in a single pass without cache or dropout. The mask
+#: that comes with the call holds the window already.
+_WITHOUT_EFFECT = frozenset({
+    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "max_length_k",
+    "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "position_ids",
+    "return_dict", "sliding_window", "use_cache",
+})  # fmt: skip
+
+#: Keywords that choose keys by the tokens.
+_SPARSE = frozenset({"block_indices", "indices"})
+
+
+@contextlib.contextmanager
+def intercepted(
+    module: nn.Module, on_core: OnCore, *, implementation: str, compute: bool = True
+) -> Iterator[None]:
+    """Within the context every core of ``module`` is shown to ``on_core``, which may return another output.
+
+    Parameters
+    ----------
+    module
+        Anything that is called within the context.
+    on_core
+        What is told of each core, in order.
+    implementation
+        The user's attention implementation: it decides what a missing mask means.
+    compute
+        False: ``on_core`` replaces every output, so those of the interface need not be computed.
+
+    """
+    watch = Watch(on_core, ahead=not compute)
+
+    # The parameters have the names of transformers' own attention functions: some layers pass them by name.
+    def attend(owner: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               scaling: float | None = None, **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
+        with torch._C.DisableTorchFunction():  # the watch is not to see what is computed here
+            core = _core(owner, query, key, value, attention_mask, scaling, keywords, implementation, compute)
+            other = on_core(core)
+        output = core.output if other is None else other
+        if output is None:
+            raise CaptureError(f"{type(owner).__name__}: {core.obstacle or 'its output was not computed'}.")
+        return output.transpose(-3, -2).contiguous(), None
+
+    with own_attention(module, attend), watch:
+        yield
+
+
+def _core(
+    owner: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    keywords: dict[str, Any],
+    implementation: str,
+    compute: bool,
+) -> CoreCall:
+    causal = keywords.pop("is_causal", None)
+    bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
+    sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
+    obstacle = _unread(keywords) or _shapes(query, key, value)
+    if mask is None and implementation.startswith("sdpa"):
+        causal = getattr(owner, "is_causal", True) if causal is None else causal
+        if causal:
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if isinstance(bias, Tensor):
+        mask = bias if mask is None else _added(bias, mask)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sink = sinks[0].reshape(-1) if sinks and sinks[0].numel() == query.shape[1] else None
+    if sinks and sink is None:
+        obstacle = obstacle or "its sinks are not one number a head"
+    if obstacle or not compute:
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1]) if compute else None
+        return CoreCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
+    output = plain_attention(query, key, value, mask, scale, cap, sink)
+    return CoreCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "")
+
+
+def _unread(keywords: dict[str, Any]) -> str:
+    for name, value in keywords.items():
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if isinstance(value, bool | int | float | str | tuple | list | dict) and not value:
+            continue  # switched off
+        if name in _SPARSE:
+            return f"data-dependent sparsity ({name})"
+        return f"its attention is given {name}, which is not known"
+    return ""
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    shapes = [tuple(t.shape) for t in (query, key, value)]
+    if (
+        any(len(shape) != 4 for shape in shapes)
+        or query.shape[1] % key.shape[1]
+        or key.shape[1] != value.shape[1]
+    ):
+        return (
+            f"its queries, keys and values have shapes {shapes[0]}, {shapes[1]}, {shapes[2]} where (batch, "
+            "heads, n, head_dim) with grouped keys is expected"
+        )
+    return ""
+
+
+def _added(bias: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, float("-inf"))
+    return bias + mask
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention (batch, heads, m, value_dim) in the operands' own precision, nothing else.
+
+    Written out here, apart from the library's attention maps, because the two are held against each other.
+    """
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        boolean = mask.dtype == torch.bool
+        scores = scores.masked_fill(mask.logical_not(), float("-inf")) if boolean else scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1) @ value
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1] @ value

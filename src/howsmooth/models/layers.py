@@ -1,0 +1,268 @@
+"""A model's own attention module as a map of its tokens: around softmax cores, or as it is.
+
+The module is copied with the arguments that the model gave it for one sequence, so that neither later
+training nor a conversion of the copy touches the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention.staged import Core
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.cores import intercepted
+from howsmooth.models.precision import WithoutDowncast
+from howsmooth.models.repeated import Repeated
+from howsmooth.models.watching import CoreCall
+
+__all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """What gives the output of an attention layer, after its last core.
+
+    Either the output projection alone: of the heads side by side, known as a matrix. Or everything that the
+    module does after its core. Or, of a module whose projection was found in it, up to that projection.
+    """
+
+    weight: Tensor | None = None  # (d_out, heads * value_dim)
+    bias: Tensor | None = None
+    module: str | None = None  # path in the owner of the module whose output, or input, is meant
+    of_input: bool = False
+
+    def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tail:
+        """Return the same in another dtype or place."""
+        weight, bias = (
+            None if t is None else t.to(dtype=dtype, device=device) for t in (self.weight, self.bias)
+        )
+        return replace(self, weight=weight, bias=bias)
+
+    def projected(self, heads: Tensor) -> Tensor:
+        """Apply the output projection, if it is known."""
+        if self.weight is None:
+            return heads
+        out = heads @ self.weight.mT
+        return out if self.bias is None else out + self.bias
+
+
+class _Reached(BaseException):
+    """Ends a run of a module where its result is there; not an Exception, so that no model catches it."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class OwnerLayer:
+    """A copy of an attention module, with arguments: a function of the tokens (n, d) of one sequence.
+
+    Parameters
+    ----------
+    call
+        The call of the copy, for one sequence.
+    tail
+        Where it ends.
+    implementation
+        The user's attention implementation.
+    cores
+        How many cores the module has.
+
+    """
+
+    def __init__(self, call: Repeated, tail: Tail, implementation: str, cores: int) -> None:
+        self.call = call
+        self.tail = tail
+        self.implementation = implementation
+        self.cores = cores
+
+    @classmethod
+    def of(cls, call: Repeated, tail: Tail, implementation: str, cores: int) -> OwnerLayer:
+        """Copy the module of a model."""
+        module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
+        return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation, cores)
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> OwnerLayer:
+        """Return the same layer with numbers of another dtype, or on another device."""
+        dtype = dtype or self.call.x.dtype
+        device = torch.device(device or self.call.x.device)
+        module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
+        call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
+        return OwnerLayer(call, tail, self.implementation, self.cores)
+
+    def until(self, tail: Tail) -> OwnerLayer:
+        """Return the same layer with another end."""
+        return OwnerLayer(self.call, tail, self.implementation, self.cores)
+
+    def run(self, x: Tensor, core: Core | None) -> Tensor:
+        """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
+
+        See :class:`~howsmooth.attention.staged.Layer`.
+        """
+        count = 0
+
+        def on_core(seen: CoreCall) -> Tensor | None:
+            nonlocal count
+            if core is None or seen.query is None or seen.key is None:
+                return None
+            index, count = count, count + 1
+            out = core(index, seen.query, seen.key, seen.value)
+            if self.tail.weight is not None and count == self.cores:
+                raise _Reached(self.tail.projected(side_by_side(out)))
+            return out
+
+        with ExitStack() as stack:
+            stack.enter_context(_precise(x.dtype))
+            if core is not None:
+                stack.enter_context(
+                    intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
+                )
+            if self.tail.module is not None:
+                stack.callback(self._tap(self.call.module.get_submodule(self.tail.module)).remove)
+            try:
+                output = self.call(self.call.shaped(x[None]))
+            except _Reached as reached:
+                return reached.value
+        rows = self.call.rows(first_tensor(output))[0]
+        return self.tail.projected(rows) if core is None else rows
+
+    def _tap(self, module: nn.Module) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            raise _Reached(self.call.rows(args[0])[0])
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> None:
+            raise _Reached(self.call.rows(output)[0])
+
+        if self.tail.of_input:
+            return module.register_forward_pre_hook(before)
+        return module.register_forward_hook(after)
+
+
+class ReplayedAttention(TokenMap):
+    """A model's own attention module, differentiated as it is: X (..., n, d) -> (..., n, d_out).
+
+    Parameters
+    ----------
+    layer
+        The module.
+    d, d_out, heads, n
+        Sizes; the length n is that of the arguments which the module was given.
+    causal
+        Whether an output depends on earlier tokens only; said in reports.
+    inner
+        The same up to the heads side by side, if they are known.
+
+    """
+
+    def __init__(
+        self,
+        layer: OwnerLayer,
+        *,
+        d: int,
+        d_out: int,
+        heads: int,
+        n: int,
+        causal: bool,
+        inner: ReplayedAttention | None = None,
+    ) -> None:
+        self.layer = layer
+        self.heads = heads
+        self.n = n
+        self.causal = causal
+        self.inner = inner
+        self._sizes = (d, d_out)
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self._sizes[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self._sizes[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the tokens."""
+        return self.layer.call.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tokens."""
+        return self.layer.call.x.device
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        kind = type(self.layer.call.module).__name__
+        return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError unless ``n`` is the length that the module was called with."""
+        if n != self.n:
+            raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> ReplayedAttention:
+        """Return the same map with parameters of another dtype or on another device."""
+        inner = None if self.inner is None else self.inner.to(dtype=dtype, device=device)
+        return self._rebuilt(self.layer.to(dtype=dtype, device=device), self.d_out, inner)
+
+    def without_output(self) -> ReplayedAttention:
+        """Return the heads side by side, before the output projection (scope ``heads``).
+
+        Raises
+        ------
+        CaptureError
+            If they were not found in the module.
+
+        """
+        if self.inner is None:
+            raise CaptureError("Its heads before the output projection were not found in the module.")
+        return self.inner
+
+    def head(self, h: int) -> TokenMap:
+        """Refuse: heads are not told apart in a module that is not read."""
+        raise CaptureError("Its heads are not told apart; scopes from 'heads' on may be had.")
+
+    def _rebuilt(self, layer: OwnerLayer, d_out: int, inner: ReplayedAttention | None) -> ReplayedAttention:
+        return ReplayedAttention(
+            layer, d=self.d, d_out=d_out, heads=self.heads, n=self.n, causal=self.causal, inner=inner
+        )
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        if weighting is not None:
+            raise ArgumentError(
+                "measure",
+                expected="a map that is known to act on measures",
+                got="a model's own attention module",
+                remedy="Call the map on tokens.",
+            )
+        members = [self.layer.run(member, None) for member in x.reshape(-1, *x.shape[-2:])]
+        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """Heads (1, ..., heads, n, value_dim) of one sequence as rows (n, heads * value_dim)."""
+    return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the output of a module, or the first tensor of it."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, dict) else output
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _precise(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Undo the conversions to float32 that models hide, where float64 is asked for."""
+    return WithoutDowncast() if dtype == torch.float64 else nullcontext()

@@ -1,0 +1,159 @@
+"""Which module and which of its arguments make a softmax core self-attention, found by moving the tokens.
+
+The innermost module around a core whose queries, keys and values all move with one of its arguments owns
+the core, and that argument is X. Names, shapes and lengths decide nothing: a layer of cross-attention may
+have as many keys as queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import CaptureError, NonFiniteError
+from howsmooth.models.cores import intercepted
+from howsmooth.models.passes import Passed
+from howsmooth.models.recording import AttentionLayer
+from howsmooth.models.repeated import Repeated, token_arguments
+from howsmooth.models.watching import CoreCall
+
+__all__ = ["CrossAttention", "Owner", "find_owner", "moved_tokens"]
+
+
+class CrossAttention(CaptureError):  # noqa: N818 - says what was found
+    """The layer is no self-attention: its queries, or its keys and values, come from elsewhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """The call that owns the cores of one layer."""
+
+    layer: AttentionLayer
+    repeated: Repeated  # on all sequences
+    alone: Repeated  # on the first
+    cores: list[CoreCall]  # there
+    #: Why the cores cannot be taken as constant functions of queries, keys and values; "" if they can.
+    obstacle: str
+
+
+def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
+    """Find the owner of a layer's cores.
+
+    Raises
+    ------
+    CrossAttention
+        If no module of the layer has an argument that moves queries, keys and values.
+    CaptureError
+        If the layer cannot be run by itself, or chooses keys by the tokens.
+    NonFiniteError
+        If its input or its output holds NaN or infinity.
+
+    """
+    reasons: list[str] = []
+    partly = False
+    for call in reversed(passed.calls):
+        if not call.unchanged():
+            reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
+            continue
+        for x in token_arguments(call):
+            try:
+                repeated = Repeated(call, x, batch)
+                alone = repeated.of_sequence()
+                before = _cores(alone, alone.x, implementation)
+                if len(before) != passed.cores:
+                    continue  # of a module around several layers
+                after = _cores(alone, moved_tokens(alone.x), implementation)
+            except Exception as error:  # whatever a model's module raises when it runs by itself
+                reasons.append(_first_line(error))
+                continue
+            if len(after) != len(before):
+                reasons.append("it computes another number of softmaxes for other tokens")
+                continue
+            _check_finite(passed.layer, alone.x, before)
+            moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
+            if all(m == {"queries", "keys", "values"} for m in moved):
+                layer = replace(passed.layer, name=call.name, owner=call.module)
+                return Owner(layer, repeated, alone, before, _obstacle(layer, before, after))
+            partly = partly or any(moved)
+    layer = passed.layer
+    if partly or not reasons:
+        raise CrossAttention(
+            f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "
+            "layer, gives queries, keys and values alike. Only self-attention is captured."
+        )
+    raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
+
+
+def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
+    """Return tokens moved by about their own size, with the same numbers every time.
+
+    Tokens before ``first``, counted along the axis before the last, stay.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
+    noise[..., :first, :] = 0.0
+    return x + noise * x.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _cores(call: Repeated, x: Tensor, implementation: str) -> list[CoreCall]:
+    seen: list[CoreCall] = []
+    with intercepted(call.module, lambda core: seen.append(core), implementation=implementation):
+        call(x)
+    return seen
+
+
+def _moved(a: CoreCall, b: CoreCall) -> set[str]:
+    """Tell which operands differ; where queries and keys cannot be read, the probabilities speak for both."""
+    found = {"values"} if _differ(a.value, b.value) else set()
+    if a.query is not None and a.key is not None:
+        found |= {"queries"} if _differ(a.query, b.query) else set()
+        return found | ({"keys"} if _differ(a.key, b.key) else set())
+    return found | ({"queries", "keys"} if _differ(a.probabilities, b.probabilities) else set())
+
+
+def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return a.shape != b.shape or not torch.equal(a, b)
+
+
+def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCall]) -> str:
+    for a, b in zip(before, after, strict=True):
+        reason = a.obstacle or b.obstacle
+        if "sparsity" in reason:
+            raise CaptureError(f"{layer} uses {reason}, which is not captured.")
+        if reason:
+            return reason
+        if _differ(a.sinks, b.sinks):
+            return "its sinks depend on the tokens"
+        if _differ(a.mask, b.mask):
+            hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
+            if _differ(hidden[0], hidden[1]):
+                raise CaptureError(
+                    f"{layer} uses data-dependent sparsity: which keys a query sees changes with the tokens. "
+                    "Its map has jumps, and is not captured."
+                )
+            return "its scores have a bias that depends on the tokens"
+    return ""
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    return mask.logical_not() if mask.dtype == torch.bool else mask < -1e3
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _check_finite(layer: AttentionLayer, x: Tensor, cores: list[CoreCall]) -> None:
+    values = [x, *(core.output for core in cores if core.output is not None)]
+    if not all(bool(torch.isfinite(t).all()) for t in values):
+        raise NonFiniteError(
+            "inputs",
+            expected=f"finite activations in {layer}",
+            got="NaN or infinity",
+            remedy="Check the model's weights.",
+        )

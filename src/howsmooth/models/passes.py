@@ -1,0 +1,284 @@
+"""One forward pass of a model as its user has it, noting where it computes softmax attention.
+
+Nothing is replaced: the pass runs the user's own attention implementation, and everything that the capture
+needs later is kept of the layers that were asked for, and of no others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.models.recording import (
+    AttentionLayer,
+    ModuleCall,
+    bound_arguments,
+    first_tokens,
+    is_norm,
+    output_of,
+)
+from howsmooth.models.watching import CoreCall, Watch
+
+__all__ = ["Call", "Passed", "Wanted", "attention_layers", "forward_pass", "run"]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module, with its arguments as they were at the time."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    last_norm: ModuleCall | None = None  # that ended before the call began
+    versions: dict[int, int] = field(default_factory=dict)
+    kept: bool = False
+    output: Any = None
+
+    def keep(self) -> None:
+        """Copy the tokens among the arguments: a model may add to them in place later."""
+        if self.kept:
+            return
+        self.kept = True
+        copies: dict[int, Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim > 3:
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = value.clone()
+            return copies[id(value)]
+
+        x = first_tokens(self.arguments())
+        if x is not None:
+            copies[id(x)] = x.clone()
+        self.args = tuple(copies.get(id(v), v) if v is x else copied(v) for v in self.args)
+        self.kwargs = {k: copies.get(id(v), v) if v is x else copied(v) for k, v in self.kwargs.items()}
+        self.versions = {id(v): v._version for v in self._tensors()}
+
+    def unchanged(self) -> bool:
+        """Whether no argument was written to since."""
+        return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        return bound_arguments(self.module, self.args, self.kwargs)
+
+    def _tensors(self) -> list[Tensor]:
+        # Tensors made under inference mode count no versions; the pass makes none.
+        given = (*self.args, *self.kwargs.values())
+        return [v for v in given if isinstance(v, Tensor) and not v.is_inference()]
+
+
+@dataclass(eq=False)
+class Passed:
+    """One attention layer in the pass: the calls around its cores, from the layer's to the innermost."""
+
+    layer: AttentionLayer
+    calls: list[Call]
+    cores: int = 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which layers to keep, counted in the order of their calls; negative from the end, None: all."""
+
+    indices: tuple[int, ...] | None
+
+    @property
+    def last(self) -> int | None:
+        """Index after which the pass need not go on; None if only its end tells."""
+        if self.indices is None or any(i < 0 for i in self.indices):
+            return None
+        return max(self.indices, default=-1)
+
+    @property
+    def from_end(self) -> int:
+        """How many of the layers last seen may be wanted."""
+        return max((-i for i in self.indices or () if i < 0), default=0)
+
+
+class _Stop(BaseException):
+    """Ends a pass once everything asked for was seen; not an Exception, so that no model catches it."""
+
+
+def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the model's forward pass; an exception of its own becomes an ArgumentError about the inputs."""
+    # Asking for hidden states would make transformers leave hooks of its own on the modules for good.
+    config = getattr(model, "config", None)
+    asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
+    try:
+        return model(*args, **kwargs, **dict.fromkeys(asked, False))
+    except _Stop:
+        return None
+    except HowsmoothError:
+        raise
+    except Exception as error:
+        named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in named.items() if isinstance(v, Tensor))
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ArgumentError(
+            "inputs",
+            expected=f"inputs that {type(model).__name__} accepts",
+            got=f"{shapes}, for which it raises {type(error).__name__}: {reason}",
+            remedy="Run the model on them once by hand.",
+        ) from error
+
+
+def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
+    """List the attention layers of one forward pass, in order, cross-attention among them."""
+    return forward_pass(model, (), inputs, Wanted(()))[0]
+
+
+def forward_pass(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wanted: Wanted,
+    on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
+) -> tuple[list[AttentionLayer], dict[int, Passed]]:
+    """Run the model once.
+
+    Parameters
+    ----------
+    model, args, kwargs
+        The model, borrowed, and its inputs.
+    wanted
+        Which layers to keep. The pass ends with the last of them, if that can be told.
+    on_layer
+        Called with each layer when it is found.
+
+    Returns
+    -------
+    list of AttentionLayer
+        All layers that were seen, in order.
+    dict
+        Those that are wanted, by index.
+
+    """
+    watcher = _Watcher(model, wanted, on_layer)
+    with watcher.hooked(), Watch(watcher.on_core):
+        run(model, args, kwargs)
+    return watcher.layers, watcher.kept
+
+
+class _Watcher:
+    """The hooks of :func:`forward_pass`, and what they have seen."""
+
+    def __init__(self, model: nn.Module, wanted: Wanted, on_layer: Callable[[AttentionLayer], None]) -> None:
+        self.model = model
+        self.wanted = wanted
+        self.on_layer = on_layer
+        self.stack: list[Call] = []
+        self.layers: list[AttentionLayer] = []
+        self.kept: dict[int, Passed] = {}
+        self.last: deque[int] = deque()  # kept only because they may be wanted from the end
+        self.last_norm: ModuleCall | None = None
+        self.newest: tuple[Call, Passed] | None = None
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Place the hooks, and remove them."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                for handle in (
+                    module.register_forward_pre_hook(self._starts(name), with_kwargs=True),
+                    module.register_forward_hook(self._ends, with_kwargs=True),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    def _starts(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.stack.append(Call(name, module, args, kwargs, self.last_norm))
+
+        return hook
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A call that ended with an exception that the model caught is still on the stack.
+        while self.stack and self.stack[-1].module is not module:
+            self.stack.pop()
+        if not self.stack:
+            return
+        call = self.stack.pop()
+        if is_norm(module) and isinstance(output, Tensor):
+            tokens = first_tokens(call.arguments())
+            if tokens is not None:
+                self.last_norm = ModuleCall(call.name, module, tokens, output)
+        if call.kept:
+            call.output = output
+            last = self.wanted.last
+            ended = self.kept.get(last) if last is not None else None
+            if ended is not None and ended.calls[0] is call:
+                raise _Stop
+
+    def on_core(self, core: CoreCall) -> None:
+        """Note a core: a further one of the call that had the last, or a new layer."""
+        if not self.stack:
+            return
+        innermost = self.stack[-1]
+        if self.newest is not None and self.newest[0] is innermost:
+            self.newest[1].cores += 1
+            return
+        root = enclosing_layer(innermost.name)
+        start = next((i for i, call in enumerate(self.stack) if call.name == root), 0)
+        calls = self.stack[start:]
+        layer = AttentionLayer(
+            index=len(self.layers),
+            name=innermost.name,
+            owner=innermost.module,
+            root_name=calls[0].name,
+            root=calls[0].module,
+            heads=output_of(core).shape[-3],
+            causal=_causal(core),
+        )
+        self.layers.append(layer)
+        self.on_layer(layer)
+        passed = Passed(layer, calls)
+        self.newest = (innermost, passed)
+        if self._is_wanted(layer.index):
+            for call in calls:
+                call.keep()
+            self.kept[layer.index] = passed
+
+    def _is_wanted(self, index: int) -> bool:
+        indices = self.wanted.indices
+        if indices is None or index in indices:
+            return True
+        if not self.wanted.from_end:
+            return False
+        self.last.append(index)
+        if len(self.last) > self.wanted.from_end:
+            self.kept.pop(self.last.popleft(), None)
+        return True
+
+
+def enclosing_layer(name: str) -> str:
+    """Return the path of the nearest enclosing member of a list (``encoder.layer.3``), or nothing."""
+    match = re.match(r"(.*\.)?\d+(?=\.|$)", name)
+    return match.group(0) if match else ""
+
+
+def _causal(core: CoreCall) -> bool:
+    """Whether no query sees a later key."""
+    p = core.probabilities
+    m, n = output_of(core).shape[-2], core.value.shape[-2]
+    if p is not None:
+        m, n = p.shape[-2:]
+    if m != n:
+        return False
+    if core.mask is None:
+        return p is not None and n > 1 and not bool(p.triu(1).any())
+    if core.mask.shape[-2] != n:
+        return False
+    hidden = core.mask.logical_not() if core.mask.dtype == torch.bool else core.mask < 0
+    ahead = torch.ones(n, n, dtype=torch.bool, device=hidden.device).triu(1)
+    return n == 1 or bool(hidden.broadcast_to(*hidden.shape[:-2], n, n)[..., ahead].all())

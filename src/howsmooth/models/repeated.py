@@ -1,0 +1,162 @@
+"""A call of a module that can be made again, with other tokens in the place of X."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.passes import Call
+from howsmooth.models.recording import bound_arguments
+
+__all__ = ["Repeated", "token_arguments"]
+
+
+class _Tokens:
+    """Stands where X stood among the arguments."""
+
+
+_X = _Tokens()
+
+
+class Repeated:
+    """The call of a module, with X wherever it *was* X.
+
+    Parameters
+    ----------
+    call
+        The call as the model made it.
+    x
+        The tensor among its arguments that holds the tokens, of any shape (..., d).
+    batch
+        Number of sequences in the call.
+
+    """
+
+    def __init__(self, call: Call, x: Tensor, batch: int) -> None:
+        self.name = call.name
+        self.module = call.module
+        self.x = x
+        self.batch = batch
+        self.batch_axis = _batch_axis(x, batch)
+        leaves, self._tree = tree_flatten((call.args, call.kwargs))
+        self._leaves: list[Any] = [_X if leaf is x else _without_cache(leaf) for leaf in leaves]
+
+    def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``x``, shaped as the tokens of the call, for X."""
+        args, kwargs = tree_unflatten([x if leaf is _X else leaf for leaf in self._leaves], self._tree)
+        return args, kwargs
+
+    @property
+    def x_name(self) -> str:
+        """Name of the parameter that X is given for."""
+        return next((name for name, value in self.named_arguments().items() if value is self.x), "")
+
+    def named_arguments(self) -> dict[str, Any]:
+        """Return the arguments at X by name."""
+        return bound_arguments(self.module, *self.arguments(self.x))
+
+    def __call__(self, x: Tensor) -> Any:
+        """Call the module."""
+        args, kwargs = self.arguments(x)
+        return self.module(*args, **kwargs)
+
+    def tokens(self) -> Tensor:
+        """X as (batch, n, d)."""
+        return as_tokens(self.x, self.batch, self.batch_axis)
+
+    def shaped(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, n, d) in the shape of X."""
+        if self.batch_axis == 1:
+            return tokens.transpose(0, 1).reshape(self.x.shape)
+        return tokens.reshape(self.x.shape)
+
+    def rows(self, output: Tensor) -> Tensor:
+        """Return an output of the module as (batch, n_out, d_out)."""
+        return as_tokens(output, self.batch, self.batch_axis)
+
+    def of_sequence(self, index: int = 0) -> Repeated:
+        """Return the call for one sequence alone."""
+        if self.batch == 1:
+            return self
+
+        def one(value: Any) -> Any:
+            return value if value is _X else _slice(value, self.batch, self.batch_axis, index)
+
+        alone = object.__new__(Repeated)
+        alone.name, alone.module, alone.batch = self.name, self.module, 1
+        alone.batch_axis, alone._tree = self.batch_axis, self._tree
+        alone.x = _slice(self.x, self.batch, self.batch_axis, index)
+        alone._leaves = [one(leaf) for leaf in self._leaves]
+        return alone
+
+    def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Repeated:
+        """Return the same call of a copy of the module, with its numbers in another dtype and place."""
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+        other = object.__new__(Repeated)
+        other.name, other.module, other.batch = self.name, module, self.batch
+        other.batch_axis, other._tree = self.batch_axis, self._tree
+        other.x = moved(self.x)
+        other._leaves = [moved(leaf) for leaf in self._leaves]
+        return other
+
+
+def token_arguments(call: Call) -> Iterator[Tensor]:
+    """Yield the arguments that may be the tokens: floating-point tensors with an axis before the last."""
+    seen: set[int] = set()
+    for value in call.arguments().values():
+        leaves = value if isinstance(value, tuple | list) else [value]
+        for leaf in leaves:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.is_floating_point()
+                and leaf.ndim >= 2
+                and leaf.numel() > 0
+                and id(leaf) not in seen
+            ):
+                seen.add(id(leaf))
+                yield leaf
+
+
+def as_tokens(x: Tensor, batch: int, batch_axis: int) -> Tensor:
+    """Return a tensor (..., d) as (batch, n, d)."""
+    if batch_axis == 1:
+        x = x.transpose(0, 1)
+    return x.reshape(batch, -1, x.shape[-1])
+
+
+def _batch_axis(x: Tensor, batch: int) -> int:
+    if batch == 1 or x.shape[0] == batch:
+        return 0
+    if x.ndim > 2 and x.shape[1] == batch:
+        return 1
+    if x.shape[0] % batch == 0:
+        return 0
+    raise CaptureError(
+        f"Tokens of shape {tuple(x.shape)} cannot be told apart by sequence; give one sequence at a time."
+    )
+
+
+def _slice(value: Any, batch: int, axis: int, index: int) -> Any:
+    """Return what belongs to one sequence; what is the same for all has another size there."""
+    if not isinstance(value, Tensor) or value.ndim <= axis:
+        return value
+    size = value.shape[axis]
+    if axis == 0 and size % batch == 0 and size > 0:
+        step = size // batch
+        return value[index * step : (index + 1) * step]
+    return value.narrow(1, index, 1) if axis == 1 and size == batch else value
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value

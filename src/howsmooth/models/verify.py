@@ -1,0 +1,253 @@
+"""The proof that captured maps reproduce the model's own numbers.
+
+The layer is run by itself as its user has it, on all sequences: at the tokens of the pass, and at changed
+ones. That tells a map from a coincidence of values, and shows whether earlier outputs really do not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.blocks import Block
+from howsmooth.models.identify import Hypothesis, Output
+from howsmooth.models.layers import first_tensor
+from howsmooth.models.owners import Owner, moved_tokens
+from howsmooth.models.recording import AttentionLayer, bound_arguments, first_tokens
+from howsmooth.models.repeated import Repeated
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+
+__all__ = ["OwnValues", "own_values", "verify", "verify_block"]
+
+
+@dataclass(eq=False)
+class OwnValues:
+    """What the model itself computes in one layer, on all sequences; None: not reached."""
+
+    x: Float[Tensor, "batch n d"]
+    heads: Tensor | None = None  # input of the output projection, (batch, n, heads * value_dim)
+    attention: Tensor | None = None  # its output, or the owner's
+    downcast: bool = False  # whether a float64 module computed something in float32
+
+
+class _Downcasts(TorchDispatchMode):
+    """Notices operations that take float64 and give float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            given = (value for value in args if isinstance(value, Tensor))
+            self.seen = self.seen or any(value.dtype == torch.float64 for value in given)
+        return result
+
+
+def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
+    """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
+    call = owner.repeated
+    batch, n = call.tokens().shape[:2]
+    own = OwnValues(call.rows(x))
+
+    def tokens(t: Tensor) -> Tensor:
+        return t.reshape(batch, n, -1).clone()
+
+    def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        given = first_tokens(bound_arguments(module, args, kwargs))
+        if own.heads is None and given is not None:
+            own.heads, own.attention = tokens(call.rows(given)), tokens(call.rows(result))
+
+    downcasts = _Downcasts()
+    watch: AbstractContextManager[Any] = downcasts if x.dtype == torch.float64 else nullcontext()
+    with ExitStack() as stack:
+        if output.is_projection:
+            handle = output.call.module.register_forward_hook(tap, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(watch)
+        result = first_tensor(call(x))
+    if not output.is_projection:
+        own.attention = call.rows(result).clone()
+    elif own.heads is None:  # the projection lies outside of the owner, which then returns the heads
+        own.heads = tokens(call.rows(result))
+        own.attention = tokens(call.rows(output.call.module(result)))
+    own.downcast = downcasts.seen
+    return own
+
+
+def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
+    """Check that the captured map gives what the model gives, at its tokens and at others.
+
+    Raises
+    ------
+    CaptureError
+        If it differs by more than rounding can explain, or is not causal where its mask says so.
+
+    """
+    layer, call = owner.layer, owner.repeated
+    own = own_values(owner, output, call.x)
+    inner = found.map.without_output() if output.is_projection else found.map
+    if own.attention is None:
+        raise CaptureError(f"{layer} did not reach its output when it ran by itself.")
+    eps = precision(own.x.dtype, downcast=own.downcast)
+    tol = tolerance(eps, found.condition)
+    before = inner(own.x)
+    before_own = own.heads if own.heads is not None else own.attention
+    _compare(layer, "its heads" if output.is_projection else "its output", before, before_own, tol)
+    if output.is_projection:
+        _compare(layer, "its attention", found.map(own.x), own.attention, tol)
+    # Larger tokens give larger scores: q and k may each have grown by a small factor.
+    tol = tolerance(eps, 4.0 * found.condition)
+    half = own.x.shape[1] // 2
+    for first in dict.fromkeys((0, half if found.map.causal else 0)):
+        moved = own_values(owner, output, call.shaped(moved_tokens(own.x, first)))
+        after_own = moved.heads if moved.heads is not None else moved.attention
+        after = inner(moved.x)
+        if after_own is None:
+            raise CaptureError(f"{layer} did not reach its output at other tokens.")
+        _compare(layer, "its heads on other tokens", after, after_own, tol)
+        if first == 0 or before.shape[1] != own.x.shape[1]:
+            continue
+        for what, a, b in (("model", before_own, after_own), ("captured map", before, after)):
+            if relative_error(b[:, :first], a[:, :first]) > tol:
+                raise CaptureError(
+                    f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
+                )
+
+
+def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+    if captured.shape != own.shape:
+        raise CaptureError(
+            f"{layer}: the captured map gives {tuple(captured.shape)} where the model gives "
+            f"{tuple(own.shape)} ({what})."
+        )
+    errors = [relative_error(a, b) for a, b in zip(captured, own, strict=True)]
+    worst = max(errors)
+    if worst <= tol:
+        return
+    reason = (
+        "its mask or its positions differ between the sequences; measure them one at a time"
+        if errors[0] <= tol
+        else "it does something that was not recognised, so it is not captured"
+    )
+    raise CaptureError(
+        f"{layer}: the captured map differs from the model's own output ({what}) by {worst:.1e} relative, "
+        f"where rounding explains {tol:.1e}: {reason}."
+    )
+
+
+# ---------------------------------------------------------------- the block
+
+
+@dataclass(eq=False)
+class _BlockValues:
+    hidden: Tensor | None = None  # what the norm before the attention was given
+    value: Tensor | None = None
+    less: Tensor | None = None
+    owner_ran: bool = False
+    reached: bool = False  # the attention's output
+
+
+def verify_block(
+    owner: Owner, output: Output, block: Block, layer: Repeated, condition: float
+) -> Float[Tensor, "batch n d"]:
+    """Check the map of a block against the layer, at its tokens and at others; return its input H.
+
+    Raises
+    ------
+    CaptureError
+        If it differs by more than rounding can explain.
+
+    """
+    if block.map is None or block.value_at is None:
+        raise CaptureError(
+            f"The block around {owner.layer} is not captured: {block.obstacle}. "
+            "The scopes up to 'attention' do not need it."
+        )
+    first: Tensor | None = None
+    for x in (layer.x, moved_tokens(layer.x) if layer.x.is_floating_point() else None):
+        if x is None:
+            continue
+        downcasts = _Downcasts()
+        watch: AbstractContextManager[Any] = (
+            downcasts if owner.repeated.x.dtype == torch.float64 else nullcontext()
+        )
+        values = _BlockValues()
+        with _tapped(owner, output, block, values), watch:
+            layer(x)
+        hidden = values.hidden
+        if hidden is None or values.value is None:
+            raise CaptureError(
+                f"The block around {owner.layer} did not reach its norms when it ran by itself."
+            )
+        shape = owner.repeated.tokens().shape
+        hidden = owner.repeated.rows(hidden).reshape(shape)
+        value = values.value if values.less is None else values.value - values.less
+        loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
+        _compare(
+            owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
+        )
+        first = hidden if first is None else first
+    if first is None:
+        raise CaptureError(f"The block around {owner.layer} could not be run.")
+    return first.clone()
+
+
+@contextmanager
+def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) -> Iterator[None]:
+    """Note the values of a block while its layer runs."""
+    pre, reading = block.pre_norm, block.value_at
+
+    def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens = first_tokens(bound_arguments(module, args, kwargs))
+        if tokens is not None and not values.owner_ran:
+            values.hidden = tokens.clone()
+
+    def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not values.owner_ran and pre is None:
+            x = _at(owner.repeated, args, kwargs)
+            values.hidden = None if x is None else x.clone()
+        values.owner_ran = True
+
+    def output_ends(module: nn.Module, args: Any, result: Any) -> None:
+        values.reached = values.owner_ran
+
+    def shown(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if not values.reached or reading is None:
+            return
+        out = first_tensor(result)
+        if module is reading.less and values.less is None:
+            values.less = out.clone()
+        if module is reading.module and values.value is None:
+            value = first_tokens(bound_arguments(module, args, kwargs)) if reading.side == "input" else out
+            values.value = None if value is None else value.clone()
+
+    with ExitStack() as stack:
+        places = [owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True)]
+        places.append(output.call.module.register_forward_hook(output_ends))
+        if pre is not None:
+            places.append(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
+        modules = (reading.module, reading.less) if reading is not None else ()
+        places += [
+            module.register_forward_hook(shown, with_kwargs=True)
+            for module in dict.fromkeys(modules)
+            if module is not None
+        ]
+        for handle in places:
+            stack.callback(handle.remove)
+        yield
+
+
+def _at(call: Repeated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that stands among the arguments of a call where X stood in another."""
+    name = call.x_name
+    return bound_arguments(call.module, args, kwargs).get(name)
