@@ -410,6 +410,10 @@ def _batched(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return plain(p, x, core)[None]
 
 
+def _narrow(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, x, core).float()
+
+
 def _infinite(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return plain(p, x, core) / 0.0
 
@@ -422,6 +426,7 @@ def _infinite(p: Parameters, x: Tensor, core: Core) -> Tensor:
         (_uncalled, ArgumentError, r"\[\]"),
         (_twice, ArgumentError, r"\[0, 0\]"),
         (_batched, ArgumentError, r"\(1, 6, 5\)"),
+        (_narrow, ArgumentError, "float32"),
         (_infinite, NonFiniteError, "finite outputs"),
     ],
 )

@@ -120,7 +120,7 @@ class SoftmaxCore:
         return out.flatten(-4, -3)
 
     def rules(self, q: Tensor, k: Tensor) -> tuple[Visible, bool | None, ScoreFeatures]:
-        """Return what :func:`~howsmooth.attention.core.attend` needs to know beyond the operands.
+        """Return what ``core.attend`` needs to know beyond the operands.
 
         Which keys some rows see, whether that is all of them (False) or a triangle (True), and the features.
         """
@@ -314,7 +314,7 @@ class StagedAttention(TokenMap):
         ------
         ArgumentError
             If the layer calls its cores out of order or not as often as there are cores, or its output is
-            not (n_out, d_out).
+            not (n_out, d_out) in the dtype of ``x``.
 
         """
         called: list[int] = []
@@ -328,9 +328,11 @@ class StagedAttention(TokenMap):
         y = self.layer.run(x, counted)
         if len(called) != len(self.cores):
             self._wrong_calls(called)
-        if y.ndim != 2 or y.shape[1] != self.d_out:
+        if y.ndim != 2 or y.shape[1] != self.d_out or y.dtype != x.dtype:
             raise ArgumentError(
-                "layer", expected=f"an output (n_out, {self.d_out})", got=f"shape {tuple(y.shape)}"
+                "layer",
+                expected=f"an output (n_out, {self.d_out}), {x.dtype}",
+                got=f"shape {tuple(y.shape)}, {y.dtype}",
             )
         return y
 
