@@ -147,10 +147,9 @@ def page(source: Path) -> str:
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
+    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, refused and why autodiff"
     text += _table(
-        "Measured",
-        "| type | class | captured | path | scopes | differences | autodiff | seconds | refused, why autodiff |",
-        [_measured_cells(row) for row in measured],
+        "Measured", f"| {columns.replace(', ', ' | ')} |", [_measured_cells(row) for row in measured]
     )
     for status, title in _TITLES.items():
         cells = [

@@ -69,7 +69,10 @@ def build(model_type: str) -> PreTrainedModel:
     """The model: two layers, width 64, in float64 and evaluation mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = shrink(CONFIG_MAPPING[model_type](), overrides.CONFIGS.get(model_type, {}))
+        config = shrink(
+            CONFIG_MAPPING[overrides.CONFIG_OF.get(model_type, model_type)](),
+            overrides.CONFIGS.get(model_type, {}),
+        )
         torch.manual_seed(SEED)
         model = _class(model_type)(config)
     torch.manual_seed(SEED)
