@@ -197,6 +197,11 @@ def _half_step_first(m: Layer, h: Tensor) -> Tensor:
     return h + m.feed(m.n2(h))
 
 
+def _flattened(m: Layer, h: Tensor) -> Tensor:
+    h = h + m.mix(m.n1(h))
+    return h + m.feed(m.n2(h.flatten(0, 1))).reshape(h.shape)
+
+
 Oracle = Callable[[Layer, Tensor], Tensor]
 LAYOUTS: dict[str, tuple[Oracle, str, Oracle]] = {
     "pre": (_pre, "pre-norm", lambda m, h: h + m.mix(m.n1(h))),
@@ -224,6 +229,7 @@ LAYOUTS: dict[str, tuple[Oracle, str, Oracle]] = {
     "after the norm": (
         _after_norm, "pre-norm, residual after the norm", lambda m, h: m.n1(h) + m.mix(m.n1(h))
     ),
+    "flattened": (_flattened, "pre-norm", lambda m, h: h + m.mix(m.n1(h))),
     "half a step first": (_half_step_first, "pre-norm", lambda m, h: h + m.mix(m.n1(h))),
 }  # fmt: skip
 
@@ -344,6 +350,23 @@ def test_a_branch_that_is_zero_is_a_sum_with_zero() -> None:
     nn.init.zeros_(layer.mix.o.weight)
     nn.init.zeros_(layer.mix.o.bias)
     assert _read(layer, tokens(0, 1, N, D)).layout == "pre-norm"
+
+
+def test_an_attention_that_rounding_hides_confirms_nothing() -> None:
+    layer = _layer(_pre)
+    layer.mix.o.weight.mul_(1e-18)
+    layer.mix.o.bias.mul_(1e-18)
+    block = _read(layer, tokens(0, 1, N, D))
+    assert block.map is None
+    assert "too small beside it" in block.obstacle
+
+
+def test_a_factor_that_the_layer_keeps_is_taken_as_it_is() -> None:
+    block = _read(_layer(_multiplier, torch.float32), tokens(0, 1, N, D, dtype=torch.float32))
+    assert isinstance(block.map, hs.Residual)
+    assert isinstance(block.map.inner, hs.Compose)
+    assert isinstance(block.map.inner.outer, hs.LayerScale)
+    assert torch.equal(block.map.inner.outer.weight, torch.full((D,), 0.22))
 
 
 def test_tokens_that_change_their_dimension() -> None:
