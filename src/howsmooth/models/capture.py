@@ -138,10 +138,10 @@ def _read(passed: Passed, batch: int, user: str) -> _Layer:
     """Find out what a layer computes, and prove it."""
     owner = find_owner(passed, batch, user)
     call = whole_layer(passed, batch)
-    record = record_layer(owner, passed, call, user)
-    output = find_output(record, owner, user)
+    record = record_layer(owner, passed, call)
+    output = find_output(record, owner)
     refused: list[CaptureError] = []
-    for found in hypotheses(record, owner, output, user):
+    for found in hypotheses(record, owner, output):
         if isinstance(found, CaptureError):
             refused.append(found)
             continue

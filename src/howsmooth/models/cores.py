@@ -35,7 +35,7 @@ _SPARSE = frozenset({"block_indices", "indices"})
 
 @contextlib.contextmanager
 def intercepted(
-    module: nn.Module, on_core: OnCore, *, implementation: str, compute: bool = True
+    module: nn.Module, on_core: OnCore, *, implementation: str | None, compute: bool = True
 ) -> Iterator[None]:
     """Within the context every core of ``module`` is shown to ``on_core``, which may return another output.
 
@@ -46,12 +46,17 @@ def intercepted(
     on_core
         What is told of each core, in order.
     implementation
-        The user's attention implementation: it decides what a missing mask means.
+        The user's attention implementation: it decides what a missing mask means. None: the module does not
+        go through the interface, and is only watched; some read the name to choose their code.
     compute
         False: ``on_core`` replaces every output, so those of the interface need not be computed.
 
     """
     watch = Watch(on_core, ahead=not compute)
+    if implementation is None:
+        with watch:
+            yield
+        return
 
     # The parameters have the names of transformers' own attention functions: some layers pass them by name.
     def attend(owner: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,

@@ -55,9 +55,7 @@ class Hypothesis:
     condition: float  # bound on the absolute scores, for tolerances
 
 
-def hypotheses(
-    record: LayerRecord, owner: Owner, output: Output, implementation: str
-) -> Iterator[Hypothesis | CaptureError]:
+def hypotheses(record: LayerRecord, owner: Owner, output: Output) -> Iterator[Hypothesis | CaptureError]:
     """Yield what the layer may compute, or why it is not that, from the most to the least explicit.
 
     Raises
@@ -78,19 +76,19 @@ def hypotheses(
             yield CaptureError(str(error))
             reason = str(error)
         try:
-            staged = _staged(record, owner, output, implementation, causal=causal)
+            staged = _staged(record, owner, output, causal=causal)
             known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
             yield Hypothesis(staged, "closed form", known, masking, condition)
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
-    replayed = _replayed(record, owner, output, implementation, causal=causal)
+    replayed = _replayed(record, owner, output, causal=causal)
     yield Hypothesis(
         replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", masking, condition
     )
 
 
-def find_output(record: LayerRecord, owner: Owner, implementation: str) -> Output:
+def find_output(record: LayerRecord, owner: Owner) -> Output:
     """Find the output projection: the first linear map after the core, if its input equals the heads.
 
     Otherwise the attention ends where its module ends.
@@ -107,7 +105,7 @@ def find_output(record: LayerRecord, owner: Owner, implementation: str) -> Outpu
     call = next((c for c in record.after if c.module is owner.repeated.module), None)
     if call is None or call.output is None:
         raise CaptureError(f"{unclear} Nor does its module give out tokens.")
-    if _adds_its_input(owner, implementation):
+    if _adds_its_input(owner):
         raise CaptureError(
             f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
             "attention), so that it cannot stand for the attention."
@@ -115,7 +113,7 @@ def find_output(record: LayerRecord, owner: Owner, implementation: str) -> Outpu
     return Output(call, unclear)
 
 
-def _adds_its_input(owner: Owner, implementation: str) -> bool:
+def _adds_its_input(owner: Owner) -> bool:
     """Whether the output depends on the tokens with all attention set to zero."""
 
     def silent(core: CoreCall) -> Tensor:
@@ -123,7 +121,7 @@ def _adds_its_input(owner: Owner, implementation: str) -> bool:
 
     outputs = []
     for x in (owner.alone.x, moved_tokens(owner.alone.x)):
-        with intercepted(owner.alone.module, silent, implementation=implementation):
+        with intercepted(owner.alone.module, silent, implementation=owner.implementation):
             outputs.append(first_tensor(owner.alone(x)).nan_to_num(nan=0.0))
     return not torch.equal(*outputs)
 
@@ -189,9 +187,7 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
     )
 
 
-def _staged(
-    record: LayerRecord, owner: Owner, output: Output, implementation: str, *, causal: bool
-) -> StagedAttention:
+def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> StagedAttention:
     """Take the softmaxes out of the module."""
     cores = []
     for core in record.cores:
@@ -203,7 +199,7 @@ def _staged(
         cores.append(SoftmaxCore(core.scale, triangle, mask, bias, core.softcap, sinks))
     tail = _projection(output) if output.is_projection else Tail()
     return StagedAttention(
-        OwnerLayer.of(owner.alone, tail, implementation, len(cores)),
+        OwnerLayer.of(owner.alone, tail, owner.implementation, len(cores)),
         tuple(cores),
         d=record.x.shape[-1],
         d_out=_width(output),
@@ -216,9 +212,7 @@ def _staged(
     )
 
 
-def _replayed(
-    record: LayerRecord, owner: Owner, output: Output, implementation: str, *, causal: bool
-) -> ReplayedAttention:
+def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> ReplayedAttention:
     """Take the module as it is."""
     module = owner.alone.module
     tail = Tail()
@@ -229,7 +223,7 @@ def _replayed(
             tail, inner = _projection(output), Tail()
         else:
             tail, inner = Tail(module=path), Tail(module=path, of_input=True)
-    layer = OwnerLayer.of(owner.alone, tail, implementation, len(record.cores))
+    layer = OwnerLayer.of(owner.alone, tail, owner.implementation, len(record.cores))
 
     def replayed(part: OwnerLayer, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
         return ReplayedAttention(

@@ -71,20 +71,20 @@ class OwnerLayer:
     tail
         Where it ends.
     implementation
-        The user's attention implementation.
+        The user's attention implementation, None if the module does not go through the interface.
     cores
         How many cores the module has.
 
     """
 
-    def __init__(self, call: Repeated, tail: Tail, implementation: str, cores: int) -> None:
+    def __init__(self, call: Repeated, tail: Tail, implementation: str | None, cores: int) -> None:
         self.call = call
         self.tail = tail
         self.implementation = implementation
         self.cores = cores
 
     @classmethod
-    def of(cls, call: Repeated, tail: Tail, implementation: str, cores: int) -> OwnerLayer:
+    def of(cls, call: Repeated, tail: Tail, implementation: str | None, cores: int) -> OwnerLayer:
         """Copy the module of a model."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation, cores)

@@ -34,6 +34,8 @@ class Owner:
     repeated: Repeated  # on all sequences
     alone: Repeated  # on the first
     cores: list[CoreCall]  # there
+    #: The user's attention implementation if the module goes through transformers' interface, or None.
+    implementation: str | None
     #: Why the cores cannot be taken as constant functions of queries, keys and values; "" if they can.
     obstacle: str
 
@@ -62,9 +64,12 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
                 repeated = Repeated(call, x, batch)
                 alone = repeated.of_sequence()
                 before = _cores(alone, alone.x, implementation)
+                way = implementation if any(core.kind == "interface" for core in before) else None
+                if way is None:
+                    before = _cores(alone, alone.x, None)
                 if len(before) != passed.cores:
                     continue  # of a module around several layers
-                after = _cores(alone, moved_tokens(alone.x), implementation)
+                after = _cores(alone, moved_tokens(alone.x), way)
             except Exception as error:  # whatever a model's module raises when it runs by itself
                 reasons.append(_first_line(error))
                 continue
@@ -75,7 +80,7 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
             if all(m == {"queries", "keys", "values"} for m in moved):
                 layer = replace(passed.layer, name=call.name, owner=call.module)
-                return Owner(layer, repeated, alone, before, _obstacle(layer, before, after))
+                return Owner(layer, repeated, alone, before, way, _obstacle(layer, before, after))
             partly = partly or any(moved)
     layer = passed.layer
     if partly or not reasons:
@@ -97,7 +102,7 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return x + noise * x.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
 
 
-def _cores(call: Repeated, x: Tensor, implementation: str) -> list[CoreCall]:
+def _cores(call: Repeated, x: Tensor, implementation: str | None) -> list[CoreCall]:
     seen: list[CoreCall] = []
     with intercepted(call.module, lambda core: seen.append(core), implementation=implementation):
         call(x)

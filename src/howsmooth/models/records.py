@@ -48,7 +48,7 @@ def whole_layer(passed: Passed, batch: int) -> Repeated:
     return Repeated(call, (floating or given)[0], batch)
 
 
-def record_layer(owner: Owner, passed: Passed, layer: Repeated, implementation: str) -> LayerRecord:
+def record_layer(owner: Owner, passed: Passed, layer: Repeated) -> LayerRecord:
     """Run the layer around an owner once, on one sequence, and write down what happens.
 
     Raises
@@ -67,7 +67,7 @@ def record_layer(owner: Owner, passed: Passed, layer: Repeated, implementation: 
     layer = layer.of_sequence()
     with (
         recorder.hooked(layer.module),
-        intercepted(layer.module, recorder.on_core, implementation=implementation),
+        intercepted(layer.module, recorder.on_core, implementation=owner.implementation),
     ):
         output = layer(layer.x)
     if not record.cores:
