@@ -191,7 +191,8 @@ def _add(
         known, other, right, mine, theirs = other, None, left, theirs, mine
         if func in _IN_PLACE and isinstance(right, Tensor):
             right = right.clone()  # written over by the result
-    if other is not None and not any(map(_after_softmax, (known, other))):
+    products = isinstance(known, Scores) or isinstance(other, Scores)
+    if other is not None and products and not any(map(_after_softmax, (known, other))):
         result_of: Known | None = Opaque(SEVERAL_PRODUCTS)
     elif other is not None or isinstance(known, Probabilities):
         result_of = _mixed(known, "are added to")

@@ -159,7 +159,9 @@ class _Layout:
         assert isinstance(self.known, Probabilities)
         scores = self.known.scores
         if check and not _agrees(call, scores.eps, every=scores.approximate):
-            return _unreadable(value, output, p, "its output is not that of the softmax of its scores")
+            assert output is not None
+            finite = "that of the softmax of its scores" if holds(output.isfinite()) else "finite"
+            return _unreadable(value, output, p, f"its output is not {finite}")
         return call
 
     def _read(self, lead: list[int], value: Tensor, output: Tensor | None, p: Tensor) -> CoreCall:
@@ -210,8 +212,10 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
     assert call.output is not None
     q, k, v, mask, output = call.query, call.key, call.value, call.mask, call.output
     m, n = q.shape[-2], k.shape[-2]
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
-    with torch.no_grad():
+    dtype = torch.float32
+    for tensor in (q, k, v, output):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # no other watch is to see this
         if m > _ROWS and not every:
             rows = torch.linspace(0, m - 1, _ROWS, device=q.device).round().long()
             q, output = q[..., rows, :], output[..., rows, :]
@@ -230,7 +234,7 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
         if call.sinks is not None:
             column = call.sinks[:, None, None].to(dtype).expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
-        expected = scores.softmax(-1)[..., :n] @ v.to(dtype)
+        expected = scores.to(dtype).softmax(-1)[..., :n] @ v.to(dtype)
         eps = max(eps, torch.finfo(output.dtype).eps)
         allowed = 16 * eps * (1 + size) * v.abs().max().to(dtype)
         wrong = ~((expected - output).abs() <= allowed) & seen[..., None]
