@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.cores import intercepted
-from howsmooth.models.passes import Passed
+from howsmooth.models.passes import Call, Passed
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.repeated import Repeated, token_arguments
 from howsmooth.models.watching import CoreCall
@@ -60,6 +60,8 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
         for x in token_arguments(call):
+            if not _has_weights_for(call, x):
+                continue
             try:
                 repeated = Repeated(call, x, batch)
                 alone = repeated.of_sequence()
@@ -89,6 +91,14 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             "layer, gives queries, keys and values alike. Only self-attention is captured."
         )
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
+
+
+def _has_weights_for(call: Call, x: Tensor) -> bool:
+    """Whether the module has a matrix that may act on such tokens.
+
+    A module without one is given queries, keys and values, side by side perhaps: these are not the tokens.
+    """
+    return any(p.ndim >= 2 and x.shape[-1] in p.shape for p in call.module.parameters())
 
 
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
@@ -131,6 +141,8 @@ def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCal
             raise CaptureError(f"{layer} uses {reason}, which is not captured.")
         if reason:
             return reason
+        if (a.scale, a.softcap) != (b.scale, b.softcap):
+            return "the factor of its scores depends on the tokens"
         if _differ(a.sinks, b.sinks):
             return "its sinks depend on the tokens"
         if _differ(a.mask, b.mask):
