@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import ArgumentError
 
 __all__ = [
     "check_inputs",
@@ -23,12 +23,7 @@ __all__ = [
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise unless the model can be measured: with weights, all in float32 or float64, no encoder-decoder."""
-    if takes_decoder_ids(model):
-        raise CaptureError(
-            f"{type(model).__name__} is an encoder-decoder model, which is not captured yet. "
-            "Capture its encoder or its decoder alone, if the model offers one."
-        )
+    """Raise unless the model can be measured: with weights, all in float32 or float64."""
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if any(p.is_meta for p in tensors):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
@@ -82,7 +77,8 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
 
     """
     if isinstance(inputs, Tensor):
-        named: dict[str, Tensor] = {"input_ids": inputs}
+        other = inputs.is_floating_point() and model.main_input_name != "input_ids"
+        named: dict[str, Tensor] = {model.main_input_name if other else "input_ids": inputs}
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items() if value is not None}
     else:
@@ -99,10 +95,10 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
     main = next(
         (name for name in ("input_ids", "inputs_embeds", model.main_input_name) if name in named), None
     )
-    if main is None:
-        raise ArgumentError(
-            "inputs", expected=f"{model.main_input_name} among the inputs", got=", ".join(named) or "nothing"
-        )
+    if not named:
+        raise ArgumentError("inputs", expected=f"{model.main_input_name} among the inputs", got="nothing")
+    if main is None:  # a part of a larger model, whose class does not say what it takes
+        main = next(iter(named))
     if named[main].numel() == 0:
         raise ArgumentError(
             "inputs",
@@ -113,10 +109,9 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
         named[main] = _check_ids(model, named[main])
     elif main == "inputs_embeds":
         _check_length(model, named[main].shape[1] if named[main].ndim == 3 else 0)
-        if named[main].dtype != model.dtype:
-            raise ArgumentError(
-                "inputs_embeds", expected=f"{model.dtype} as the model", got=str(named[main].dtype)
-            )
+    for name, value in named.items():
+        if value.is_floating_point() and value.dtype != model.dtype and "mask" not in name:
+            raise ArgumentError(name, expected=f"{model.dtype} as the model", got=str(value.dtype))
     padding = named.get("attention_mask")
     if padding is not None and padding.ndim == 2 and not bool((padding == 1).all()):
         raise ArgumentError(
