@@ -45,12 +45,17 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
         ):
             named["decoder_input_ids"] = named["input_ids"]
         main = next((n for n in ("input_ids", "inputs_embeds", model.main_input_name) if n in named), None)
-        first = named[main] if main is not None else next(iter(named.values()))
-        return ModelInputs(named, first.shape[0])
+        main = main or next(iter(named))
+        return ModelInputs(named, named[main].shape[0] if _is_batched(main, named[main]) else 1)
     named = _of_module(model, inputs)
-    first = next(iter(named.values()))
+    name, first = next(iter(named.items()))
     axis = 1 if _sequence_first(model) and first.ndim > 2 else 0
-    return ModelInputs(named, first.shape[axis] if first.ndim > 2 or not first.is_floating_point() else 1)
+    return ModelInputs(named, first.shape[axis] if _is_batched(name, first) else 1)
+
+
+def _is_batched(name: str, value: Tensor) -> bool:
+    """Whether the first axis counts sequences: token ids and sounds, or tokens; not the patches of one image."""
+    return value.ndim > 2 or not value.is_floating_point() or name == "input_values"
 
 
 def _of_module(model: nn.Module, inputs: object) -> dict[str, Tensor]:
