@@ -44,8 +44,8 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
             and not {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
         ):
             named["decoder_input_ids"] = named["input_ids"]
-        main = next((n for n in ("input_ids", "inputs_embeds", model.main_input_name) if n in named), None)
-        main = main or next(iter(named))
+        names = ("input_ids", "inputs_embeds", str(model.main_input_name), *named)
+        main = next(name for name in names if name in named)
         return ModelInputs(named, named[main].shape[0] if _is_batched(main, named[main]) else 1)
     named = _of_module(model, inputs)
     name, first = next(iter(named.items()))
@@ -54,7 +54,7 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
 
 
 def _is_batched(name: str, value: Tensor) -> bool:
-    """Whether the first axis counts sequences: token ids and sounds, or tokens; not the patches of one image."""
+    """Whether the first axis counts sequences, of token ids, sounds or tokens; not patches of one image."""
     return value.ndim > 2 or not value.is_floating_point() or name == "input_values"
 
 

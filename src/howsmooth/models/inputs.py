@@ -92,13 +92,11 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__)
-    main = next(
-        (name for name in ("input_ids", "inputs_embeds", model.main_input_name) if name in named), None
-    )
     if not named:
         raise ArgumentError("inputs", expected=f"{model.main_input_name} among the inputs", got="nothing")
-    if main is None:  # a part of a larger model, whose class does not say what it takes
-        main = next(iter(named))
+    # The class of a part of a larger model does not always say what it takes.
+    names = ("input_ids", "inputs_embeds", str(model.main_input_name), *named)
+    main = next(name for name in names if name in named)
     if named[main].numel() == 0:
         raise ArgumentError(
             "inputs",
