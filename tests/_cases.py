@@ -109,6 +109,23 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
     "sinks, softcap, score bias": lambda n: random_attention(
         26, heads=4, kv_heads=2, sinks=_gain(26)[:4], softcap=1.2, score_bias=_score_bias(4, n)
     ),
+    "norms of queries and keys, rotary, causal": lambda n: random_attention(
+        27,
+        heads=4,
+        kv_heads=2,
+        causal=True,
+        rotary=rotary(n, 2),
+        query_norm=hs.RMSNorm(3 * _gain(27)[:4], 1e-3),
+        key_norm=hs.RMSNorm(_gain(28)[:4], 1e-3),
+    ),
+    "norms of all queries, of all keys": lambda n: random_attention(
+        28,
+        heads=4,
+        kv_heads=2,
+        query_norm=hs.LayerNorm(tokens(28, 16), tokens(29, 16)),
+        key_norm=hs.RMSNorm(tokens(30, 8)),
+    ),
+    "a norm of keys": lambda n: random_attention(29, key_norm=hs.LayerNorm(_gain(29)[:4], _gain(30)[:4])),
     "LayerNorm": lambda n: _layer_norm(),
     "RMSNorm": lambda n: hs.RMSNorm(_gain(7), 1e-6),
     "layer scale": lambda n: hs.LayerScale(_gain(9)),

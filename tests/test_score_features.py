@@ -194,6 +194,8 @@ REFUSING = {
         ({"softcap": 2.0}, "soft-capped"),
         ({"score_bias": _bias(1)}, "a score bias"),
         ({"sinks": tokens(78, 2)}, "sinks"),
+        ({"query_norm": hs.RMSNorm(torch.ones(3).double())}, "a norm of queries"),
+        ({"key_norm": hs.LayerNorm(torch.ones(6).double())}, "a norm of keys"),
     ],
 )
 def test_what_knows_plain_scores_only_refuses_by_name(
@@ -216,6 +218,9 @@ def test_tokens_that_are_equal_move_less_with_sinks_so_there_is_no_value_matrix(
         ({"sinks": torch.zeros(3).double()}, "sinks", "(2)"),
         ({"sinks": torch.zeros(2)}, "sinks", "float64"),
         ({"softcap": float("inf")}, "softcap", "inf"),
+        ({"query_norm": hs.RMSNorm(torch.ones(4).double())}, "query_norm", "dimension 3, or of all, 6"),
+        ({"key_norm": hs.RMSNorm(torch.ones(3))}, "key_norm.weight", "float64"),
+        ({"key_norm": torch.nn.LayerNorm(3)}, "key_norm", "a LayerNorm or RMSNorm"),
         ({"score_bias": torch.zeros(3, 4, 4).double()}, "score_bias", "(2, n, n) or (1, n, n)"),
         ({"score_bias": torch.zeros(1, 4, 5).double()}, "score_bias", "(1, 4, 5)"),
         ({"score_bias": torch.zeros(1, 4, 4)}, "score_bias", "float64"),

@@ -505,3 +505,18 @@ def _site(f: object) -> SimpleNamespace:
 def test_what_needs_matrices_refuses_by_name(who: str) -> None:
     with pytest.raises(ArgumentError, match="attention in stages"):
         REFUSING[who](CASES["plain"]())
+
+
+def _wild(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    """Its derivative changes with the last digit of a token."""
+    return plain(p, torch.sin(3e4 * x), core)
+
+
+def test_rounding_inside_the_layer_is_allowed_for() -> None:
+    f, x = staged(_wild, CORE).to(dtype=torch.float32), tokens(121, 1, N, D).float()
+    operator = closed_form_jacobian(f, x)
+    exact = dense_jacobian(naive(f.to(dtype=torch.float64)), x[0])
+    error = torch.linalg.matrix_norm(to_dense(operator)[0].double() - exact, 2)
+    size = torch.linalg.matrix_norm(exact, 2)
+    assert 1e-4 * size < error <= operator.rounding[0] * size
+    assert float(closed_form_jacobian(f.to(dtype=torch.float64), x.double()).rounding[0]) < 1e-9

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.attention import SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
+from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.models.precision import WithoutDowncast
 from howsmooth.spectral import to_dense
@@ -90,6 +91,47 @@ def _written(module: nn.Module, layer: AroundModule) -> Callable[[Tensor], Tenso
             return module(x[None], layer.rotary, None)[0][0]
 
     return value
+
+
+def _matrices(module: nn.Module, layer: AroundModule) -> dict[str, Any]:
+    """The parameters of a module of Llama's kind as those of SelfAttention."""
+    cos, sin = (t[0] for t in layer.rotary)
+
+    def heads(linear: nn.Module) -> Tensor:
+        return linear.weight.unflatten(0, (-1, KEY))
+
+    return {
+        "query": heads(module.q_proj),
+        "key": heads(module.k_proj),
+        "value": heads(module.v_proj),
+        "output": module.o_proj.weight,
+        "causal": True,
+        "rotary": hs.Rotary(cos, sin),
+    }
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3"), ("olmo2", "Olmo2")])
+def test_norms_of_queries_and_keys_are_those_of_transformers(family: str, kind: str) -> None:
+    module, layer = _module(family, kind)
+    norms = (hs.RMSNorm(norm.weight, norm.variance_epsilon) for norm in (module.q_norm, module.k_norm))
+    query_norm, key_norm = norms
+    f = hs.SelfAttention(**_matrices(module, layer), query_norm=query_norm, key_norm=key_norm)
+    x, written = tokens(122, N, D), _written(module, layer)
+    torch.testing.assert_close(f(x), written(x), rtol=1e-13, atol=1e-14)
+    exact = dense_jacobian(written, x)
+    ours = to_dense(closed_form_jacobian(f, x[None]))[0]
+    assert (ours - exact).abs().max() <= 1e-13 * exact.abs().max()
+    size = float(torch.linalg.matrix_norm(exact, 2))
+    assert float(hs.local_lipschitz(f, x, rtol=1e-9).value) == pytest.approx(size, rel=1e-10)
+    single = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), rtol=1e-4)
+    assert float(single.value) == pytest.approx(size, rel=1e-5)
+    torch.testing.assert_close(f.without_output()(x) @ f.output.T, f(x))
+    if family == "qwen3":
+        heads = torch.cat([f.head(h)(x) for h in range(4)], dim=1)
+        torch.testing.assert_close(heads, f.without_output()(x))
+    else:
+        with pytest.raises(ArgumentError, match="all heads together"):
+            f.head(0)
 
 
 def test_differential_attention_is_two_softmaxes() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from howsmooth.attention.core import ScoreFeatures, attend, visible_keys
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.attention.map import as_parameter
+from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
@@ -25,7 +26,8 @@ class SelfAttention(HeadsAttention):
 
     f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
     scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j; these scores may be soft-capped and
-    have a bias, in this order, and a sink may take a part of each row of P.
+    have a bias, in this order, and a sink may take a part of each row of P. Queries and keys may go through
+    a norm before their product.
 
     Parameters
     ----------
@@ -40,7 +42,8 @@ class SelfAttention(HeadsAttention):
         (d_out, heads * value_dim), or None: the heads are concatenated.
     query_bias, key_bias, value_bias, output_bias
         (heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (d_out,). Without rotary
-        positions, softcap and sinks the key bias has no effect (a shift that the softmax forgets).
+        positions, a key norm, softcap and sinks the key bias has no effect (a shift that the softmax
+        forgets).
     scale
         Factor of the scores; 1/sqrt(key_dim) by default.
     causal
@@ -58,6 +61,10 @@ class SelfAttention(HeadsAttention):
     sinks
         (heads,): in each row of a head the softmax has one further score, this one, of a key without value
         (gpt-oss): P_ij = e^{S_ij} / (e^{sink} + Σ_l e^{S_il}), rows sum to less than one.
+    query_norm, key_norm
+        LayerNorm or RMSNorm of the queries and keys, after their biases and before rotary positions: of
+        dimension key_dim, of each head by itself (Qwen 3); or of all heads side by side, heads * key_dim for
+        queries and kv_heads * key_dim for keys (OLMo 2).
 
     Raises
     ------
@@ -86,6 +93,8 @@ class SelfAttention(HeadsAttention):
         score_bias: Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        query_norm: object = None,
+        key_norm: object = None,
     ) -> None:
         super().__init__(
             query,
@@ -112,6 +121,22 @@ class SelfAttention(HeadsAttention):
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise ArgumentError("softcap", expected="a finite number > 0, or None", got=str(softcap))
         self.sinks = None if sinks is None else as_parameter("sinks", sinks, (self.heads,), like=self.query)
+        self.query_norm = self._check_norm("query_norm", query_norm, self.heads)
+        self.key_norm = self._check_norm("key_norm", key_norm, self.kv_heads)
+
+    def _check_norm(self, name: str, norm: object, heads: int) -> LayerNorm | RMSNorm | None:
+        if norm is None:
+            return None
+        if not isinstance(norm, LayerNorm | RMSNorm):
+            raise ArgumentError(name, expected="a LayerNorm or RMSNorm, or None", got=type(norm).__name__)
+        as_parameter(f"{name}.weight", norm.weight, ("d",), like=self.query)
+        if norm.d not in (self.key_dim, heads * self.key_dim):
+            raise ArgumentError(
+                name,
+                expected=f"a norm of each head, dimension {self.key_dim}, or of all, {heads * self.key_dim}",
+                got=f"dimension {norm.d}",
+            )
+        return norm
 
     def _check_score_bias(self, given: Tensor) -> Tensor:
         bias = as_parameter("score_bias", given, ("heads", "n", "n"), like=self.query)
@@ -141,8 +166,14 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return in words what is done to the scores beyond a mask, for those who must refuse it."""
-        named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
+        """Return in words what makes scores other than ⟨Q x_i + b, K x_j⟩, for those who must refuse it."""
+        named = {
+            "a norm of queries": self.query_norm,
+            "a norm of keys": self.key_norm,
+            "soft-capped scores": self.softcap,
+            "a score bias": self.score_bias,
+            "sinks": self.sinks,
+        }
         return tuple(name for name, there in named.items() if there is not None)
 
     def describe(self) -> str:
@@ -213,8 +244,9 @@ class SelfAttention(HeadsAttention):
         Float[Tensor, "*batch kv_heads n key_dim"],
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
-        """Return queries, keys and values of tokens X, after biases and rotary positions."""
+        """Return queries, keys and values of tokens X, after biases, norms and rotary positions."""
         q, k, v = self._project(X)
+        q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         if self.rotary is not None:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
         return q, k, v
@@ -254,6 +286,8 @@ class SelfAttention(HeadsAttention):
             "score_bias": bias,
             "softcap": self.softcap,
             "sinks": None if self.sinks is None else self.sinks.to(dtype=dtype, device=device),
+            "query_norm": None if self.query_norm is None else self.query_norm.to(dtype=dtype, device=device),
+            "key_norm": None if self.key_norm is None else self.key_norm.to(dtype=dtype, device=device),
         }
 
     def to(
@@ -275,11 +309,19 @@ class SelfAttention(HeadsAttention):
         Raises
         ------
         ArgumentError
-            If there is no head ``h``.
+            If there is no head ``h``, or queries or keys are normed together with those of other heads.
 
         """
         if not 0 <= h < self.heads:
             raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
+        for name, norm in (("query_norm", self.query_norm), ("key_norm", self.key_norm)):
+            if norm is not None and norm.d != self.key_dim:
+                raise ArgumentError(
+                    name,
+                    expected="norms of one head, for a head alone",
+                    got="a norm of all heads together",
+                    remedy="Take without_output(), all heads.",
+                )
         g = h // (self.heads // self.kv_heads)
 
         def pick(tensor: Tensor | None, index: int) -> Tensor | None:
@@ -299,6 +341,18 @@ class SelfAttention(HeadsAttention):
             score_bias=self.score_bias if shared else pick(self.score_bias, h),
             sinks=pick(self.sinks, h),
         )
+
+
+def _normed(
+    t: Float[Tensor, "*batch heads n key_dim"], norm: LayerNorm | RMSNorm | None
+) -> Float[Tensor, "*batch heads n key_dim"]:
+    """Return queries or keys after their norm, of each head or of all heads side by side."""
+    if norm is None:
+        return t
+    if norm.d == t.shape[-1]:
+        return norm._forward(t)
+    rows = t.transpose(-2, -3)
+    return norm._forward(rows.flatten(-2)).reshape(rows.shape).transpose(-2, -3)
 
 
 def _check_mask(mask: object, causal: bool, device: torch.device) -> Tensor:

@@ -124,6 +124,7 @@ class AttentionJacobian(LinearOperator):
         weight: Tensor,
         output: Tensor | None,
         core: SoftmaxDerivative | WeightedSoftmaxDerivative,
+        norms: tuple[NormJacobian | None, NormJacobian | None],
     ) -> None:
         self.sinks = int(attention.sinks is not None)
         n, batch = core.k.shape[1] - self.sinks, core.k.shape[0] // attention.kv_heads
@@ -133,12 +134,13 @@ class AttentionJacobian(LinearOperator):
             (n, attention.d_out),
             weight.dtype,
             weight.device,
-            core.rounding(batch),
+            sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch)),
         )
         self.attention = attention
         self.weight = weight
         self.output = output
         self.core = core
+        self.norms = norms
         rotary = attention.rotary
         self.rotary = None if rotary is None else rotary.to(dtype=weight.dtype)
 
@@ -151,19 +153,28 @@ class AttentionJacobian(LinearOperator):
         q, k, v = f.projections(x)
         q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
+        norms = (
+            _norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
+            _norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
+        )
         output = None if f.output is None else f.output.to(dtype)
         core = (
             softmax_derivative(q, k, v, f.scale, visible, f.features, dtype)
             if weighting is None
             else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
         )
-        return cls(f, weight.to(dtype), output, core)
+        return cls(f, weight.to(dtype), output, core, norms)
 
     def _product(self, e: Tensor) -> Tensor:
         f, (b, n, _) = self.attention, e.shape
         q_rows, kv_rows = f.heads * f.key_dim, f.kv_heads * f.key_dim
         rows = (e.view(b * n, f.d) @ self.weight.mT).view(b, n, -1)
         dq, dk, dv = rows.split((q_rows, kv_rows, f.kv_heads * f.value_dim), dim=-1)
+        query_norm, key_norm = self.norms
+        if query_norm is not None:
+            dq = query_norm.product(dq.reshape(b, *query_norm.in_shape))
+        if key_norm is not None:
+            dk = key_norm.product(dk.reshape(b, *key_norm.in_shape))
         dq = dq.view(b, n, f.heads, f.key_dim).transpose(1, 2)
         dk = dk.view(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
         dv = dv.view(b, n, f.kv_heads, f.value_dim).transpose(1, 2)
@@ -187,6 +198,9 @@ class AttentionJacobian(LinearOperator):
         if self.rotary is not None:
             dq, dk = self.rotary.rotate_adjoint(dq), self.rotary.rotate_adjoint(dk)
         parts = [part.transpose(1, 2).reshape(b, n, -1) for part in (dq, dk, dv)]
+        for i, norm in enumerate(self.norms):
+            if norm is not None:  # queries, then keys
+                parts[i] = norm.adjoint_product(parts[i].view(b, *norm.in_shape)).view(b, n, -1)
         return torch.cat(parts, dim=-1) @ self.weight
 
     def select(self, members: Tensor) -> AttentionJacobian:
@@ -194,7 +208,21 @@ class AttentionJacobian(LinearOperator):
         kv_heads = self.attention.kv_heads
         heads = torch.arange(kv_heads, device=members.device)
         rows = (members[:, None] * kv_heads + heads).flatten().to(self.device)
-        return AttentionJacobian(self.attention, self.weight, self.output, self.core.select(rows))
+        query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
+        core = self.core.select(rows)
+        return AttentionJacobian(self.attention, self.weight, self.output, core, (query_norm, key_norm))
+
+
+def _norm_jacobian(
+    norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> NormJacobian | None:
+    """Linearise a norm of queries or keys at tokens x, rows (batch, n times heads, d) or (batch, n, d)."""
+    if norm is None:
+        return None
+    rows = x @ weight.flatten(0, 1).mT
+    if bias is not None:
+        rows = rows + bias.flatten()
+    return NormJacobian.at(norm, rows.reshape(x.shape[0], -1, norm.d), dtype)
 
 
 def _weighted_softmax_derivative(

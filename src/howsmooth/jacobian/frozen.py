@@ -70,7 +70,7 @@ def _width(f: TokenMap) -> int:
 
 def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
     match f:
-        case SelfAttention():
+        case SelfAttention() if f.query_norm is None and f.key_norm is None:
             return _attention(f, x, weighting)
         case LayerNorm() | RMSNorm():
             return _norm(f, x)
