@@ -115,7 +115,9 @@ class _Recorder:
         tokens = self.owner.alone.x
         given = (*args, *kwargs.values())
         same = [v for v in given if isinstance(v, Tensor) and v.shape == tokens.shape]
-        if self.inside is None and any(relative_error(v, tokens) < _SAME for v in same):
+        again = next((v for v in same if relative_error(v, tokens) < _SAME), None)
+        if self.inside is None and again is not None:
+            self.record.x = _flat(again)  # what follows was computed from these, to the last bit
             self.inside = len(self.calls)
             self.record.before = list(self.calls)
 

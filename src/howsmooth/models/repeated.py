@@ -77,8 +77,11 @@ class Repeated:
         return tokens.reshape(self.x.shape)
 
     def rows(self, output: Tensor) -> Tensor:
-        """Return an output of the module as (batch, n_out, d_out)."""
-        return as_tokens(output, self.batch, self.batch_axis)
+        """Return a value of the module as (batch, n_out, d_out), which may have the sequences elsewhere."""
+        axis = self.batch_axis
+        if self.batch > 1 and output.ndim > 2 and output.shape[axis] != self.batch == output.shape[1 - axis]:
+            axis = 1 - axis
+        return as_tokens(output, self.batch, axis)
 
     def of_sequence(self, index: int = 0) -> Repeated:
         """Return the call for one sequence alone."""
