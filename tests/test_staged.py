@@ -150,6 +150,12 @@ def normed_after(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return rms(joined(core(0, *projections(p, x)))) @ p.draw(4, D, HEADS * VALUE).T
 
 
+def in_place(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    o = core(0, *projections(p, x))
+    o.mul_(1.5)
+    return output(p, o).mul_(3.0)
+
+
 def windows(p: Parameters, x: Tensor, core: Core) -> Tensor:
     """Two windows of three tokens, shifted by one, as Swin has them."""
     parts = x.roll(-1, 0).unflatten(0, (2, 3))
@@ -204,6 +210,7 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
     "interleaved rotary, grouped": lambda: staged(interleaved, replace(CORE, causal=True)),
     "gate": lambda: staged(gated, replace(CORE, mask=_lower()[None, None])),
     "norm after the core": lambda: staged(normed_after, CORE),
+    "in place after the core": lambda: staged(in_place, CORE),
     "windows": lambda: staged(windows, CORE),
     "windows with masks and biases": lambda: staged(
         windows,

@@ -178,7 +178,11 @@ class _CoreAt:
             dtype,
         )
         return cls(
-            o.detach().to(dtype), derivative, core.scale, core.sinks is not None, derivative.rounding(1)[0]
+            o.detach().to(dtype, copy=True),
+            derivative,
+            core.scale,
+            core.sinks is not None,
+            derivative.rounding(1)[0],
         )
 
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -209,7 +213,7 @@ class _Linearised(torch.autograd.Function):
         ctx.dtypes = (q.dtype, k.dtype, v.dtype)
         if (*q.shape[:-1], v.shape[-1]) != core.output.shape:
             raise DerivativeError("f: its softmaxes have other shapes in another run of the same input.")
-        # A copy: PyTorch makes what is returned part of the graph.
+        # A copy: PyTorch makes what is returned part of the graph, and the layer may change it in place.
         return core.output.to(v.dtype, copy=True)
 
     @staticmethod
