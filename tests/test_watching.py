@@ -70,7 +70,7 @@ def naive(call: CoreCall) -> np.ndarray:
         weights = np.exp(s - top)
         total = weights.sum()
         if call.sinks is not None:
-            total += np.exp(float(call.sinks[h]) - top)
+            total += np.exp(float(call.sinks[h].detach()) - top)
         out[(*at, h, i)] = (weights / total) @ v[(*at, h // group)]
     return out
 
@@ -771,3 +771,103 @@ def test_probabilities_that_the_code_keeps_do_not_keep_their_operands_after_the_
     gc.collect()
     assert held() is None
     assert p.shape == (B, H, M, M)
+
+
+# --- transformers' models ------------------------------------------------------------------------------
+
+SEVERAL = "its scores are a sum of several products of the tokens"
+# How many attentions a tiny model runs, and why they cannot be read where they cannot.
+SAMPLE = {
+    "bloom": (2, ""), "gptj": (2, ""), "mpt": (2, ""), "swinv2": (3, ""), "squeezebert": (2, ""),
+    "t5": (6, ""), "gpt_oss": (2, ""), "gemma2": (2, ""), "xlnet": (2, SEVERAL),
+    "longformer": (2, "its scores go through pad"), "mamba": (0, ""),
+}  # fmt: skip
+# Their softmax runs over sampling points, or over features, or weighs a sum of the tokens themselves.
+OTHER_SOFTMAXES = ("DeformableAttention", "LinearSelfAttention", "AdditiveAttention")
+
+
+def watch_model(model_type: str) -> dict[str, tuple[list[CoreCall], set[str]]]:
+    """Attention calls of a tiny model under each implementation, and the attention modules not heard of."""
+    from tests._tiny_models import WithoutDowncast
+    from tests.architectures.build import build, inputs_of
+
+    model = build(model_type)
+    inputs = inputs_of(model_type, model)
+    stack: list[str] = []
+    heard: set[str] = set()
+    soft: set[str] = set()
+
+    class Softmaxes(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in ("softmax", "scaled_dot_product_attention"):
+                soft.update(stack[-1:])
+            return func(*args, **(kwargs or {}))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: stack.append(type(module).__name__))
+        module.register_forward_hook(lambda *_: (stack.pop(), None)[1], always_call=True)
+    found = {}
+    for implementation in ("default", "eager"):
+        if implementation == "eager":
+            try:
+                model.set_attn_implementation("eager")
+            except ValueError:
+                continue
+        calls: list[CoreCall] = []
+        heard.clear()
+        soft.clear()
+
+        def note(call: CoreCall, calls: list[CoreCall] = calls) -> None:
+            heard.update(stack[-1:])
+            calls.append(call)
+
+        with torch.no_grad(), WithoutDowncast(), Softmaxes(), Watch(note):
+            model(**inputs)
+        missed = {name for name in soft - heard if "Attention" in name}
+        found[implementation] = calls, {n for n in missed if not n.endswith(OTHER_SOFTMAXES)}
+    return found
+
+
+def check_readings(calls: list[CoreCall]) -> None:
+    for call in calls:
+        assert call.output is not None
+        if call.obstacle or call.output.isnan().any():
+            continue
+        visible = np.ones(())
+        if call.mask is not None:
+            seen = call.mask if call.mask.dtype == torch.bool else call.mask > -9000
+            visible = seen.any(-1, keepdim=True).numpy()
+        size = max(1.0, float(call.value.abs().max()))
+        with np.errstate(invalid="ignore"):
+            error = np.where(visible, np.abs(naive(call) - call.output.double().numpy()), 0).max()
+        assert error <= 1e-11 * size
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_attention_of_transformers_models(model_type: str) -> None:
+    count, reason = SAMPLE[model_type]
+    for calls, missed in watch_model(model_type).values():
+        assert [call.obstacle for call in calls] == [reason] * count
+        assert missed == set()
+        check_readings(calls)
+
+
+@pytest.mark.slow
+def test_attention_of_every_model_of_transformers() -> None:
+    from tests.architectures.build import model_types
+
+    built = 0
+    for model_type in model_types():
+        try:
+            found = watch_model(model_type)
+        except (AssertionError, ArgumentError):
+            raise
+        except Exception:  # not every type can be built here
+            continue
+        built += 1
+        calls = [calls for calls, _ in found.values()]
+        assert len({len(c) for c in calls}) == 1, model_type
+        for one, missed in found.values():
+            assert missed == set(), model_type
+            check_readings(one)
+    assert built >= 500
