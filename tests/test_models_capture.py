@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Site, capture
-from howsmooth.models.capture import _gives
+from howsmooth.models.verified import _gives
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
 
 WIDE = ("heads", "attention", "residual", "block")

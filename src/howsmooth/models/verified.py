@@ -1,0 +1,153 @@
+"""One attention layer of a pass, read and verified once; from it, the layer's map in every scope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.blocks import Block, read_block, token_norm
+from howsmooth.models.identify import Hypothesis, Output, find_output, hypotheses
+from howsmooth.models.owners import Owner, find_owner
+from howsmooth.models.passes import Passed
+from howsmooth.models.records import record_layer, whole_layer
+from howsmooth.models.repeated import Repeated
+from howsmooth.models.site import Site
+from howsmooth.models.tolerance import precision
+from howsmooth.models.verify import verify, verify_block
+
+__all__ = ["VerifiedLayer", "indices_of", "read_layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedLayer:
+    """A layer whose map was verified."""
+
+    owner: Owner
+    output: Output
+    found: Hypothesis
+    block: Block
+    norm: LayerNorm | RMSNorm | None
+    call: Repeated  # of the layer around the owner
+    passed: Passed
+
+    def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
+        """Return the sites of one scope: one, or one for each head.
+
+        Raises
+        ------
+        ArgumentError
+            If there are no such heads.
+        CaptureError
+            If the layer has no such scope, or its block fails its verification.
+
+        """
+        owner, attention, place = self.owner, self.found.map, self.owner.layer
+        x = owner.repeated.tokens().clone()
+        norm = self.norm if _gives(self.norm, x) else None
+        maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
+        try:
+            if scope == "head":
+                maps = [(h, attention.head(h)) for h in indices_of(heads, attention.heads, "head")]
+            elif scope == "heads":
+                maps = [(None, attention.without_output())]
+        except ArgumentError as error:
+            if error.argument == "heads":
+                raise
+            raise CaptureError(f"{place} has no scope {scope!r}: {error}") from None
+        if scope == "residual":
+            if attention.d != attention.d_out:
+                raise CaptureError(f"{place} changes the dimension of its tokens, so it has no residual.")
+            maps = [(None, Residual(attention))]
+        elif scope == "block":
+            x = verify_block(owner, self.output, self.block, self.call, self.found.condition)
+            norm = norm if self.block.pre_norm is None else None
+            if self.block.map is not None:
+                maps = [(None, self.block.map)]
+        return [
+            Site(
+                name=place.name,
+                layer=place.index,
+                head=h,
+                scope=scope,
+                causal=attention.causal,
+                masking=self.found.masking,
+                layout=self.block.layout,
+                path=self.found.path,
+                path_reason=self.found.reason,
+                x=x,
+                map=f,
+                norm=norm,
+            )
+            for h, f in maps
+        ]
+
+
+def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
+    """Find out what a layer computes, and prove it.
+
+    Parameters
+    ----------
+    passed
+        The layer in a pass of the model.
+    batch
+        Number of sequences in it.
+    user
+        The user's attention implementation.
+
+    Raises
+    ------
+    CaptureError
+        If the layer does something that is not recognised, or fails its verification.
+
+    """
+    owner = find_owner(passed, batch, user)
+    call = whole_layer(passed, batch)
+    record = record_layer(owner, passed, call)
+    output = find_output(record, owner)
+    refused: list[CaptureError] = []
+    for found in hypotheses(record, owner, output):
+        if isinstance(found, CaptureError):
+            refused.append(found)
+            continue
+        try:
+            verify(owner, output, found)
+        except CaptureError as error:
+            refused.append(error)
+            continue
+        block = read_block(record, found.map, output.call)
+        return VerifiedLayer(owner, output, found, block, token_norm(record), call, passed)
+    raise refused[-1]
+
+
+def _gives(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
+    """Whether all tokens can be outputs of the norm: it was identified on one of the sequences only."""
+    if norm is None:
+        return False
+    # transformers' norms compute in float32 whatever the dtype of the model; every entry may be off by that.
+    slack = 64.0 * precision(torch.float32)
+    shift = (x if norm.bias is None else x - norm.bias).double()
+    gain = math.sqrt(norm.d) * norm.weight.double().abs()
+    outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
+    u = outside / gain  # 0/0 where both are zero, infinite where a zero gain gives no zero
+    return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
+
+
+def indices_of(given: Sequence[int] | None, count: int, what: str) -> list[int]:
+    """Return indices into ``count`` things as non-negative, each once."""
+    if given is None:
+        return list(range(count))
+    for index in given:
+        if not -count <= index < count:
+            raise ArgumentError(
+                f"{what}s",
+                expected=f"a list of {what} indices from {-count} to {count - 1}",
+                got=str(index),
+                remedy=f"The model has {count} {what}s, counted from 0.",
+            )
+    return list(dict.fromkeys(index % count for index in given))
