@@ -17,11 +17,12 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.cores import intercepted
-from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail, first_tensor
+from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
 from howsmooth.models.masking import HIDDEN, describe_mask, split_mask
 from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.projections import read_projections, rows, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
+from howsmooth.models.repeated import first_tensor
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["CapturedMap", "Hypothesis", "Output", "Path", "find_output", "hypotheses"]

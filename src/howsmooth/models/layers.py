@@ -19,7 +19,7 @@ from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.cores import intercepted
 from howsmooth.models.precision import WithoutDowncast
-from howsmooth.models.repeated import Repeated
+from howsmooth.models.repeated import Repeated, first_tensor
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
@@ -253,14 +253,6 @@ class ReplayedAttention(TokenMap):
 def side_by_side(heads: Tensor) -> Tensor:
     """Heads (1, ..., heads, n, value_dim) of one sequence as rows (n, heads * value_dim)."""
     return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
-
-
-def first_tensor(output: Any) -> Tensor:
-    """Return the output of a module, or the first tensor of it."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if isinstance(output, dict) else output
-    return next(value for value in values if isinstance(value, Tensor))
 
 
 def _precise(dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache
 from howsmooth.errors import CaptureError
 from howsmooth.models.passes import Call
 from howsmooth.models.recording import bound_arguments
+from howsmooth.models.tolerance import relative_error
 
-__all__ = ["Repeated", "token_arguments"]
+__all__ = ["Repeated", "first_tensor", "token_arguments"]
 
 
 class _Tokens:
@@ -22,6 +23,9 @@ class _Tokens:
 
 
 _X = _Tokens()
+
+# Two computations of the same differ by rounding, and those of different things by far more.
+_SAME = 1e-3
 
 
 class Repeated:
@@ -44,6 +48,7 @@ class Repeated:
         self.x = x
         self.batch = batch
         self.batch_axis = _batch_axis(x, batch)
+        self._output = call.output
         leaves, self._tree = tree_flatten((call.args, call.kwargs))
         self._leaves: list[Any] = [_X if leaf is x else _without_cache(leaf) for leaf in leaves]
 
@@ -83,19 +88,55 @@ class Repeated:
             axis = 1 - axis
         return as_tokens(output, self.batch, axis)
 
-    def of_sequence(self, index: int = 0) -> Repeated:
-        """Return the call for one sequence alone."""
+    def of_sequence(self) -> Repeated:
+        """Return the call for the first sequence alone.
+
+        Which arguments hold something for each sequence is not written anywhere: those are taken as such
+        whose length is the number of sequences, then all of a multiple of it; the output decides.
+
+        Raises
+        ------
+        CaptureError
+            If neither gives what the call gave for the first sequence.
+
+        """
         if self.batch == 1:
             return self
+        wanted = None if self._output is None else first_tensor(self._output)
+        reason = "its output differs then"
+        for multiples in (False, True):
+            alone = self._sliced(multiples=multiples)
+            try:
+                output = first_tensor(alone(alone.x))
+            except Exception as error:  # whatever a module raises for arguments that do not fit
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                continue
+            if wanted is None:
+                return alone
+            rows, own = alone.rows(output), self.rows(wanted)[:1]
+            if rows.shape == own.shape and relative_error(rows, own) < _SAME:
+                return alone
+        raise CaptureError(
+            f"{self.name} ({type(self.module).__name__}) cannot be run on one sequence of the "
+            f"{self.batch} alone ({reason}); give one sequence at a time."
+        )
+
+    def _sliced(self, *, multiples: bool) -> Repeated:
+        lengths = {self.batch, self.x.shape[self.batch_axis]}
 
         def one(value: Any) -> Any:
-            return value if value is _X else _slice(value, self.batch, self.batch_axis, index)
+            if not isinstance(value, Tensor) or value.ndim <= self.batch_axis:
+                return value
+            size = value.shape[self.batch_axis]
+            if size in lengths or (multiples and size > 0 and size % self.batch == 0):
+                return value.narrow(self.batch_axis, 0, size // self.batch)
+            return value
 
         alone = object.__new__(Repeated)
         alone.name, alone.module, alone.batch = self.name, self.module, 1
-        alone.batch_axis, alone._tree = self.batch_axis, self._tree
-        alone.x = _slice(self.x, self.batch, self.batch_axis, index)
-        alone._leaves = [one(leaf) for leaf in self._leaves]
+        alone.batch_axis, alone._tree, alone._output = self.batch_axis, self._tree, None
+        alone.x = one(self.x)
+        alone._leaves = [leaf if leaf is _X else one(leaf) for leaf in self._leaves]
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Repeated:
@@ -108,7 +149,7 @@ class Repeated:
 
         other = object.__new__(Repeated)
         other.name, other.module, other.batch = self.name, module, self.batch
-        other.batch_axis, other._tree = self.batch_axis, self._tree
+        other.batch_axis, other._tree, other._output = self.batch_axis, self._tree, None
         other.x = moved(self.x)
         other._leaves = [moved(leaf) for leaf in self._leaves]
         return other
@@ -150,15 +191,12 @@ def _batch_axis(x: Tensor, batch: int) -> int:
     )
 
 
-def _slice(value: Any, batch: int, axis: int, index: int) -> Any:
-    """Return what belongs to one sequence; what is the same for all has another size there."""
-    if not isinstance(value, Tensor) or value.ndim <= axis:
-        return value
-    size = value.shape[axis]
-    if axis == 0 and size % batch == 0 and size > 0:
-        step = size // batch
-        return value[index * step : (index + 1) * step]
-    return value.narrow(1, index, 1) if axis == 1 and size == batch else value
+def first_tensor(output: Any) -> Tensor:
+    """Return the output of a module, or the first tensor of it."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, dict) else output
+    return next(value for value in values if isinstance(value, Tensor))
 
 
 def _without_cache(value: Any) -> Any:

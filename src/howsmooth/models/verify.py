@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from howsmooth.errors import CaptureError
 from howsmooth.models.blocks import Block
 from howsmooth.models.identify import Hypothesis, Output
-from howsmooth.models.layers import first_tensor
 from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.recording import AttentionLayer, bound_arguments, first_tokens
-from howsmooth.models.repeated import Repeated
+from howsmooth.models.repeated import Repeated, first_tensor
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 
 __all__ = ["OwnValues", "own_values", "verify", "verify_block"]
@@ -56,16 +55,12 @@ class _Downcasts(TorchDispatchMode):
 def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
     call = owner.repeated
-    batch, n = call.tokens().shape[:2]
     own = OwnValues(call.rows(x))
-
-    def tokens(t: Tensor) -> Tensor:
-        return t.reshape(batch, n, -1).clone()
 
     def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = first_tokens(bound_arguments(module, args, kwargs))
         if own.heads is None and given is not None:
-            own.heads, own.attention = tokens(call.rows(given)), tokens(call.rows(result))
+            own.heads, own.attention = call.rows(given).clone(), call.rows(result).clone()
 
     downcasts = _Downcasts()
     watch: AbstractContextManager[Any] = downcasts if x.dtype == torch.float64 else nullcontext()
@@ -78,8 +73,8 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     if not output.is_projection:
         own.attention = call.rows(result).clone()
     elif own.heads is None:  # the projection lies outside of the owner, which then returns the heads
-        own.heads = tokens(call.rows(result))
-        own.attention = tokens(call.rows(output.call.module(result)))
+        own.heads = call.rows(result).clone()
+        own.attention = call.rows(output.call.module(result)).clone()
     own.downcast = downcasts.seen
     return own
 
@@ -125,6 +120,8 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
 
 
 def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+    if captured.numel() == own.numel():  # heads may lie on an axis of their own
+        own = own.reshape(captured.shape)
     if captured.shape != own.shape:
         raise CaptureError(
             f"{layer}: the captured map gives {tuple(captured.shape)} where the model gives "
