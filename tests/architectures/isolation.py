@@ -55,6 +55,7 @@ def isolated(model_type: str, seconds: float = SECONDS, gigabytes: int = GIGABYT
 
 def rows(model_types: Sequence[str]) -> Iterator[Row]:
     """Measure types one after the other."""
+    measure("qwen3")  # so that every fork has what torch and transformers import at the first use
     for model_type in model_types:
         yield isolated(model_type)
 

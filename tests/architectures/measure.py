@@ -171,7 +171,7 @@ def _measure_sites(
         _check(row, probe, site)
     first = next(iter(layers.values()))
     try:
-        estimate = hs.local_lipschitz(first.map, first.x)
+        estimate = hs.local_lipschitz(first.map, first.x, rtol=1e-2)
     except HowsmoothError as error:
         row.wrong.append(f"local_lipschitz at {first.name}: {error}")
     else:

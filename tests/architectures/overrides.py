@@ -55,7 +55,7 @@ _HIERA = {
     "blocks_per_stage": [1, 1, 1, 1],
     "num_attention_heads": 1,
     "num_attention_heads_per_stage": [1, 2, 4, 4],
-    "window_size_per_stage": [4, 2, 4, 2],
+    "window_size_per_stage": [8, 4, 4, 4],
     "window_positional_embedding_background_size": [4, 4],
     "global_attention_blocks": [2],
 }
@@ -79,7 +79,7 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     **{name: {"text_config": _GEMMA4} for name in ("gemma4", "gemma4_unified", "diffusion_gemma")},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEAD_DIM),
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
-    "cvt": {"depth": [1, 1, 2], "embed_dim": [16, 32, 48], "num_heads": [1, 2, 4], "drop_path_rate": [0.0, 0.0, 0.1]},
+    "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 32, 48], "num_heads": [1, 2, 4], "drop_path_rate": [0.0, 0.0, 0.1]},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "dense"]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "depth_pro": {"patch_size": 16, "image_model_config": {"image_size": 16}, "patch_model_config": {"image_size": 16}, "fov_model_config": {"image_size": 16}},
@@ -126,6 +126,8 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
     "align": {"vision_config": {"width_coefficient": 1.0}},
     "kimi_k25_vision": {"pos_emb_height": 4, "pos_emb_width": 4},
     "lilt": {"hidden_size": 48},
+    "blip-2": {"image_token_index": 120},
+    "instructblip": {"image_token_index": 120},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "step3p7": {"text_config": {"sliding_window": 4}},
@@ -221,10 +223,12 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "speecht5": _with(input_values=_noise(2, 8, 64), decoder_input_values=_noise(2, 6, 64)),
     "voxtral_realtime_text": _with(input_ids=_ids(), t_cond=_noise(1, 64)),
     "seggpt": _with(pixel_values=_noise(1, 3, 16, 16), prompt_pixel_values=_noise(1, 3, 16, 16), prompt_masks=_noise(1, 3, 16, 16)),
-    **{name: _with(pixel_values=lambda c: torch.randn(2, 3, 4, 64), target_sizes=lambda c: torch.tensor([[4, 4], [4, 4]]))
+    **{name: _with(pixel_values=_noise(1, 3, 4, 64), target_sizes=lambda c: torch.tensor([[4, 4]]))
        for name in ("minicpm_ocr_vision", "minicpmv4_7_vision")},
     "gemma4_audio": _with(input_features=_noise(2, 32, 64)),
-    "gemma3n_audio": _with(audio_mel=_noise(2, 32, 128), audio_mel_mask=lambda c: torch.zeros(2, 32, dtype=torch.bool)),
+    "gemma3n_audio": _with(audio_mel=_noise(2, 32, 16), audio_mel_mask=lambda c: torch.zeros(2, 32, dtype=torch.bool)),
     "clvp": _with(input_ids=_ids(), input_features=_noise(2, 80, 16)),
     "bark": _with(input_ids=_ids()),
+    "muse_spark_audio": _with(input_values=_noise(2, 3840)),
+    "efficientloftr": _with(pixel_values=_noise(1, 2, 3, 64, 64)),
 }  # fmt: skip

@@ -188,7 +188,11 @@ def shrink(
             )
             small[name] = _small_rope(rope, head)
     stages = vars(default).get("_out_indices")
-    if stages and "num_hidden_layers" not in names and "out_features" not in override:
+    if (
+        stages
+        and "num_hidden_layers" not in names
+        and not {"out_features", "depths", "depth"} & set(override)
+    ):
         small["out_indices"] = list(stages)
     for name, value in override.items():
         if not isinstance(small.get(name), PreTrainedConfig):
