@@ -320,6 +320,18 @@ def test_narrower_scopes_stop_at_the_softmax(name: str) -> None:
         torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-12)
 
 
+def test_what_follows_in_place_does_not_reach_the_heads() -> None:
+    def body(p: Parameters, x: Tensor, core: Core) -> Tensor:
+        q, k, v = (t[:1] for t in projections(p, x))
+        return core(0, q, k, v)[0].mul_(3.0)
+
+    placed: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    f = StagedAttention(Around(body), (CORE,), d=D, d_out=VALUE, heads=1, n=N, causal=False, **placed)
+    x = tokens(123, N, D)
+    for scope in (f.without_output(), f.head(0)):
+        torch.testing.assert_close(3 * scope(x), f(x))
+
+
 def test_a_head_of_a_group_reads_its_own_keys() -> None:
     f, x = CASES["interleaved rotary, grouped"](), tokens(107, N, D)
     torch.testing.assert_close(f.head(3)(x), f.without_output()(x)[:, 3 * VALUE :], rtol=1e-13, atol=1e-13)
