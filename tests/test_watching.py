@@ -119,7 +119,7 @@ def scaled_in_place_by_numpy(g: Given) -> Tensor:
 
 
 def scaled_by_tensor(g: Given) -> Tensor:
-    return (g.q @ g.k.mT / torch.sqrt(torch.tensor(D, dtype=torch.float64)) + g.bias).softmax(-1) @ g.v
+    return ((g.q @ g.k.mT + g.bias) / torch.sqrt(torch.tensor(D, dtype=torch.float64))).softmax(-1) @ g.v
 
 
 def masked_fill(g: Given) -> Tensor:
@@ -358,6 +358,19 @@ def test_many_tangents_at_once() -> None:
         torch.testing.assert_close(torch.vmap(push)(tangents), expected, rtol=0, atol=1e-13)
 
 
+def test_many_inputs_at_once_cannot_be_looked_at_but_run() -> None:
+    g = given()
+    q = random(4, *g.q.shape, seed=5)
+    for pattern in (matmul, multiplied_mask, sinks, with_dropout, masked_fill):
+
+        def run(q: Tensor, pattern: Callable[[Given], Tensor] = pattern) -> Tensor:
+            return pattern(Given(q, g.k, g.v, g.bias, g.sinks))
+
+        expected = torch.stack([run(one) for one in q])
+        with Watch(plain):
+            torch.testing.assert_close(torch.vmap(run)(q), expected, rtol=0, atol=1e-13)
+
+
 # --- What the fields say -------------------------------------------------------------------------------
 
 
@@ -441,6 +454,31 @@ def test_lower_precision_is_allowed_its_rounding(dtype: torch.dtype) -> None:
     )
 
 
+def test_softmax_in_float32_of_a_float64_model_is_allowed_its_rounding() -> None:
+    g = given()
+    (call,), _ = calls_of(lambda: functional.softmax(g.q @ g.k.mT, -1, dtype=torch.float32).double() @ g.v)
+    assert call.obstacle == ""
+    assert np.abs(naive(call) - call.output.numpy()).max() > 1e-10  # it was rounded
+
+
+def test_rows_that_see_nothing_do_not_count() -> None:
+    g = given()
+    mask = additive()
+    mask[0] = -math.inf
+    (call,), _ = calls_of(lambda: (g.q @ g.k.mT + mask).softmax(-1).nan_to_num() @ g.v)
+    assert call.obstacle == ""
+    assert not call.output[..., 0, :].any()
+
+
+def test_every_row_is_checked_after_what_should_make_no_difference() -> None:
+    q, k, v = random(1, 1, 80, D), random(1, 1, 80, D, seed=1), random(1, 1, 80, DV, seed=2)
+    for row in range(80):
+        mask = torch.zeros(80, 80, dtype=torch.bool)
+        mask[row, 3] = True
+        (call,), _ = calls_of(lambda mask=mask: (q @ k.mT).softmax(-1).masked_fill(mask, 0.0) @ v)
+        assert call.obstacle == "its output is not that of the softmax of its scores", row
+
+
 def test_every_attention_of_a_module_is_reported_in_order() -> None:
     g = given()
     calls, _ = calls_of(lambda: matmul(g) - 0.5 * fused(g) + masked_fill(g))
@@ -521,6 +559,13 @@ def talking(g: Given) -> Tensor:
     mix = random(H, H, seed=5)
     s = functional.linear((g.q @ g.k.mT).permute(0, 2, 3, 1), mix).permute(0, 3, 1, 2)
     return s.softmax(-1) @ g.v
+
+
+def talking_after_positions(g: Given) -> Tensor:
+    s = g.q @ g.k.mT + torch.roll(g.q @ g.q.mT, 1, -1)
+    s = functional.linear(s.permute(0, 2, 3, 1), random(H, H, seed=5)).permute(0, 3, 1, 2)
+    p = functional.linear(s.softmax(-1).permute(0, 2, 3, 1), random(H, H, seed=6))
+    return p.permute(0, 3, 1, 2) @ g.v
 
 
 def talking_after(g: Given) -> Tensor:
@@ -609,6 +654,7 @@ def kept_sinks(g: Given) -> Tensor:
         (fused_dropped, "its probabilities are dropped at random"),
         (rectified, "its scores go through relu"),
         (talking, "its scores go through linear"),
+        (talking_after_positions, "its scores are a sum of several products of the tokens"),
         (talking_after, "its probabilities go through linear"),
         (capped_after_mask, "its scores are capped after a bias or mask"),
         (assigned, "its scores are put together from pieces"),

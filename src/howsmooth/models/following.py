@@ -373,7 +373,9 @@ def _softmax(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     known = follower.known(tensor)
     result = func(*args, **kwargs)
     if isinstance(known, Opaque):
-        follower.note(result, None if known.probabilities else replace(known, probabilities=True))
+        follower.note(
+            result, None if known.probabilities else replace(known, probabilities=True, mixed=False)
+        )
     elif isinstance(known, Scores) and isinstance(dim, int):
         keys = known.axes[dim]
         joined = known.sinks is not None and leaves(keys) == known.sinks.joined
@@ -408,8 +410,9 @@ def _mix(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     """Mix numbers: one such function may make other scores; after a second they are forgotten."""
     known = follower.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
-    if known is not None and not isinstance(known, Opaque):
-        follower.note(result, _mixed(known, f"go through {_name(func)}"))
+    what = _mixed(known, f"go through {_name(func)}")
+    if what is not None and not what.mixed:
+        follower.note(result, replace(what, mixed=True))
     return result
 
 

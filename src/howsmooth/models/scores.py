@@ -66,6 +66,7 @@ class Opaque:
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
+    mixed: bool = False  # whether its numbers have been mixed or changed, not only moved
 
 
 @dataclass(frozen=True, slots=True)
