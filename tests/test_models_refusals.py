@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jaxtyping
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModel,
-    BartConfig,
-    BitNetConfig,
-    BloomConfig,
-    Gemma2Config,
-    GptOssConfig,
-    MobileBertConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
-from transformers.modeling_utils import AttentionInterface
+from transformers import AutoModel, BartConfig, PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
 from howsmooth.models import SCOPES, capture
 from tests._tiny_models import VOCABULARY, tiny, token_ids
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 6, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
 
 
 def make(config: Any) -> PreTrainedModel:
@@ -98,11 +81,30 @@ def test_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), "bert", None])
+@pytest.mark.parametrize("model", ["bert", None])
 @pytest.mark.usefixtures("unchecked")
 def test_not_a_model(model: Any) -> None:
-    with pytest.raises(ArgumentError, match="PreTrainedModel"):
+    with pytest.raises(ArgumentError, match=r"PreTrainedModel.*torch\.nn\.Module"):
         capture(model, token_ids(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (torch.zeros(1, 4, dtype=torch.long), ["inputs", "Linear", "RuntimeError"]),
+        (torch.zeros(1, 4, 2, dtype=torch.float64), ["input", "float32", "float64"]),
+        ({"tokens": torch.zeros(1, 4, 2)}, ["Linear", "(input)", "'tokens'"]),
+        ({"input": 3}, ["input", "int"]),
+        (torch.zeros(1, 0, 2), ["at least one token", "(1, 0, 2)"]),
+        ({}, ["inputs", "an empty dict"]),
+        (None, ["inputs", "NoneType"]),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_of_a_plain_module(inputs: Any, words: list[str]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        capture(nn.Linear(2, 2), inputs)
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -120,41 +122,73 @@ def test_mixed_precision_and_no_weights() -> None:
         capture(tiny("bert").to("meta"), token_ids(1, 4))
 
 
-# ---- architectures
+# ---- what is no self-attention
+
+
+def test_no_softmax_at_all() -> None:
+    with pytest.raises(CaptureError, match="No softmax attention of Linear was seen"):
+        capture(nn.Linear(2, 2), torch.randn(1, 4, 2))
+
+
+def test_cross_attention_is_left_out_and_refused_by_its_index() -> None:
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    model, ids = make(config), token_ids(1, 4)
+    assert [site.layer for site in capture(model, ids)] == [0, 1]
+    for index in (2, -1):
+        with pytest.raises(CaptureError, match=r"layer 2 \(decoder.*cross-attention: no single argument"):
+            capture(model, ids, layers=[0, index])
+
+
+class Heads(nn.Module):
+    """Softmax attention in plain PyTorch; what its scores and its output become is left to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.proj, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def scores(self, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return s
+
+    def output(self, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(o)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        p = self.scores(q @ k.mT / 2, x).softmax(dim=-1)
+        return self.output((p @ v).transpose(1, 2).flatten(2), x)
+
+
+class TopKeys(Heads):
+    def scores(self, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return s.masked_fill(s < s.topk(2, dim=-1).values[..., -1:], float("-inf"))
+
+
+class ResidualInside(Heads):
+    def output(self, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x + self.proj(self.norm(o))
+
+
+class DropsAtRandom(Heads):
+    def scores(self, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return s + torch.rand_like(s)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("kind", "words"),
     [
-        (Qwen3Config(**SMALL), ["queries", "layer 0", "Qwen3Attention", "q_norm (Qwen3RMSNorm)"]),
-        (Gemma2Config(**SMALL), ["layer 0", "Gemma2Attention", "softcap"]),
-        (
-            GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
-            ["layer 0", "sinks", "GptOssAttention"],
-        ),
-        (MobileBertConfig(vocab_size=VOCABULARY, num_hidden_layers=1), ["values", "MobileBertSelfAtt"]),
-        (BitNetConfig(**SMALL), ["output projection of layer 0", "attn_sub_norm (BitNetRMSNorm) lies"]),
+        (TopKeys, "layer 0.*data-dependent sparsity"),
+        (ResidualInside, r"norm \(LayerNorm\) lies between.*own output holds a residual"),
+        (DropsAtRandom, "layer 0.*differs from the model's own output"),
     ],
-    ids=["query norms", "softcap", "sinks", "values from elsewhere", "norm before the projection"],
 )
-def test_architectures_refused_by_name(config: Any, words: list[str]) -> None:
-    with pytest.raises(CaptureError) as error:
-        capture(make(config), token_ids(1, 4))
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_model_that_does_not_use_the_interface() -> None:
-    with pytest.raises(CaptureError, match="BloomAttention"):
-        capture(
-            make(BloomConfig(vocab_size=VOCABULARY, hidden_size=24, n_layer=1, n_head=2)), token_ids(1, 4)
-        )
-
-
-def test_encoder_decoder() -> None:
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
-    with pytest.raises(CaptureError, match="encoder-decoder"):
-        capture(make(config), token_ids(1, 4))
+def test_modules_refused_by_name(kind: type[Heads], words: str) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(1, 5, 8)
+    assert capture(Heads(), x)[0].path == "closed form"
+    with pytest.raises(CaptureError, match=words):
+        capture(kind(), x)
 
 
 def test_block_of_another_layout_is_refused_and_the_narrower_scopes_are_not() -> None:
@@ -194,47 +228,6 @@ def test_unknown_norm_is_refused_in_scope_block_only() -> None:
 # ---- what only values can tell: the structure looks right, and the numbers are not
 
 
-def _gate_after_projection(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.v_proj.register_forward_hook(
-            lambda m, args, out: out * args[0].norm(dim=-1, keepdim=True)
-        )
-
-
-def _output_gate(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.o_proj.register_forward_hook(lambda m, args, out: out * torch.sigmoid(args[0]))
-
-
-def _input_to_output(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: (args[0].sin(),))
-
-
-@pytest.mark.parametrize("change", [_gate_after_projection, _output_gate, _input_to_output])
-def test_hidden_nonlinearity(change: Callable[[Any], None]) -> None:
-    model = tiny("llama")
-    capture(model, token_ids(1, 5))
-    change(model)
-    with pytest.raises(CaptureError, match="layer 0"):
-        capture(model, token_ids(1, 5))
-
-
-def test_attention_of_another_meaning_under_the_users_implementation() -> None:
-    def twice_as_sharp(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **kw: Any) -> Any:
-        kw.pop("is_causal", None)
-        p = (2 * scaling * q @ k.mT).softmax(dim=-1)
-        return (p @ v).transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("twice_as_sharp", twice_as_sharp)
-    try:
-        model = tiny("bert", attention="twice_as_sharp")
-        with pytest.raises(CaptureError, match=r"layer 0.*differs from the model's own output"):
-            capture(model, token_ids(1, 5))
-    finally:
-        AttentionInterface._global_mapping.pop("twice_as_sharp")
-
-
 def test_positions_that_differ_between_the_sequences() -> None:
     model, ids = tiny("llama"), token_ids(2, 5)
     positions = torch.stack([torch.arange(5), torch.tensor([0, 3, 4, 9, 11])])
@@ -243,18 +236,31 @@ def test_positions_that_differ_between_the_sequences() -> None:
         capture(model, {"input_ids": ids, "position_ids": positions})
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (torch.linspace(-1, 1, 25).reshape(1, 1, 5, 5), "position bias"),
-        (torch.tensor([1, 1, 1, 0]).bool()[None, :, None, None] | torch.eye(5).bool(), "heads differently"),
-        (torch.ones(1, 1, 5, 5).triu(1).bool(), "padding"),
-    ],
-    ids=["bias", "by head", "nothing to see"],
-)  # fmt: skip
-def test_masks(mask: torch.Tensor, words: str) -> None:
-    with pytest.raises(CaptureError, match=words):
-        capture(tiny("bert"), {"input_ids": token_ids(1, 5), "attention_mask": mask})
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_that_hides_every_key(attention: str) -> None:
+    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
+    with pytest.raises(CaptureError, match="hides every key from some token"):
+        capture(tiny("bert", attention=attention), {"input_ids": token_ids(1, 5), "attention_mask": mask})
+
+
+class LowRank(nn.Module):
+    """A linear map with an adapter beside it, as fine-tuning leaves it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down = inner, nn.Linear(inner.in_features, 2)
+        self.up = nn.Linear(2, inner.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def test_an_output_projection_with_an_adapter_is_not_taken_for_the_projection_alone() -> None:
+    model = tiny("bert")
+    output = model.encoder.layer[0].attention.output
+    output.dense = LowRank(output.dense)
+    with pytest.raises(CaptureError, match=r"layer 0.*down is given the heads besides .*dense\.inner"):
+        capture(model, token_ids(1, 4), layers=[0])
 
 
 def test_weights_that_are_not_finite() -> None:

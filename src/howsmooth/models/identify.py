@@ -97,7 +97,8 @@ def find_output(record: LayerRecord, owner: Owner) -> Output:
     Raises
     ------
     CaptureError
-        If the module then adds its input to the attention: that is no attention, but a residual.
+        If the module then adds its input to the attention: that is no attention, but a residual. If its
+        projection lies elsewhere, and is not the only linear map that the heads are given to.
 
     """
     projection, unclear = _output_projection(record)
@@ -106,6 +107,8 @@ def find_output(record: LayerRecord, owner: Owner) -> Output:
     call = next((c for c in record.after if c.module is owner.repeated.module), None)
     if call is None or call.output is None:
         raise CaptureError(f"{unclear} Nor does its module give out tokens.")
+    if _projected_outside(record, call):
+        raise CaptureError(f"{unclear} They lie outside of its module, which gives out the heads.")
     if _adds_its_input(owner):
         raise CaptureError(
             f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
@@ -139,7 +142,10 @@ def _output_projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
         if not is_linear(c.module):
             between.append(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})")
             continue
-        if c.inputs is not None and torch.equal(rows(c.inputs), heads):
+        if _is_given(c, heads):
+            others = [o.name.rsplit(".", 1)[-1] for o in record.after if o is not c and _is_given(o, heads)]
+            if others:  # of which the output may be the sum, as that of low-rank adapters is
+                return None, f"{unclear} {', '.join(others)} is given the heads besides {c.name}."
             return c, ""
         reason = f"{', '.join(between)} lies" if between else "something that is no module of its own lies"
         return None, (
@@ -147,6 +153,22 @@ def _output_projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
             f"{reason} between."
         )
     return None, f"{unclear} no linear map follows its attention."
+
+
+def _projected_outside(record: LayerRecord, owner: ModuleCall) -> bool:
+    """Whether an owner gives out its heads, and linear maps of them follow it."""
+    heads = _side_by_side(output_of(record.cores[0]))
+    if heads is None or owner.output is None or not torch.equal(rows(owner.output), heads):
+        return False
+    return any(_is_given(call, heads) for call in record.after)
+
+
+def _is_given(call: ModuleCall, heads: Tensor) -> bool:
+    """Whether a linear map is applied to the heads side by side."""
+    if not is_linear(call.module) or call.inputs is None:
+        return False
+    given = rows(call.inputs)
+    return given.shape == heads.shape and torch.equal(given, heads)
 
 
 # ---------------------------------------------------------------- the three readings

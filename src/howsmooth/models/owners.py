@@ -14,6 +14,7 @@ from torch import Tensor
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.cores import intercepted
+from howsmooth.models.masking import split_mask
 from howsmooth.models.passes import Call, Passed
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.repeated import Repeated, token_arguments
@@ -166,6 +167,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_finite(layer: AttentionLayer, x: Tensor, cores: list[CoreCall]) -> None:
+    for core in cores:
+        if not core.obstacle:
+            split_mask(layer, core.mask)  # a token that sees no key has NaN for its output
     values = [x, *(core.output for core in cores if core.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):
         raise NonFiniteError(
