@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
 from howsmooth import adversarial, bounds
@@ -248,8 +249,37 @@ def test_value_and_jacobian_are_those_of_the_layer_written_out(name: str) -> Non
     ours = to_dense(operator)[0]
     size = max(1.0, float(exact.abs().max()))
     assert (ours - exact).abs().max() <= 1e-13 * size
+    assert operator.members[0]._image is not None
     u = tokens(101, 1, *operator.out_shape)
     assert (operator.adjoint_product(u).flatten() - exact.T @ u.flatten()).abs().max() <= 1e-12 * size
+
+
+class _Square(torch.autograd.Function):
+    """Has both modes, and no second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def jvp(ctx: Any, e: Tensor) -> Tensor:
+        return 2 * ctx.x * e
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * u
+
+
+def test_a_layer_whose_backward_has_no_graph_is_run_with_tangents() -> None:
+    f = staged(lambda p, x, core: plain(p, _Square.apply(x), core), CORE)
+    exact_map = naive(staged(lambda p, x, core: plain(p, x * x, core), CORE))
+    x = tokens(124, N, D)
+    operator = closed_form_jacobian(f, x[None])
+    assert operator.members[0]._image is None
+    torch.testing.assert_close(to_dense(operator)[0], dense_jacobian(exact_map, x), rtol=1e-11, atol=1e-12)
 
 
 # ---- batches, dtypes, wider and narrower scopes
@@ -437,9 +467,20 @@ def _infinite(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return plain(p, x, core) / 0.0
 
 
+class _WrongSquare(_Square):
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2.1 * ctx.saved_tensors[0] * u
+
+
+def _wrong(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    return plain(p, _WrongSquare.apply(x), core)
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "words"),
     [
+        (_wrong, DerivativeError, "reverse mode disagree"),
         (_dropout, ArgumentError, "the same output"),
         (_cut_off, DerivativeError, "finite differences contradict"),
         (_uncalled, ArgumentError, r"\[\]"),
