@@ -455,6 +455,11 @@ def _twice(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return plain(p, plain(p, x, core), core)
 
 
+def _more(p: Parameters, x: Tensor, core: Core) -> Tensor:
+    q, k, v = projections(p, x)
+    return output(p, core(0, q, k, v) + core(1, q, k, v))
+
+
 def _batched(p: Parameters, x: Tensor, core: Core) -> Tensor:
     return plain(p, x, core)[None]
 
@@ -485,6 +490,7 @@ def _wrong(p: Parameters, x: Tensor, core: Core) -> Tensor:
         (_cut_off, DerivativeError, "finite differences contradict"),
         (_uncalled, ArgumentError, r"\[\]"),
         (_twice, ArgumentError, r"\[0, 0\]"),
+        (_more, ArgumentError, r"\[0, 1\]"),
         (_batched, ArgumentError, r"\(1, 6, 5\)"),
         (_narrow, ArgumentError, "float32"),
         (_infinite, NonFiniteError, "finite outputs"),
