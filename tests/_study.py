@@ -48,6 +48,7 @@ class FakeModel:
     max_length: int | None = 64
     layers: int = 3
     heads: int = 2
+    obstacle: str = ""
 
     tokenizer: FakeTokenizer = field(default_factory=lambda: FakeTokenizer())
 

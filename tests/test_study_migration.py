@@ -88,7 +88,45 @@ CREATE TABLE failures (
     n INTEGER, sample INTEGER, happened TEXT NOT NULL, kind TEXT NOT NULL, error TEXT NOT NULL,
     detail TEXT NOT NULL, resolved TEXT, run INTEGER NOT NULL REFERENCES runs (id), seal TEXT);
 """
+# What the third version added to it; never to be changed.
+VERSION_3 = f"""{VERSION_2}
+ALTER TABLE failures ADD COLUMN what TEXT NOT NULL DEFAULT 'measurement';
+CREATE TABLE sequences (
+        model TEXT NOT NULL, text TEXT NOT NULL, n INTEGER NOT NULL, sample INTEGER NOT NULL,
+        start INTEGER NOT NULL, place INTEGER, tokens TEXT NOT NULL, seal TEXT,
+        PRIMARY KEY (model, text, n, sample), FOREIGN KEY (model, text) REFERENCES inputs (model, text));
+CREATE TABLE sensitivities (
+                model TEXT NOT NULL, text TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL,
+        head INTEGER, n INTEGER NOT NULL, sample INTEGER NOT NULL, input_energy TEXT NOT NULL,
+        output_energy TEXT NOT NULL, run INTEGER NOT NULL REFERENCES runs (id), seal TEXT,
+        FOREIGN KEY (model, text, n, sample) REFERENCES sequences (model, text, n, sample));
+CREATE UNIQUE INDEX one_row_a_sensitivity ON sensitivities
+        (model, text, scope, layer, ifnull(head, -1), n, sample);
+CREATE TABLE bounds (
+                model TEXT NOT NULL, text TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL,
+        head INTEGER, n INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, radius REAL
+        NOT NULL,
+        name TEXT NOT NULL, side TEXT NOT NULL, quantity TEXT NOT NULL, value REAL, log_value REAL,
+                holds INTEGER NOT NULL, source TEXT NOT NULL, run INTEGER NOT NULL REFERENCES runs (id),
+        seal TEXT, FOREIGN KEY (model, text) REFERENCES inputs (model, text));
+CREATE UNIQUE INDEX one_row_a_bound ON bounds
+        (model, text, scope, layer, ifnull(head, -1), n, sample, name, side);
+CREATE TABLE published (
+        model TEXT NOT NULL, text TEXT NOT NULL, layer INTEGER NOT NULL, n INTEGER NOT NULL,
+        sample INTEGER NOT NULL, quantity TEXT NOT NULL, items TEXT NOT NULL, lipschitz REAL NOT NULL,
+        lower REAL, upper REAL, settled INTEGER NOT NULL, steps INTEGER NOT NULL, radius_mean REAL NOT NULL,
+                start INTEGER NOT NULL, seed INTEGER NOT NULL, map TEXT NOT NULL, run INTEGER NOT NULL
+        REFERENCES runs (id), seal TEXT, FOREIGN KEY (model, text) REFERENCES inputs (model, text));
+CREATE UNIQUE INDEX one_row_a_published_value ON published
+        (model, text, layer, n, sample, quantity, items);
+"""
 TABLES = ("studies", "models", "texts", "inputs", "runs", "measurements", "failures")
+TABLES_3 = (*TABLES, "sequences", "sensitivities", "bounds", "published")
+
+
+def as_version_3(folder: Path) -> pd.DataFrame:
+    """Turn a store of today into one of version 3, row by row, sealed as then; returns its measurements."""
+    return _rewritten(folder, VERSION_3, TABLES_3, 3)
 
 
 def as_version_2(folder: Path) -> pd.DataFrame:
@@ -112,8 +150,10 @@ def _rewritten(folder: Path, statements: str, tables: tuple[str, ...], version: 
         names = [row[1] for row in old.execute(f"PRAGMA table_info({name})")]
         columns = ", ".join(names)
         marks = ", ".join("?" * len(names))
-        old.executemany(f"INSERT INTO {name} VALUES ({marks})", new.execute(f"SELECT {columns} FROM {name}"))
-        if version == 2:
+        old.executemany(
+            f"INSERT INTO {name} ({columns}) VALUES ({marks})", new.execute(f"SELECT {columns} FROM {name}")
+        )
+        if version >= 2:
             sealed = ", ".join(sorted(set(names) - {"id", "seal"}))
             old.create_function("seal", -1, seal)
             old.execute(f"UPDATE {name} SET seal = seal({sealed})")
@@ -132,10 +172,10 @@ def seal(*values: object) -> str:
     return hashlib.blake2b(repr(plain).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2, 3])
 def earlier(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, pd.DataFrame, int]:
     run(make_plan(scopes=("attention", "head")), tmp_path, make_tools()[0])
-    return tmp_path, (as_version_1 if request.param == 1 else as_version_2)(tmp_path), request.param
+    return tmp_path, (as_version_1, as_version_2, as_version_3)[request.param - 1](tmp_path), request.param
 
 
 Earlier = tuple[Path, pd.DataFrame, int]
@@ -157,7 +197,8 @@ def test_a_store_of_an_earlier_version_is_read_and_left_as_it_is(earlier: Earlie
     assert contents.failures.empty
     assert len(contents.runs) == 1
     for name in ("sensitivities", "bounds", "published"):
-        assert getattr(contents, name).empty
+        assert getattr(contents, name).empty == (version < 3 or name == "published")
+    assert contents.texts["kind"].tolist() == ["text"]
     assert (folder / STORE_NAME).read_bytes() == before
     assert version_of(folder) == version
 
@@ -172,7 +213,7 @@ def test_a_store_of_an_earlier_version_is_continued(
     outcome = run(make_plan(scopes=("attention", "head"), samples=6), folder, tools)
     assert (outcome.measured, outcome.kept) == (27, len(table))
     assert before < rows_of(folder)
-    assert version_of(folder) == 3
+    assert version_of(folder) == 4
     with Store.open(folder, write=False) as store:
         runs = store.runs()
     assert runs["token"].nunique() == 2
@@ -199,7 +240,7 @@ def test_a_migration_that_stops_halfway_changes_nothing(
 ) -> None:
     folder, table, version = earlier
     before, content = rows_of(folder), (folder / STORE_NAME).read_bytes()
-    statements = [one for earlier in (1, 2)[version - 1 :] for one in MEASUREMENTS.migrations[earlier]]
+    statements = [one for earlier in (1, 2, 3)[version - 1 :] for one in MEASUREMENTS.migrations[earlier]]
     broken = {version: (*statements[:stop], "SELECT * FROM nothing_of_that_name")}
     halting = replace(MEASUREMENTS, migrations=broken)
     monkeypatch.setattr(Store, "_schema", halting)
@@ -208,7 +249,7 @@ def test_a_migration_that_stops_halfway_changes_nothing(
     monkeypatch.undo()
     assert (folder / STORE_NAME).read_bytes() == content
     Store.open(folder).close()
-    assert version_of(folder) == 3
+    assert version_of(folder) == 4
     assert rows_of(folder) == before
     assert len(before) == len(table)
 

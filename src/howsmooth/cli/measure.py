@@ -21,6 +21,7 @@ from howsmooth.cli.options import (
     HeadsOption,
     JsonOption,
     LayersOption,
+    PartOption,
     QuietOption,
     RandomInitOption,
     SeedOption,
@@ -45,6 +46,9 @@ _EXAMPLES = (
     "[cyan]howsmooth measure ./my-model --text alice.txt --scope head --heads 0:3 --layers 2[/]  four heads",
     "[cyan]howsmooth measure gpt2 --random-init --text alice.txt --layers 6[/]  the architecture, untrained",
     "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
+    "[cyan]howsmooth measure vit --random-init --images builtin --layers 0,5[/]  images instead of a text",
+    "[cyan]howsmooth measure ./model --embeddings sentences.safetensors --lengths 4,8 --samples 2[/]  "
+    "tokens that were embedded elsewhere",
     "[cyan]howsmooth measure builtin-encoder --as-published all[/]  beside what the paper's code computes",
     "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  for a machine",
     "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
@@ -72,16 +76,56 @@ def measure(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    images: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="builtin|PATH",
+            help="Measure on images: a file, a folder, or builtin (made by code). May be repeated. The "
+            "length of an image is the number of its patches.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    audio: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="builtin|FILE",
+            help="Measure on sound: a .wav or .npy file, or builtin (made by code).",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure on token ids: a .npy or .json file, or numbers between spaces, a sequence a line.",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    embeddings: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure on tokens that were embedded elsewhere: a .safetensors file of tensors (n, d).",
+            show_default=False,
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    part: PartOption = None,
     layers: LayersOption = "all",
     heads: HeadsOption = "all",
     lengths: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="RANGES",
-            help="Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32.",
+            help="Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
+            "Default: 2:100:2; of images and sound some that the model has.",
+            show_default=False,
             rich_help_panel=WHAT,
         ),
-    ] = "2:100:2",
+    ] = None,
     samples: Annotated[
         int,
         typer.Option(
@@ -144,8 +188,8 @@ def measure(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
-    """Measure the local Lipschitz constant of a model's attention on real text, with an interval."""
-    from howsmooth.cli.parsing import build_plan, use_threads
+    """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
+    from howsmooth.cli.parsing import build_inputs, build_plan, use_threads
     from howsmooth.study.publish import publish
     from howsmooth.study.run import run
     from howsmooth.study.tools import default_tools
@@ -167,6 +211,8 @@ def measure(
         device=device,
         dtype=str(dtype),
         bounds=not no_bounds,
+        inputs=build_inputs(tokens=tokens, embeddings=embeddings, images=images, audio=audio),
+        part=part,
     )
     use_threads(threads)
     command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
@@ -181,7 +227,7 @@ def measure(
             )
             return 0
         with display:
-            display.phase("Reading texts and models")
+            display.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
             outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
             watch.finished = outcome
             display.phase("Drawing figures")

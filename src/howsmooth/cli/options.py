@@ -20,6 +20,7 @@ __all__ = [
     "HeadsOption",
     "JsonOption",
     "LayersOption",
+    "PartOption",
     "QuietOption",
     "RandomInitOption",
     "Scope",
@@ -81,6 +82,15 @@ AsDecoderOption = Annotated[
     bool,
     typer.Option(
         "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
+    ),
+]
+PartOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART",
+        help="Of a model made of several: text, vision or audio, or the path of a module such as encoder.",
+        show_default=False,
+        rich_help_panel=WHAT,
     ),
 ]
 SeedOption = Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)]

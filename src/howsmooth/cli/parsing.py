@@ -6,16 +6,38 @@ import math
 from collections.abc import Sequence
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plan import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 
-__all__ = ["DEFAULT_MODELS", "DEFAULT_TEXTS", "build_plan", "parse_radius", "use_threads"]
+__all__ = [
+    "DEFAULT_LENGTHS",
+    "DEFAULT_MODELS",
+    "DEFAULT_TEXTS",
+    "build_inputs",
+    "build_plan",
+    "parse_radius",
+    "use_threads",
+]
 
 DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 DEFAULT_TEXTS = ("python-docs",)
+DEFAULT_LENGTHS = "2:100:2"
 
 # PyTorch takes what fits into an int, and then tries to start them.
 _MOST_THREADS = 4096
+
+
+def build_inputs(
+    *,
+    tokens: Sequence[str] | None,
+    embeddings: Sequence[str] | None,
+    images: Sequence[str] | None,
+    audio: Sequence[str] | None,
+) -> tuple[InputSpec, ...]:
+    """Say what is measured on besides texts; all images together are one source, each other file is one."""
+    one_each = (("tokens", tokens), ("embeddings", embeddings), ("audio", audio))
+    single = tuple(InputSpec(kind, (place,)) for kind, places in one_each for place in places or ())
+    return (*single, InputSpec("images", tuple(images))) if images else single
 
 
 def build_plan(
@@ -24,7 +46,7 @@ def build_plan(
     texts: Sequence[str] | None,
     layers: str,
     heads: str,
-    lengths: str,
+    lengths: str | None,
     samples: int,
     scopes: Sequence[str] | None,
     random_init: bool,
@@ -36,6 +58,8 @@ def build_plan(
     device: str,
     dtype: str,
     bounds: bool = True,
+    inputs: tuple[InputSpec, ...] = (),
+    part: str | None = None,
 ) -> Plan:
     """Build a plan of the command line's words; what was left out (``None`` or empty) gets its default.
 
@@ -45,15 +69,26 @@ def build_plan(
         If a word cannot be read or a value is impossible.
 
     """
+    if inputs and not models:
+        raise ArgumentError(
+            "models",
+            expected="the name of a model together with images, sound, token ids or embeddings",
+            got="none",
+            remedy="The built-in models are measured on texts.",
+        )
+    chosen = tuple(texts or (() if inputs else DEFAULT_TEXTS))
+    if lengths is None and (chosen or any(one.kind in ("tokens", "embeddings") for one in inputs)):
+        lengths = DEFAULT_LENGTHS
     return Plan(
         models=tuple(
-            ModelSpec(name, random_init=random_init, as_decoder=as_decoder)
+            ModelSpec(name, random_init=random_init, as_decoder=as_decoder, part=part)
             for name in models or DEFAULT_MODELS
         ),
-        texts=tuple(texts or DEFAULT_TEXTS),
+        texts=chosen,
+        inputs=inputs,
         layers=Ranges.parse(layers, "layers"),
         heads=Ranges.parse(heads, "heads"),
-        lengths=Ranges.parse(lengths, "lengths").values(),
+        lengths=() if lengths is None else Ranges.parse(lengths, "lengths").values(),
         samples=samples,
         scopes=tuple(scopes or ("attention",)),
         rtol=rtol,

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal, encodable, readable
+from howsmooth.study.names import decimal, encodable, kind_in_words, readable
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.publish import Published
@@ -60,7 +60,8 @@ def as_json(
             "device": plan.device,
             "dtype": plan.dtype,
             "samples": plan.samples,
-            "lengths": list(plan.lengths),
+            # On images and sound the models may have chosen them.
+            "lengths": list(plan.lengths) or sorted({int(n) for n in contents.measurements["n"]}),
             "scopes": list(plan.scopes),
         },
         "models": records(contents.models),
@@ -87,9 +88,11 @@ def show(
     labels = {model.label for model in plan.models}
     rows = [row for row in records(published.exponents) if row["model"] in labels]
     console.print("\nThe constant grows like n to the power:")
+    kinds = dict(published.contents.texts[["name", "kind"]].itertuples(index=False, name=None))
     for key, family in groupby(rows, key=itemgetter("model", "scope", "text")):
         model, scope, text = key
-        console.print(Text(f"\n{readable(model)}, scope {scope}, text {readable(text)}", style="bold"))
+        kind = kind_in_words(kinds.get(text, "text"))
+        console.print(Text(f"\n{readable(model)}, scope {scope}, {kind} {readable(text)}", style="bold"))
         console.print(Padding(_table(list(family)), (0, 0, 0, 2)))
     hidden = len(published.exponents) - len(rows)
     if hidden:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,11 @@ class Audio:
     digest: str
     rate: int
     samples: Waveform = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many samples there are."""
+        return len(self.samples)
 
     @property
     def seconds(self) -> float:
@@ -165,6 +171,7 @@ def _checked(array: np.ndarray, argument: str) -> Waveform:
     return np.asarray(values.mean(axis=1), dtype=np.float32)
 
 
+@cache
 def _builtin() -> Audio:
     """Make a minute of syllables: voiced ones, with harmonics shaped by moving formants, and breathy ones."""
     random = np.random.RandomState(2000)

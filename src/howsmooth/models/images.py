@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,11 @@ class Images:
         """How many images there are."""
         return len(self._readers)
 
+    @property
+    def size(self) -> int:
+        """How many images there are."""
+        return len(self)
+
     def __getitem__(self, index: int) -> Tensor:
         """Return an image (3, height, width) with values from 0 to 1, float32."""
         return self._readers[index]()
@@ -103,6 +108,7 @@ def load_images(source: object = BUILTIN) -> Images:
     return _of_files([Path(one).expanduser() for one in source])
 
 
+@cache
 def _builtin() -> Images:
     made = [builtin_image(index) for index in range(BUILTIN_COUNT)]
     return Images(
@@ -307,5 +313,5 @@ def _as_tensor(array: np.ndarray, argument: str) -> Tensor:
         raise ArgumentError(
             argument, expected="bytes (uint8) or floating-point values from 0 to 1", got=str(array.dtype)
         )
-    values = np.broadcast_to(values, (*values.shape[:2], 3))
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(values, -1, 0)))
+    colours = values.repeat(3, axis=-1) if values.shape[-1] == 1 else values
+    return torch.from_numpy(np.moveaxis(colours, -1, 0).copy())

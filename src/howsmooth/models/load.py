@@ -18,8 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
 from howsmooth.models.borrow import borrowed, quiet
 from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.given import model_inputs
 from howsmooth.models.inputs import check_model, max_length, takes_decoder_ids, vocabulary_size
-from howsmooth.models.parts import choose_part, modality_of, named_parts
+from howsmooth.models.parts import choose_part, modality_of, named_parts, token_width
+from howsmooth.models.passes import attention_layers
 from howsmooth.models.places import Place, find
 from howsmooth.models.preparation import (
     AudioPreparation,
@@ -27,8 +29,8 @@ from howsmooth.models.preparation import (
     audio_preparation,
     image_preparation,
 )
-from howsmooth.models.passes import attention_layers
 from howsmooth.models.recording import AttentionLayer
+from howsmooth.models.shortened import count_weights, shorten
 from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.trust import check_files, forget_implementations
 
@@ -82,6 +84,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     tokenizer_text: str | None = None,
+    most_weights: int | None = None,
 ) -> LoadedModel:
     """Load a model, or build one with untrained weights.
 
@@ -109,6 +112,9 @@ def load_model(
     tokenizer_text
         With ``random_init``: a text on which a byte-level BPE is trained if the model's own tokenizer
         cannot be had. ``tokenizer_source`` then says so.
+    most_weights
+        With ``random_init``: a configuration of more weights is built with as few layers as show every kind
+        of layer that it names. ``source`` then says so.
 
     Raises
     ------
@@ -129,6 +135,7 @@ def load_model(
     with quiet():
         place = find(str(name), random_init=random_init)
         config = _config(place)
+        short = _shortened(place, config, most_weights) if random_init else ""
         built = _built(place, config, random_init, seed, dtype, part)
         if as_decoder:
             built = _as_decoder(place, config, built, random_init, seed, dtype, part)
@@ -150,7 +157,7 @@ def load_model(
         modality=built.modality,
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
-        source=f"{weights}{of}{place.sentence}{role}",
+        source=f"{weights}{of}{place.sentence}{role}{short}",
         fingerprint=fingerprint,
         max_length=max_length(model) if built.modality == "text" else None,
         vocab_size=size,
@@ -254,9 +261,9 @@ def _built(
         )
     if not path:
         _refuse_several(place, model)
-    _refuse_whole(place, chosen)
     check_model(chosen)
     modality = modality_of(chosen)
+    _refuse_whole(place, chosen, modality)
     own = getattr(chosen, "config", config)
     preparation: ImagePreparation | AudioPreparation | None = None
     if modality == "image":
@@ -267,12 +274,12 @@ def _built(
     return _Built(chosen, path, unread, modality, preparation, layers, obstacle)
 
 
-def _refuse_whole(place: Place, model: nn.Module) -> None:
-    """Refuse an encoder-decoder as a whole."""
-    if takes_decoder_ids(model):
+def _refuse_whole(place: Place, model: nn.Module, modality: str) -> None:
+    """Refuse an encoder-decoder that needs sound or images for one half and tokens for the other."""
+    if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
-            f"{place.name!r} is an encoder-decoder model ({type(model).__name__}), which is not captured as "
-            "a whole yet. Choose its encoder, with the part encoder (--part encoder)."
+            f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
+            "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
         )
 
 
@@ -300,31 +307,30 @@ def _layers(
     model: nn.Module, modality: str, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
     """Look at the attention layers on a short input, or say why none can be seen."""
-    if not isinstance(model, PreTrainedModel):
-        return (
-            [],
-            f"{type(model).__name__} is no model of its own, so it was not tried before it has an input",
-        )
     inputs = _short(model, modality, preparation)
     if inputs is None:
-        return [], f"{type(model).__name__} takes {model.main_input_name}, and was not tried on a made-up one"
-    inputs = {
-        name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()
-    }
+        return [], f"{type(model).__name__} takes inputs that are not known, so it was not tried on any"
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     try:
+        named = model_inputs(model, made.get("", made)).named
         with borrowed(model):
-            return attention_layers(model, inputs), ""
+            return attention_layers(model, named), ""
     except (ArgumentError, CaptureError) as error:
         return [], str(error)
 
 
 def _short(
-    model: PreTrainedModel, modality: str, preparation: ImagePreparation | AudioPreparation | None
+    model: nn.Module, modality: str, preparation: ImagePreparation | AudioPreparation | None
 ) -> dict[str, Tensor] | None:
+    """Make up an input; what has no name is the first argument."""
     if modality == "text":
-        ids = torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long, device=model.device)
-        return {"input_ids": ids}
+        return {"input_ids": torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long)}
     generator = torch.Generator("cpu").manual_seed(0)
+    d = token_width(model)
+    if modality == "embeddings" and d is not None:
+        name = "inputs_embeds" if isinstance(model, PreTrainedModel) else ""
+        return {name: torch.randn(1, 3, d, generator=generator)}
     if isinstance(preparation, ImagePreparation):
         return preparation.prepared([torch.rand(3, *preparation.size, generator=generator)])
     if isinstance(preparation, AudioPreparation):
@@ -360,13 +366,22 @@ def _as_decoder(
     return again
 
 
+def _shortened(place: Place, config: Any, most: int | None) -> str:
+    if most is None:
+        return ""
+    try:
+        done = shorten(config, most)
+    except Exception as error:  # as above
+        raise place.failure(error) from error
+    return f", {done}" if done else ""
+
+
 def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
     """Refuse to build what does not fit: some types' default configurations have billions of weights."""
     free = _available_memory()
     if free is None:
         return
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
+    weights = count_weights(config)
     needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
     if needed > free:
         raise ModelError(

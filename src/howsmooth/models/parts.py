@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ModelError
 from howsmooth.models.inputs import vocabulary_size
 
-__all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts"]
+__all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts", "token_width"]
 
 MODALITIES = ("text", "image", "audio", "embeddings", "other")
 """What a model takes: ``embeddings`` if only tokens embedded elsewhere, ``other`` if none of these."""
@@ -24,6 +24,19 @@ def modality_of(model: nn.Module) -> str:
     if model.main_input_name == "input_ids":
         return "embeddings" if vocabulary_size(model) is None else "text"
     return _BY_INPUT.get(model.main_input_name, "other")
+
+
+def token_width(model: nn.Module) -> int | None:
+    """Return the dimension of the tokens that a model is given embedded, None if it does not say."""
+    if isinstance(model, PreTrainedModel):
+        try:
+            table = model.get_input_embeddings()
+        except (NotImplementedError, AttributeError):
+            table = None
+        if isinstance(table, nn.Embedding):
+            return table.embedding_dim
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    return width if isinstance(width, int) else None
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:

@@ -47,6 +47,11 @@ class TokenStream:
     lengths: tuple[int, ...]
 
     @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """The sequences, as (first token, tokens)."""
         return tuple(zip(accumulate((0, *self.lengths[:-1])), self.lengths, strict=True))
@@ -175,7 +180,7 @@ def _rows(values: Any, where: str) -> list[list[int]]:
                 remedy="Token ids are whole numbers; embedded tokens are given as embeddings.",
             )
         values = values.tolist()
-    if not isinstance(values, Sequence):
+    if isinstance(values, str) or not isinstance(values, Sequence):
         raise ArgumentError(where, expected="a list of token ids", got=type(values).__name__)
     nested = [isinstance(one, Sequence) and not isinstance(one, str) for one in values]
     if any(nested) and not all(nested):

@@ -9,7 +9,7 @@ import torch
 from howsmooth.reproduce.experiment import Request
 from howsmooth.study.names import file_stem
 from howsmooth.study.plan import ModelSpec, Plan
-from howsmooth.study.prepare import Models
+from howsmooth.study.prepare import Models, counted
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.tools import Tools
 
@@ -100,9 +100,10 @@ def columns_of(request: Request, tools: Tools) -> list[Column]:
         model = models.load(spec, content)
         ids = torch.tensor([model.tokenizer(beginning)[:_FEW]], device=request.device)
         site = tools.capture(model, ids, layers=[0], scope="attention")[0]
+        count, _ = counted(model, spec.label)
         if request.layers is not None:
-            layers = request.layers.resolve(model.layers, spec.label, "layers")
+            layers = request.layers.resolve(count, spec.label, "layers")
         else:
-            layers = (min(_MASKED_LAYER, model.layers - 1),) if site.causal else (0,)
+            layers = (min(_MASKED_LAYER, count - 1),) if site.causal else (0,)
         found += [Column(spec, layer, bool(site.causal), site.x.shape[-1]) for layer in layers]
     return found

@@ -14,7 +14,7 @@ from howsmooth.reproduce.loading import remembering
 from howsmooth.reproduce.subjects import Setting, loaded, setting
 from howsmooth.study.names import encodable, file_stem
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.prepare import Subject
+from howsmooth.study.prepare import Subject, counted
 from howsmooth.study.progress import Progress
 from howsmooth.study.published_run import run_as_published
 from howsmooth.study.ranges import Ranges
@@ -90,7 +90,7 @@ def _layers(request: Request, spec: ModelSpec, tools: Tools) -> Ranges:
     """Choose the first, the middle and the last layer, unless layers are asked for."""
     if request.layers is not None:
         return request.layers
-    count = loaded(request, spec, tools).layers
+    count, _ = counted(loaded(request, spec, tools), spec.label)
     return Ranges.parse(f"0,{count // 2},{count - 1}", "layers")
 
 

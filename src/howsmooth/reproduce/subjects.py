@@ -40,7 +40,9 @@ class Setting:
         places = place_sequences(self.plan, subject, held or {})
         for n in self.plan.lengths:
             starts = [places[n, sample] for sample in range(self.plan.samples)]
-            yield n, torch.stack([subject.tokens[start : start + n] for start in starts])
+            tokens = subject.feed.inputs(starts, n)
+            assert isinstance(tokens, torch.Tensor)  # of a text
+            yield n, tokens
 
     def sites(self, subject: Subject, tokens: torch.Tensor, scope: str = "attention") -> list[SiteLike]:
         """Capture the chosen layers at tokens (samples, n)."""
@@ -57,7 +59,7 @@ class Setting:
                 {
                     "text": one.text.name,
                     "model": one.model.label,
-                    "tokens": len(one.tokens),
+                    "tokens": one.feed.count,
                     "tokenizer_source": one.tokenizer_source,
                     "fingerprint": one.fingerprint,
                 }

@@ -97,7 +97,7 @@ def begun_study(
                 one.text,
                 one.fingerprint,
                 tokenizer_source=one.tokenizer_source,
-                tokens=len(one.tokens),
+                tokens=one.feed.count,
             )
         yield Begun(plan, store, models, placed, impossible)
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from howsmooth.study.failure_log import FailureLog
+from howsmooth.study.feeds import TextFeed
 from howsmooth.study.plan import Plan, derive_seed
-from howsmooth.study.prepare import Models, Subject, capture_sites
+from howsmooth.study.prepare import Models, Subject, capture_sites, on_device
 from howsmooth.study.records import Bounding, Measurement, Sensitivity, SequenceRecord, SiteBounds
 from howsmooth.study.tools import Estimate, Model, SiteLike, Tools
-from howsmooth.study.words import pieces
 from howsmooth.study.work import Batch, Bounds
 
 __all__ = ["Measured", "bounds_of", "measured"]
@@ -41,8 +41,7 @@ def measured(
     if model is None:
         return
     starts = [batch.starts[sample] for sample in batch.samples]
-    tokens = torch.stack([subject.tokens[start : start + n] for start in starts]).to(plan.device)
-    for site in _sites(tools, model, tokens, batch, failed):
+    for site in _sites(plan, tools, model, starts, batch, failed):
         samples = [
             sample
             for sample in batch.samples
@@ -50,7 +49,7 @@ def measured(
         ]
         try:
             if samples:
-                yield _estimate(plan, batch, tools, model, site, samples)
+                yield _estimate(plan, batch, tools, site, samples)
             continue
         except Exception as error:
             if len(samples) == 1:
@@ -61,7 +60,7 @@ def measured(
         # One sample must not spoil the others.
         for sample in samples:
             try:
-                found = _estimate(plan, batch, tools, model, site, [sample])
+                found = _estimate(plan, batch, tools, site, [sample])
             except Exception as error:
                 failed.add(
                     error,
@@ -77,17 +76,23 @@ def measured(
 
 
 def _sites(
+    plan: Plan,
     tools: Tools,
     model: Model,
-    tokens: torch.Tensor,
+    starts: list[int],
     task: Batch | Bounds,
     failed: FailureLog,
     what: str = "measurement",
 ) -> Iterator[SiteLike]:
     """Capture all layers in one pass or, if that fails, those that can be captured."""
     subject = task.subject
+
+    def captured(layers: tuple[int, ...]) -> list[SiteLike]:
+        inputs = on_device(subject.feed.inputs(starts, task.n), plan.device)
+        return capture_sites(tools, model, inputs, subject, task.scope, layers, task.n)
+
     try:
-        found = capture_sites(tools, model, tokens, subject, task.scope, task.layers)
+        found = captured(task.layers)
     except Exception:
         found = []
     if found:
@@ -95,7 +100,7 @@ def _sites(
         return
     for layer in task.layers:
         try:
-            found = capture_sites(tools, model, tokens, subject, task.scope, (layer,))
+            found = captured((layer,))
         except Exception as error:
             where = (subject.model.label, subject.text.name)
             failed.add(error, *where, scope=task.scope, n=task.n, place=(layer, None), what=what)
@@ -103,9 +108,7 @@ def _sites(
             yield from found
 
 
-def _estimate(
-    plan: Plan, batch: Batch, tools: Tools, model: Model, site: SiteLike, samples: list[int]
-) -> Measured:
+def _estimate(plan: Plan, batch: Batch, tools: Tools, site: SiteLike, samples: list[int]) -> Measured:
     """Measure some samples of one layer and head together."""
     subject, n = batch.subject, batch.n
     seeds = [
@@ -151,7 +154,7 @@ def _estimate(
     if n > _MOST_TOKENS or 0 not in samples:
         return Measured(rows, [], [])
     share = _sensitivity(rows[samples.index(0)], estimate, samples.index(0))
-    return Measured(rows, [share], [_words(subject, model, n, 0, batch.starts[0])])
+    return Measured(rows, [share], [_words(subject, n, 0, batch.starts[0])])
 
 
 def _row(
@@ -214,15 +217,12 @@ def _sensitivity(row: Measurement, estimate: Estimate, slot: int) -> Sensitivity
     )
 
 
-def _words(subject: Subject, model: Model, n: int, sample: int, start: int) -> SequenceRecord:
-    if len(subject.places):
-        place = int(subject.places[start])
-        # The one after the last says where that ends.
-        words = pieces(subject.content, subject.places[: start + n + 1].tolist(), start, n)
-    else:
-        place = None
-        words = model.tokenizer.decoded(subject.tokens[start : start + n].tolist())
-    return SequenceRecord(subject.model.label, subject.text.name, n, sample, start, place, tuple(words))
+def _words(subject: Subject, n: int, sample: int, start: int) -> SequenceRecord:
+    feed = subject.feed
+    place = feed.place(start) if isinstance(feed, TextFeed) else None
+    return SequenceRecord(
+        subject.model.label, subject.text.name, n, sample, start, place, feed.words(start, n)
+    )
 
 
 def bounds_of(
@@ -239,8 +239,7 @@ def bounds_of(
     model = _loaded(subject, models, failed)
     if model is None:
         return
-    tokens = subject.tokens[task.start : task.start + n].unsqueeze(0).to(plan.device)
-    for site in _sites(tools, model, tokens, task, failed, "bounds"):
+    for site in _sites(plan, tools, model, [task.start], task, failed, "bounds"):
         if (task.scope, site.layer, site.head, n, 0) not in task.missing:
             continue
         try:

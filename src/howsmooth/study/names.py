@@ -6,7 +6,22 @@ import hashlib
 import re
 import unicodedata
 
-__all__ = ["decimal", "encodable", "file_stem", "readable", "sentence"]
+__all__ = [
+    "amount_in_words",
+    "decimal",
+    "encodable",
+    "file_stem",
+    "kind_in_words",
+    "readable",
+    "sentence",
+    "unit_in_words",
+]
+
+_KINDS = {"tokens": "token ids", "embeddings": "embedded tokens", "audio": "sound"}
+_UNITS = {"images": "tokens: patches of the image", "audio": "tokens: frames of the sound"}
+_AMOUNTS = {
+    "text": "characters", "tokens": "token ids", "embeddings": "embedded tokens", "audio": "samples of sound"
+}  # fmt: skip
 
 _LONGEST_STEM = 120
 # Windows keeps these names for itself, with any ending.
@@ -46,6 +61,21 @@ def sentence(words: str) -> str:
     """Make a phrase stand alone: a capital at its beginning, a full stop at its end."""
     words = words.strip()
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+
+
+def kind_in_words(kind: str) -> str:
+    """Say what something to measure on is."""
+    return _KINDS.get(kind, kind)
+
+
+def unit_in_words(kind: str) -> str:
+    """Say what the length of a sequence counts."""
+    return _UNITS.get(kind, "tokens")
+
+
+def amount_in_words(kind: str, amount: int) -> str:
+    """Say how much there is of something to measure on."""
+    return f"{amount} {_AMOUNTS.get(kind, kind)}"
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:

@@ -18,10 +18,16 @@ from howsmooth.study.names import encodable
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.sequences import DISJOINT
 
-__all__ = ["SCOPES", "SCOPE_MEANINGS", "Identity", "ModelSpec", "Plan", "derive_seed"]
+__all__ = ["KINDS", "SCOPES", "SCOPE_MEANINGS", "Identity", "InputSpec", "ModelSpec", "Plan", "derive_seed"]
 
 SCOPES = ("head", "heads", "attention", "residual", "block")
 """The scopes a measurement can have; what each means is said in :data:`SCOPE_MEANINGS`."""
+
+KINDS = ("text", "tokens", "embeddings", "images", "audio")
+"""What sequences can come from: a text, token ids, embedded tokens, images or sound."""
+
+# A model is given one of these; the first three are all texts to it.
+_SENSES = {"text": "text", "tokens": "text", "embeddings": "text", "images": "images", "audio": "audio"}
 
 _ALL_LAYERS = Ranges.parse("all", "layers")
 _ALL_HEADS = Ranges.parse("all", "heads")
@@ -58,6 +64,30 @@ def derive_seed(**axes: str | int | None) -> int:
 
 
 @dataclass(frozen=True)
+class InputSpec:
+    """Something to measure on, as the user asks for it.
+
+    Attributes
+    ----------
+    kind
+        Of :data:`KINDS`.
+    places
+        A name or a path; of images several.
+
+    """
+
+    kind: str
+    places: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what no file could make right."""
+        if self.kind not in KINDS:
+            raise ArgumentError("inputs", expected=f"one of {', '.join(KINDS)}", got=repr(self.kind))
+        if not self.places or not all(place.strip() for place in self.places):
+            raise ArgumentError(self.kind, expected="a name or a path", got="none")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as the user asks for it.
 
@@ -71,6 +101,8 @@ class ModelSpec:
         Run an encoder as a decoder, with its causal mask.
     layers, heads, lengths
         Of this model; ``None`` for those of the plan.
+    part
+        The part of the model that is measured; ``None`` for the whole.
 
     """
 
@@ -80,6 +112,7 @@ class ModelSpec:
     layers: Ranges | None = None
     heads: Ranges | None = None
     lengths: tuple[int, ...] | None = None
+    part: str | None = None
 
     @property
     def label(self) -> str:
@@ -87,7 +120,13 @@ class ModelSpec:
         # Not Path.is_dir, which raises for names that no file system takes.
         base = Path(self.name).resolve().name if os.path.isdir(self.name) else self.name  # noqa: PTH112
         variants = [
-            words for on, words in ((self.random_init, "random init"), (self.as_decoder, "as decoder")) if on
+            words
+            for on, words in (
+                (self.part, str(self.part)),
+                (self.random_init, "random init"),
+                (self.as_decoder, "as decoder"),
+            )
+            if on
         ]
         return encodable(f"{base} ({', '.join(variants)})" if variants else base)
 
@@ -118,9 +157,9 @@ class Plan:
     models
         At least one.
     texts
-        Names or paths for :func:`howsmooth.texts.load_text`; at least one.
+        Names or paths for :func:`howsmooth.texts.load_text`; at least one, unless there are ``inputs``.
     lengths
-        Numbers of tokens, each at least 1.
+        Numbers of tokens, each at least 1. None on images and sound: those of the model that are usual.
     samples
         Sequences a length.
     scopes
@@ -135,6 +174,9 @@ class Plan:
         Where and in what precision (``"float32"`` or ``"float64"``) to compute.
     bounds
         Whether bounds are computed beside the measurements.
+    inputs
+        What else to measure on than texts. All that a plan measures on is text to a model (texts, token ids,
+        embedded tokens), or all images, or all sound.
     windows
         How sequences are cut: of :data:`howsmooth.study.sequences.SCHEMES`. A store that was made in the
         earlier way keeps to it.
@@ -161,19 +203,34 @@ class Plan:
     dtype: str = "float32"
     windows: str = DISJOINT
     bounds: bool = True
+    inputs: tuple[InputSpec, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no model or text could make right."""
+        senses = sorted({_SENSES[source.kind] for source in self.sources})
+        if len(senses) > 1:
+            raise ArgumentError(
+                "inputs",
+                expected="texts alone, images alone or sound alone",
+                got=" and ".join(senses),
+                remedy="Measure each by itself, into a folder of its own if the models differ.",
+            )
         for argument, values in (
             ("models", [model.label for model in self.models]),
-            ("texts", self.texts),
+            ("texts", self.sources),
             ("lengths", self.lengths),
             *(("lengths", model.lengths) for model in self.models if model.lengths is not None),
             ("scopes", self.scopes),
         ):
+            if not values and argument == "lengths" and senses != ["text"]:
+                continue
             if not values:
                 raise ArgumentError(argument, expected="at least one", got="none")
             doubled = next((value for value in values if list(values).count(value) > 1), None)
+            if isinstance(doubled, InputSpec):
+                raise ArgumentError(
+                    doubled.kind, expected="each only once", got=f"{', '.join(doubled.places)!r} twice"
+                )
             if doubled is not None:
                 raise ArgumentError(argument, expected="each only once", got=f"{str(doubled)!r} twice")
         for scope in self.scopes:
@@ -188,7 +245,7 @@ class Plan:
                     remedy="Add --scope head, or leave --heads out.",
                 )
         for lengths in (self.lengths_of(model) for model in self.models):
-            if min(lengths) < 1:
+            if min(lengths, default=1) < 1:
                 raise ArgumentError("lengths", expected="numbers of at least 1", got=str(min(lengths)))
         if self.samples < 1:
             raise ArgumentError("samples", expected="at least 1", got=str(self.samples))
@@ -204,6 +261,11 @@ class Plan:
             raise ArgumentError("dtype", expected="float32 or float64", got=repr(self.dtype))
         check_accuracy(self.rtol, self.confidence, self.dtype)
 
+    @property
+    def sources(self) -> tuple[InputSpec, ...]:
+        """All to measure on, texts first."""
+        return (*(InputSpec("text", (text,)) for text in self.texts), *self.inputs)
+
     def layers_of(self, model: ModelSpec) -> Ranges:
         """Return the layers of a model."""
         return self.layers if model.layers is None else model.layers
@@ -213,7 +275,7 @@ class Plan:
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths that a model is measured at."""
+        """Return the lengths that a model is measured at; none for those that it has for images or sound."""
         return self.lengths if model.lengths is None else model.lengths
 
     @property

@@ -1,7 +1,8 @@
 """Everything that can be refused, refused before anything is measured.
 
-Texts are read, models loaded, texts tokenised, layers, heads, lengths and samples held against
-what there is, and every model is captured once at the shortest length.
+Texts (or images, sound, token ids, embedded tokens) are read, models loaded, texts tokenised, layers,
+heads, lengths and samples held against what there is, and every model is captured once at the shortest
+length.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from typing import cast
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
+from howsmooth.study.feeds import Feed, Inputs, Source, feed_of, open_source, place_in
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, Plan, derive_seed
-from howsmooth.study.sequences import APART_BY_LENGTH, Sequences, arrange, pick_windows
+from howsmooth.study.sequences import APART_BY_LENGTH, Sequences, pick_windows
 from howsmooth.study.store import ModelRecord, TextRecord
-from howsmooth.study.tools import Model, SiteLike, TextLike, Tools
+from howsmooth.study.tools import Model, SiteLike, Tools
 
-__all__ = ["Models", "Subject", "capture_sites", "place_sequences", "prepare"]
+__all__ = ["Models", "Subject", "capture_sites", "counted", "on_device", "place_sequences", "prepare"]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on a text, checked.
+    """A model on a text, or on what else it takes, checked.
 
     ``layers``, ``heads`` and ``lengths`` are the chosen ones; ``heads`` is used by the scope ``head`` only.
-    ``places`` says at which letter of the text each token begins; empty if the tokenizer cannot tell.
+    ``content`` is the text, and empty for other kinds.
     """
 
     spec: ModelSpec
@@ -35,8 +37,7 @@ class Subject:
     content: str = field(repr=False)
     fingerprint: str
     tokenizer_source: str
-    tokens: torch.Tensor = field(repr=False)
-    places: torch.Tensor = field(repr=False)
+    feed: Feed = field(repr=False)
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -53,13 +54,14 @@ class Models:
 
     def load(self, spec: ModelSpec, content: str) -> Model:
         """Load a model; ``content`` is the text that a missing tokenizer is trained on."""
-        key = (spec, content if spec.random_init else None)
+        key = (spec, content if spec.random_init and content else None)
         if self._model is None or self._key != key:
             self._model = None  # let go of the old one before the new one needs the memory
             self._model = self._tools.load_model(
                 spec.name,
                 random_init=spec.random_init,
                 as_decoder=spec.as_decoder,
+                part=spec.part,
                 seed=self._plan.seed,
                 device=self._plan.device,
                 dtype=getattr(torch, self._plan.dtype),
@@ -92,7 +94,7 @@ def prepare(
     models: Models,
     impossible: list[tuple[ModelSpec, str | None, Exception]] | None = None,
 ) -> list[Subject]:
-    """Load and check every model on every text.
+    """Load and check every model on every text, or on what else there is.
 
     Parameters
     ----------
@@ -113,18 +115,18 @@ def prepare(
         For whatever makes the plan impossible, one sentence each.
 
     """
-    texts = [tools.load_text(name) for name in plan.texts]
-    _check_texts(texts)
+    sources = [open_source(spec, tools) for spec in plan.sources]
+    _check_sources(sources)
     subjects: list[Subject] = []
     for spec in plan.models:
-        for text in texts:
+        for source in sources:
             reached: str | None = None
             try:
-                model = models.load(spec, text.content)
-                reached = encodable(text.name)
-                subject = _subject(plan, spec, text, model)
+                model = models.load(spec, source.content)
+                reached = encodable(source.name)
+                subject = _subject(plan, spec, source, model, tools)
                 if impossible is not None:
-                    _check_tokens(plan, subject)
+                    _check_room(plan, subject)
             except Exception as error:
                 if impossible is None:
                     raise
@@ -142,17 +144,24 @@ def _check(plan: Plan, tools: Tools, models: Models, subjects: list[Subject]) ->
     """Refuse now what would fail later."""
     seen: set[ModelSpec] = set()
     for subject in subjects:
-        _check_tokens(plan, subject)
+        _check_room(plan, subject)
         if subject.spec not in seen:
             seen.add(subject.spec)
             model = models.load_for(subject)
-            shortest = subject.tokens[: min(subject.lengths)].unsqueeze(0)
+            n = min(subject.lengths)
+            shortest = on_device(subject.feed.inputs([0], n), plan.device)
             for scope in plan.scopes:
-                capture_sites(tools, model, shortest, subject, scope, subject.layers)
+                capture_sites(tools, model, shortest, subject, scope, subject.layers, n)
 
 
 def capture_sites(
-    tools: Tools, model: Model, tokens: torch.Tensor, subject: Subject, scope: str, layers: tuple[int, ...]
+    tools: Tools,
+    model: Model,
+    inputs: Inputs,
+    subject: Subject,
+    scope: str,
+    layers: tuple[int, ...],
+    n: int | None = None,
 ) -> list[SiteLike]:
     """Capture the attention layers of one forward pass, in the order of layer and head.
 
@@ -160,22 +169,24 @@ def capture_sites(
     ----------
     tools, model, subject
         What is captured, and how.
-    tokens
-        Input ids (batch, n), int64.
+    inputs
+        Input ids (batch, n), or what else the model takes.
     scope
         Of :data:`howsmooth.study.plan.SCOPES`.
     layers
         Which ones.
+    n
+        How many tokens each layer must have been given; None if that is not known.
 
     Raises
     ------
     CaptureError
-        If other layers or heads come back than were asked for.
+        If other layers or heads come back than were asked for, or tokens of another number.
 
     """
     by_head = scope == "head"
     sites = tools.capture(
-        model, tokens, layers=list(layers), scope=scope, heads=list(subject.heads) if by_head else None
+        model, inputs, layers=list(layers), scope=scope, heads=list(subject.heads) if by_head else None
     )
     wanted = [(layer, head) for layer in layers for head in (subject.heads if by_head else (None,))]
     found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
@@ -185,29 +196,69 @@ def capture_sites(
             f"{[(site.layer, site.head) for site in found]} as (layer, head), so results could not be told "
             "apart."
         )
+    for site in found:
+        there = site.x.shape[-2]
+        if n is not None and there != n:
+            raise CaptureError(
+                f"{subject.model.label}: layer {site.layer} was given {there} tokens where {n} were "
+                "expected, so its constant would stand under a wrong length."
+            )
     return [cast("SiteLike", site) for site in found]
 
 
-def _check_texts(texts: list[TextLike]) -> None:
-    by_name: dict[str, TextLike] = {}
-    for text in texts:
-        if not text.content.strip():
-            raise TextError(f"text {text.name!r} is empty. Give a text with words in it.")
-        if text.name in by_name:
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Move inputs to a device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def counted(model: Model, label: str) -> tuple[int, int]:
+    """Return the numbers of layers and heads of a model.
+
+    Raises
+    ------
+    CaptureError
+        If no attention of it could be seen.
+
+    """
+    if model.layers is None or model.heads is None:
+        raise CaptureError(f"{label}: {model.obstacle}")
+    return model.layers, model.heads
+
+
+def _check_sources(sources: list[Source]) -> None:
+    names: set[str] = set()
+    for source in sources:
+        if source.kind == "text" and not source.content.strip():
+            raise TextError(f"text {source.name!r} is empty. Give a text with words in it.")
+        if source.name in names:
             raise ArgumentError(
-                "text",
-                expected="texts of different names",
-                got=f"{text.name!r} twice",
+                source.kind,
+                expected=f"{'texts' if source.kind == 'text' else 'files'} of different names",
+                got=f"{source.name!r} twice",
                 remedy="Rename one of the files, since results stand under the name.",
             )
-        by_name[text.name] = text
+        names.add(source.name)
 
 
-def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subject:
+def _subject(plan: Plan, spec: ModelSpec, source: Source, model: Model, tools: Tools) -> Subject:
     label = spec.label
-    layers = plan.layers_of(spec).resolve(model.layers, label, "layers")
-    heads = plan.heads_of(spec).resolve(model.heads, label, "heads") if "head" in plan.scopes else ()
-    lengths = plan.lengths_of(spec)
+    layer_count, head_count = counted(model, label)
+    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
+    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
+    feed = feed_of(source, model, layers, tools)
+    lengths = plan.lengths_of(spec) or feed.usual
+    missing = next((n for n in lengths if feed.lengths and n not in feed.lengths), None)
+    if missing is not None:
+        near = sorted(sorted(feed.lengths, key=lambda n: abs(n - missing))[:4])
+        raise ArgumentError(
+            "lengths",
+            expected=f"numbers of tokens that {label} makes of {source.name}"
+            + (f", such as {', '.join(map(str, near))}" if len(feed.lengths) > 1 else f": {near[0]}"),
+            got=str(missing),
+            remedy="Leave --lengths out for the usual ones.",
+        )
     if model.max_length is not None and max(lengths) > model.max_length:
         raise ArgumentError(
             "lengths",
@@ -221,20 +272,20 @@ def _subject(plan: Plan, spec: ModelSpec, text: TextLike, model: Model) -> Subje
         random_init=spec.random_init,
         as_decoder=spec.as_decoder,
         source=model.source,
-        layers=model.layers,
-        heads=model.heads,
+        layers=layer_count,
+        heads=head_count,
         max_length=model.max_length,
     )
-    tokens, places = model.tokenizer.located(text.content)
     return Subject(
         spec=spec,
         model=record,
-        text=TextRecord(encodable(text.name), text.digest, text.source, len(text.content)),
-        content=text.content,
+        text=TextRecord(
+            encodable(source.name), source.digest, encodable(source.source), source.size, source.kind
+        ),
+        content=source.content,
         fingerprint=model.fingerprint,
-        tokenizer_source=model.tokenizer_source,
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        places=torch.tensor(places, dtype=torch.int64),
+        tokenizer_source=feed.preparation,
+        feed=feed,
         layers=layers,
         heads=heads,
         lengths=lengths,
@@ -262,43 +313,61 @@ def place_sequences(plan: Plan, subject: Subject, held: Sequences) -> dict[tuple
         If there is no room left between those that the store has.
 
     """
-    tokens = len(subject.tokens)
     axes: dict[str, str | int] = {
         "seed": plan.seed,
         "text": subject.text.digest,
         "model": subject.fingerprint,
     }
-    if plan.windows == APART_BY_LENGTH:
+    if plan.windows == APART_BY_LENGTH and subject.text.kind == "text":
         starts: dict[tuple[int, int], int] = {}
         for n in subject.lengths:
             draw = derive_seed(purpose="windows", n=n, **axes)
-            picked = pick_windows(tokens, n, plan.samples, draw)
+            picked = pick_windows(subject.feed.count, n, plan.samples, draw)
             starts |= {(n, sample): start for sample, start in enumerate(picked)}
         return starts
     try:
         draw = derive_seed(purpose="sequences", **axes)
-        return arrange(tokens, subject.lengths, plan.samples, draw, held)
+        return place_in(subject.feed, subject.lengths, plan.samples, draw, held)
     except ValueError as error:
+        name = f"{subject.text.kind} {subject.text.name!r}"
+        where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
         raise TextError(
-            f"text {subject.text.name!r} is too short for more: between the sequences that the store has of "
-            f"{subject.model.label}, {error}. Use fewer --samples, or fewer or shorter --lengths, or another "
-            "--out with a longer text."
+            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer --samples, or "
+            "fewer or shorter --lengths, or another --out with a longer text."
         ) from error
 
 
-def _check_tokens(plan: Plan, subject: Subject) -> None:
-    tokens = len(subject.tokens)
-    apart_by_length = plan.windows == APART_BY_LENGTH
-    sample = max(subject.lengths) if apart_by_length else sum(subject.lengths)
+def _check_room(plan: Plan, subject: Subject) -> None:
+    """Refuse more sequences than there is room for, were nothing measured yet."""
+    feed, name = subject.feed, f"{subject.text.kind} {subject.text.name!r}"
+    if feed.parts is None:
+        if plan.samples > feed.count:
+            raise TextError(
+                f"{name} has {feed.count} for {subject.model.label}, fewer than {plan.samples} samples. Use "
+                f"--samples {feed.count} or fewer, or give more."
+            )
+        return
+    tokens = feed.count
+    apart_by_length = plan.windows == APART_BY_LENGTH and subject.text.kind == "text"
+    lengths = [n + feed.beyond for n in subject.lengths]
+    longest = max(size for _, size in feed.parts)
+    if len(feed.parts) > 1 and max(lengths) > longest:
+        raise TextError(
+            f"{name} is too short: its longest sequence has {longest - feed.beyond} tokens, and "
+            f"{max(subject.lengths)} are needed. Use shorter --lengths."
+        )
+    sample = max(lengths) if apart_by_length else sum(lengths)
     needed = plan.samples * sample
     if needed > tokens:
         one = apart_by_length or len(subject.lengths) == 1
         of_lengths = f"{sample} tokens" if one else f"each of {len(subject.lengths)} lengths"
         fitting = tokens // sample
         choices = [f"--samples {fitting} or fewer"] if fitting else []
-        choices += ["fewer or shorter --lengths", "a longer text"]
+        is_text = subject.text.kind == "text"
+        choices += ["fewer or shorter --lengths", "a longer text" if is_text else "more of it"]
         raise TextError(
-            f"text {subject.text.name!r} is too short: {plan.samples} sequences of {of_lengths} without "
-            f"overlap need {needed} tokens, and it has {tokens} with the tokenizer of {subject.model.label}. "
+            f"{name} is too short: {plan.samples} sequences of {of_lengths} without "
+            f"overlap need {needed} tokens, and it has {tokens} "
+            f"{'with the tokenizer of' if is_text else 'for'} {subject.model.label}. "
             f"Use {', or '.join(choices)}."
         )

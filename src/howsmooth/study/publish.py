@@ -73,7 +73,8 @@ def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, t
         replace_file(rows, contents.measurements[list(COLUMNS)].to_csv(index=False, lineterminator="\n"))
         fits = folder / "exponents.csv"
         replace_file(fits, table.to_csv(index=False, lineterminator="\n"))
-        pictures = draw_all(contents.measurements, folder / "figures", on_figure)
+        kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
+        pictures = draw_all(contents.measurements, folder / "figures", on_figure, kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, pictures))
     except OSError as error:

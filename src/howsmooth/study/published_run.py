@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from howsmooth.errors import ArgumentError, NonFiniteError, StoreError
 from howsmooth.models import LoadedModel
 from howsmooth.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
@@ -22,6 +20,7 @@ from howsmooth.study.begin import begun_study
 from howsmooth.study.cost import measurement_cost
 from howsmooth.study.environment import environment
 from howsmooth.study.failure_log import FailureLog
+from howsmooth.study.feeds import TextFeed
 from howsmooth.study.plan import Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject
 from howsmooth.study.progress import Outcome, Progress
@@ -173,7 +172,13 @@ def _name(subject: Subject) -> tuple[str, str]:
 
 def _quantities(subject: Subject, models: Models, items: Sequence[str] | None, plan: Plan) -> Wanted:
     """Return the quantities of each layer, found at the shortest length."""
-    tokens = subject.tokens[: min(subject.lengths)].unsqueeze(0).to(plan.device)
+    if not isinstance(subject.feed, TextFeed):
+        raise ArgumentError(
+            "as-published",
+            expected="texts, the only input that the published code takes",
+            got=f"{subject.text.kind} {subject.text.name!r}",
+        )
+    tokens = subject.feed.inputs([0], min(subject.lengths)).to(plan.device)
     model = cast("LoadedModel", models.load_for(subject))
     found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
     untrained = subject.spec.random_init
@@ -232,7 +237,7 @@ def _measured(
 def _captured(plan: Plan, batch: _Batch, model: LoadedModel, failed: FailureLog) -> Iterator[PublishedLayer]:
     """Capture all layers together or, if that fails, those that can be captured."""
     subject, n = batch.subject, batch.n
-    tokens = torch.stack([subject.tokens[start : start + n] for start in batch.starts.values()])
+    tokens = cast("TextFeed", subject.feed).inputs(list(batch.starts.values()), n)
     passes = [derive_seed(purpose="dropout", sample=one, **_axes(plan, batch)) for one in batch.starts]
     training = any("dropout" in items.split(",") for *_, items in batch.missing)
 

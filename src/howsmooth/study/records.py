@@ -98,12 +98,17 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What the store keeps of a text."""
+    """What the store keeps of a text, or of what else was measured on.
+
+    ``kind`` is of :data:`howsmooth.study.plan.KINDS`; ``characters`` counts letters, tokens, images or
+    samples of sound.
+    """
 
     name: str
     digest: str
     source: str
     characters: int
+    kind: str = "text"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ __all__ = [
     "SCHEMES",
     "Sequences",
     "arrange",
+    "draw_distinct",
     "overlapping",
     "pick_windows",
     "windows_in",
@@ -44,7 +45,12 @@ _ROOM = 8
 
 
 def arrange(
-    tokens: int, lengths: Iterable[int], samples: int, seed: int, held: Sequences | None = None
+    tokens: int,
+    lengths: Iterable[int],
+    samples: int,
+    seed: int,
+    held: Sequences | None = None,
+    parts: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], int]:
     """Place all sequences of a study so that none overlaps another.
 
@@ -63,6 +69,8 @@ def arrange(
         Sequences that were measured, of these or other lengths. They stay where they are. If they are a part
         of the arrangement that there would be without them, it is that one: an interrupted study goes on
         as if it had not been.
+    parts
+        Where windows can lie, as (first token, tokens), one after another; by default the whole text.
 
     Returns
     -------
@@ -80,11 +88,14 @@ def arrange(
     missing = [window for window in wanted if window not in held]
     if not missing:
         return {window: held[window] for window in wanted}
-    if sum(n for n, _ in wanted) <= tokens:
-        whole = _fill([(0, tokens)], wanted, random.Random(seed))
-        if all(whole.get(window) == start for window, start in held.items()):
-            return whole
-    placed = _fill(_gaps(tokens, held), missing, random.Random(seed))
+    parts = [(0, tokens)] if parts is None else parts
+    try:
+        whole = _fill(parts, wanted, random.Random(seed))
+    except ValueError:  # what is held may lie more tightly
+        whole = {}
+    if whole and all(whole.get(window) == start for window, start in held.items()):
+        return whole
+    placed = _fill(_gaps(parts, held), missing, random.Random(seed))
     return {window: held[window] if window in held else placed[window] for window in wanted}
 
 
@@ -130,11 +141,11 @@ def pick_windows(tokens: int, length: int, samples: int, seed: int) -> tuple[int
     count = windows_in(tokens, length)
     if samples > count:
         raise ValueError(f"{samples} windows of {length} tokens do not fit into {tokens} tokens")
-    picked = _distinct(samples, count, random.Random(seed))
+    picked = draw_distinct(samples, count, random.Random(seed))
     return tuple(window * length for window in picked)
 
 
-def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
+def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
     """Draw different numbers below ``count``, in random order."""
     # The start of a Fisher-Yates shuffle, with the moved entries only. Of Python's generators,
     # `Random.random` alone is promised never to change, which a continued store relies on.
@@ -147,16 +158,20 @@ def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
     return picked
 
 
-def _gaps(tokens: int, held: Sequences) -> list[tuple[int, int]]:
+def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
     """List the free places between windows, as (first token, tokens)."""
     gaps = []
-    end = 0
-    for start, n in sorted((start, n) for (n, _), start in held.items()):
-        if start > end:
-            gaps.append((end, start - end))
-        end = max(end, start + n)
-    if end < tokens:
-        gaps.append((end, tokens - end))
+    windows = sorted((start, n) for (n, _), start in held.items())
+    for first, tokens in parts:
+        end = first
+        for start, n in windows:
+            if not first <= start < first + tokens:
+                continue
+            if start > end:
+                gaps.append((end, start - end))
+            end = max(end, start + n)
+        if end < first + tokens:
+            gaps.append((end, first + tokens - end))
     return gaps
 
 
@@ -173,7 +188,7 @@ def _fill(
         )
     placed: dict[tuple[int, int], int] = {}
     for (start, room), inside in zip(gaps, chosen, strict=True):
-        order = [inside[place] for place in _distinct(len(inside), len(inside), generator)]
+        order = [inside[place] for place in draw_distinct(len(inside), len(inside), generator)]
         placed |= _lay_out(start, room, order, longest_first[0][0], generator)
     return placed
 
@@ -205,7 +220,7 @@ def _lay_out(
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Uniform among the ways to split `spare` into runs + 1 parts, the last one after the last run.
-    cuts = [cut - index for index, cut in enumerate(sorted(_distinct(runs, spare + runs, generator)))]
+    cuts = [cut - index for index, cut in enumerate(sorted(draw_distinct(runs, spare + runs, generator)))]
     heads = {len(windows) * run // runs: run for run in range(runs)}
     placed = {}
     used = shift = 0

@@ -17,6 +17,7 @@ from howsmooth.errors import ArgumentError, TextError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, derive_seed
+from howsmooth.study.prepare import counted
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.sequences import DISJOINT, arrange, windows_in
 from howsmooth.study.tools import Model, TextLike, Tools
@@ -280,9 +281,10 @@ class ModelSource:
             dtype=torch.float32,
             tokenizer_text=text.content if request.random_init else None,
         )
-        self._layers = request.layers.resolve(self._model.layers, self.label, "layers")
+        layers, heads = counted(self._model, self.label)
+        self._layers = request.layers.resolve(layers, self.label, "layers")
         by_head = request.scope == "head"
-        self._heads = request.heads.resolve(self._model.heads, self.label, "heads") if by_head else None
+        self._heads = request.heads.resolve(heads, self.label, "heads") if by_head else None
         self._tokens = torch.tensor(self._model.tokenizer(text.content), dtype=torch.int64)
 
     @property

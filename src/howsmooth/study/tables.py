@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["ATTACKS", "FLOWS", "MEASUREMENTS", "SCHEMA_VERSION", "Schema"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +115,9 @@ _FROM_2_TO_3 = (
         (model, text, layer, n, sample, quantity, items)""",
 )
 
+# Version 4: what is measured on need not be a text.
+_FROM_3_TO_4 = ("ALTER TABLE texts ADD COLUMN kind TEXT NOT NULL DEFAULT 'text'",)
+
 
 _ATTACK_TABLES = (
     """CREATE TABLE studies (
@@ -162,9 +165,9 @@ MEASUREMENTS = Schema(
     "measurements",
     0x68736D31,
     SCHEMA_VERSION,
-    (*_VERSION_2, *_FROM_2_TO_3),
-    migrations={1: _FROM_1_TO_2, 2: _FROM_2_TO_3},
-    earlier={2: _VERSION_2},
+    (*_VERSION_2, *_FROM_2_TO_3, *_FROM_3_TO_4),
+    migrations={1: _FROM_1_TO_2, 2: _FROM_2_TO_3, 3: _FROM_3_TO_4},
+    earlier={2: _VERSION_2, 3: (*_VERSION_2, *_FROM_2_TO_3)},
     sealed=_SEALED,
 )
 ATTACKS = Schema("attacks.sqlite", "attacks", 0x68736131, 1, _ATTACK_TABLES)

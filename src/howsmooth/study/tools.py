@@ -39,9 +39,11 @@ class Model(Protocol):
     @property
     def max_length(self) -> int | None: ...  # noqa: D102
     @property
-    def layers(self) -> int: ...  # noqa: D102
+    def layers(self) -> int | None: ...  # noqa: D102
     @property
-    def heads(self) -> int: ...  # noqa: D102
+    def heads(self) -> int | None: ...  # noqa: D102
+    @property
+    def obstacle(self) -> str: ...  # noqa: D102
     @property
     def tokenizer(self) -> TokenizerLike: ...  # noqa: D102
 
@@ -110,7 +112,7 @@ class Estimate(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """The five functions that a study calls; their signatures are those of the library's own.
+    """The functions that a study calls; their signatures are those of the library's own.
 
     Attributes
     ----------
@@ -124,6 +126,9 @@ class Tools:
         As :func:`howsmooth.local_lipschitz`.
     bound
         As :func:`howsmooth.study.site_bounds.bound_site`; ``None`` for no bounds.
+    open_input, feed
+        As :func:`howsmooth.models.feeding.open_input` and :func:`howsmooth.models.feeding.feed_of`; ``None``
+        if there is nothing but texts.
 
     """
 
@@ -132,12 +137,15 @@ class Tools:
     capture: Callable[..., Sequence[Any]]
     measure: Callable[..., Estimate]
     bound: Callable[..., SiteBounds] | None = None
+    open_input: Callable[..., Any] | None = None
+    feed: Callable[..., Any] | None = None
 
 
 def default_tools() -> Tools:
     """Return the library's own functions."""
     from howsmooth.lipschitz import local_lipschitz
     from howsmooth.models import capture, load_model
+    from howsmooth.models.feeding import feed_of, open_input
     from howsmooth.study.site_bounds import bound_site
     from howsmooth.texts import load_text
 
@@ -147,4 +155,6 @@ def default_tools() -> Tools:
         capture=capture,
         measure=local_lipschitz,
         bound=bound_site,
+        open_input=open_input,
+        feed=feed_of,
     )

@@ -9,7 +9,7 @@ their interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from howsmooth.study.figures.style import (
     set_axis,
     set_bar_ticks,
 )
-from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.names import decimal, file_stem, kind_in_words, readable, unit_in_words
 
 __all__ = ["Picture", "draw_all"]
 
@@ -80,7 +80,10 @@ class Picture:
 
 
 def draw_all(
-    measurements: pd.DataFrame, folder: Path, on_figure: Callable[[int, int], None] = lambda done, total: None
+    measurements: pd.DataFrame,
+    folder: Path,
+    on_figure: Callable[[int, int], None] = lambda done, total: None,
+    kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
     """Draw a figure of every layer (and head), and an overview of every (model, text, scope) with several.
 
@@ -92,6 +95,8 @@ def draw_all(
         For the files; made if it is not there.
     on_figure
         Told how many figures are drawn, of how many.
+    kinds
+        What is no text, by its name: of :data:`howsmooth.study.plan.KINDS`.
 
     Returns
     -------
@@ -107,11 +112,12 @@ def draw_all(
     with rc_context(STYLE):
         for (model, text, scope), family in families:
             parts = _parts(family)
+            kind = kinds.get(str(text), "text")
             if len(parts) > 1:
-                pictures.append(_overview(parts, folder, str(model), str(text), str(scope)))
+                pictures.append(_overview(parts, folder, str(model), str(text), str(scope), kind))
                 on_figure(len(pictures), total)
             for part in parts:
-                pictures.append(_single(part, folder, str(model), str(text), str(scope)))
+                pictures.append(_single(part, folder, str(model), str(text), str(scope), kind))
                 on_figure(len(pictures), total)
     return pictures
 
@@ -119,7 +125,7 @@ def draw_all(
 # ---- one layer
 
 
-def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Picture:
+def _single(part: _Part, folder: Path, model: str, text: str, scope: str, kind: str) -> Picture:
     group, fit = part.rows, part.fit
     figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -131,7 +137,7 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Pic
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
     set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
-    left.set_xlabel("sequence length n (tokens)")
+    left.set_xlabel(f"sequence length n ({unit_in_words(kind)})")
     left.set_ylabel("local Lipschitz constant")
     right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
     add_colourbar(figure, left, radii, "radius R")
@@ -143,7 +149,7 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Pic
         label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {interval}"
         figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
     place = part.name
-    title = f"{readable(model)}, {place}, scope {scope}, text {readable(text)}"
+    title = f"{readable(model)}, {place}, scope {scope}, {kind_in_words(kind)} {readable(text)}"
     figure.suptitle(literal(title) + _unconverged_words(group, fit))
     stem = [f"layer-{part.layer:02d}", *([] if part.head is None else [f"head-{part.head:02d}"])]
     alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
@@ -166,7 +172,7 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str) -> Pic
 # ---- all layers
 
 
-def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: str) -> Picture:
+def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: str, kind: str) -> Picture:
     family = pd.concat([part.rows for part in parts])
     heads = len({part.head for part in parts})
     columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), 4)
@@ -202,12 +208,12 @@ def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: st
         # The lowest panel of a column carries the length's axis even where the last row is not full.
         if place + columns >= len(parts):
             axis.tick_params(labelbottom=True)
-            axis.set_xlabel("length n (tokens)")
+            axis.set_xlabel(f"length n ({unit_in_words(kind).split(':')[0]})")
     figure.supylabel("local Lipschitz constant", fontsize=10)
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=list(axes), aspect=max(12, 10 * rows), pad=0.015)
     set_bar_ticks(bar, norm)
     bar.set_label("radius R")
-    title = f"{readable(model)}, scope {scope}, text {readable(text)}: every layer" + (
+    title = f"{readable(model)}, scope {scope}, {kind_in_words(kind)} {readable(text)}: every layer" + (
         " and head" if heads > 1 else ""
     )
     figure.suptitle(literal(title))

@@ -15,13 +15,24 @@ def caveats(contents: Contents) -> list[str]:
     words = [
         "The constant is local: it is measured at these sequences of this text. Other inputs can have a much "
         "larger one, and the largest over all inputs of a given size is a different, harder quantity.",
-        "The sequences are windows of running text without special tokens such as [CLS] or a start token, "
-        "which a model may expect.",
     ]
+    kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
+    if "text" in kinds.values() or not kinds:
+        words.append(
+            "The sequences are windows of running text without special tokens such as [CLS] or a start "
+            "token, which a model may expect."
+        )
+    if "images" in kinds.values():
+        words.append(
+            "A number of tokens stands for the size of an image: every length has the same images, smaller "
+            "or larger, so that points of different lengths are not independent, and a model sees sizes here "
+            "that it may not have been trained on."
+        )
     sequences = rows[["model", "text", "n", "sample", "start"]].drop_duplicates()
     shared = sum(
         overlapping(zip(group["start"], group["n"], strict=True))
-        for _, group in sequences.groupby(["model", "text"])
+        for (_, text), group in sequences.groupby(["model", "text"])
+        if kinds.get(str(text)) != "images"
     )
     if shared:
         words.append(

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.figures import Picture
-from howsmooth.study.names import sentence
+from howsmooth.study.names import amount_in_words, kind_in_words, sentence
 from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.published_tables import compare
@@ -58,6 +58,8 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         HTML without a single reference to anything outside.
 
     """
+    named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
+    nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
     environment = templates_of("howsmooth.study")
     environment.filters |= {
         "number": wording.number,
@@ -65,6 +67,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         "chance": wording.chance,
         "plain": wording.plain,
         "sentence": sentence,
+        "noun": lambda text: nouns.get(wording.plain(text), "text"),
     }
     rows = contents.measurements
     found = families(rows, exponents, pictures)
@@ -102,6 +105,9 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
         models=wording.records(contents.models),
         texts=wording.records(contents.texts),
+        amount=amount_in_words,
+        kinds=set(contents.texts["kind"]),
+        windows=not set(contents.texts["kind"]) <= {"images", "audio"} or contents.texts.empty,
         inputs=wording.records(contents.inputs),
         runs=runs(contents.runs),
         maskings=maskings(rows),

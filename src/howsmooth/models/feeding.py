@@ -1,0 +1,502 @@
+"""Feeds: what a model is given, cut to sequences of a wished length.
+
+A feed knows how long a sequence can be, and makes the model's inputs from some sequences of one length. For
+an image the length is the number of patches, with the tokens that the model adds; for sound it is the number
+of frames that enter the attention. Both are found by looking at the tokens of the captured layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.models.audio import Audio, load_audio
+from howsmooth.models.borrow import borrowed
+from howsmooth.models.capture import capture
+from howsmooth.models.images import Images, load_images
+from howsmooth.models.load import LoadedModel
+from howsmooth.models.parts import token_width
+from howsmooth.models.preparation import AudioPreparation, ImagePreparation
+from howsmooth.models.token_files import TokenStream, load_embeddings, load_token_ids
+
+__all__ = [
+    "AudioFeed",
+    "ChunkFeed",
+    "Feed",
+    "ImageFeed",
+    "StreamFeed",
+    "audio_inputs",
+    "feed_of",
+    "image_inputs",
+    "open_input",
+]
+
+_MOST_LENGTHS = 8
+_LARGEST_GRID = 64
+
+Opened = Images | Audio | TokenStream
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """A source brought together with a model."""
+
+    @property
+    def count(self) -> int:
+        """How many tokens, frames or images there are for this model."""
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...] | None:
+        """Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images."""
+
+    @property
+    def beyond(self) -> int:
+        """How many tokens' room a window takes beyond its own."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths that there are; empty for all."""
+
+    @property
+    def usual(self) -> tuple[int, ...]:
+        """The lengths to take if none are asked for; empty if it is not for the model to say."""
+
+    @property
+    def preparation(self) -> str:
+        """How the source becomes inputs, in words."""
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return a word for each token of a sequence."""
+
+
+def open_input(kind: str, places: Sequence[str]) -> Opened:
+    """Read a source: ``tokens``, ``embeddings`` or ``audio`` of one file, or ``images`` of several.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be read.
+
+    """
+    if kind == "images":
+        return load_images(list(places))
+    if len(places) != 1:
+        raise ArgumentError(kind, expected="one file", got=str(len(places)))
+    loaders: dict[str, Callable[[object], Opened]] = {
+        "tokens": load_token_ids,
+        "embeddings": load_embeddings,
+        "audio": load_audio,
+    }
+    return loaders[kind](places[0])
+
+
+def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
+    """Bring a source and a model together.
+
+    Parameters
+    ----------
+    opened
+        What :func:`open_input` returned.
+    model
+        The model.
+    layers
+        Those that will be captured, which must all have the same number of tokens; None for all.
+
+    Raises
+    ------
+    ModelError, CaptureError
+        If the model does not take such a source, or its layers have different numbers of tokens.
+
+    """
+    if isinstance(opened, TokenStream):
+        return StreamFeed(opened, model)
+    if isinstance(opened, Images):
+        return ImageFeed(opened, model, layers)
+    preparation = _audio_preparation(model)
+    frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
+    if preparation.raw and frames is not None:
+        return AudioFeed(opened, model, preparation, frames)
+    return ChunkFeed(opened, model, layers, preparation)
+
+
+def image_inputs(
+    model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Make the inputs of a vision model from images.
+
+    Parameters
+    ----------
+    model
+        A vision model, or the vision part of one, from :func:`~howsmooth.models.load_model`.
+    images
+        As for :func:`~howsmooth.models.images.load_images`; all of them are taken.
+    size
+        Height and width in pixels, or one number for both; those of the model by default. Not every model
+        takes others.
+
+    Returns
+    -------
+    dict
+        ``pixel_values`` (batch, channels, height, width) in the dtype of the model, for
+        :func:`~howsmooth.models.capture`.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no images.
+    ArgumentError
+        If the images cannot be read.
+
+    """
+    preparation = _image_preparation(model)
+    found = load_images(images)
+    pair = (size, size) if isinstance(size, int) else size
+    return _in_dtype(preparation.prepared([found[index] for index in range(len(found))], pair), model)
+
+
+def audio_inputs(
+    model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
+) -> dict[str, Tensor]:
+    """Make the inputs of an audio model from sound.
+
+    Parameters
+    ----------
+    model
+        An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
+    audio, rate
+        As for :func:`~howsmooth.models.audio.load_audio`; resampled to what the model hears.
+    seconds
+        How much of it, from its beginning; what the model is made for by default, as far as there is so much.
+
+    Returns
+    -------
+    dict
+        The model's inputs, a batch of one, in its dtype, for :func:`~howsmooth.models.capture`.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no sound.
+    ArgumentError
+        If the sound cannot be read, or is shorter than asked for.
+
+    """
+    preparation = _audio_preparation(model)
+    found = load_audio(audio, rate)
+    samples = found.at(preparation.rate)
+    wanted = len(samples) / preparation.rate if seconds is None else seconds
+    if seconds is None:
+        wanted = min(wanted, preparation.seconds)
+    count = round(wanted * preparation.rate)
+    if not 1 <= count <= len(samples):
+        raise ArgumentError(
+            "seconds", expected=f"more than 0 and at most {found.seconds:.4g}", got=f"{seconds}"
+        )
+    return _in_dtype(preparation.prepared([samples[:count]]), model)
+
+
+def _image_preparation(model: LoadedModel) -> ImagePreparation:
+    if not isinstance(model.preparation, ImagePreparation):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not images. "
+            "If it has a vision part, choose it with part (--part vision)."
+        )
+    return model.preparation
+
+
+def _audio_preparation(model: LoadedModel) -> AudioPreparation:
+    if not isinstance(model.preparation, AudioPreparation):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not sound. "
+            "If it has an audio part, choose it with part (--part audio)."
+        )
+    return model.preparation
+
+
+def _taken(model: LoadedModel) -> str:
+    words = {"image": "images", "audio": "sound", "embeddings": "embedded tokens", "other": "other inputs"}
+    return words.get(model.modality, model.modality)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _in_dtype(named: dict[str, Tensor], model: LoadedModel) -> dict[str, Tensor]:
+    dtype = _dtype(model.model)
+    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
+
+
+def _tokens_at(
+    model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
+) -> int:
+    """Count the tokens that the layers are given."""
+    sites = capture(model, inputs, None if layers is None else list(layers))
+    counts = {site.layer: site.x.shape[-2] for site in sites}
+    if len(set(counts.values())) > 1:
+        groups: dict[int, list[int]] = {}
+        for layer, n in counts.items():
+            groups.setdefault(n, []).append(layer)
+        listed = "; ".join(f"{n} in layers {', '.join(map(str, of))}" for n, of in groups.items())
+        raise CaptureError(
+            f"{model.name!r} has different numbers of tokens in its layers for one {what}: {listed}. Choose "
+            "layers that have the same number, with layers (--layers)."
+        )
+    return next(iter(counts.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class StreamFeed:
+    """Windows of token ids, or of tokens that were embedded elsewhere."""
+
+    stream: TokenStream
+    model: LoadedModel
+
+    beyond = 0
+    lengths: tuple[int, ...] = ()
+    usual: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a stream that is not for this model."""
+        tokens, module, name = self.stream.tokens, self.model.model, self.model.name
+        if not tokens.is_floating_point():
+            size = self.model.vocab_size
+            if size is None:
+                raise ModelError(f"{name!r} takes {_taken(self.model)}, not token ids.")
+            if int(tokens.max()) >= size:
+                raise ArgumentError(
+                    "tokens",
+                    expected=f"ids from 0 to {size - 1}, the embedding table of {name}",
+                    got=f"id {int(tokens.max())}",
+                )
+            return
+        if self.model.modality not in ("text", "embeddings"):
+            raise ModelError(f"{name!r} takes {_taken(self.model)}, not embedded tokens.")
+        d = token_width(module)
+        if d is not None and tokens.shape[1] != d:
+            raise ArgumentError(
+                "embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(tokens.shape[1])
+            )
+
+    @property
+    def count(self) -> int:
+        """How many tokens there are."""
+        return len(self.stream.tokens)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The sequences of the file."""
+        return self.stream.parts
+
+    @property
+    def preparation(self) -> str:
+        """In words."""
+        if not self.stream.tokens.is_floating_point():
+            return "token ids as given"
+        plain = not isinstance(self.model.model, PreTrainedModel)
+        return "embedded tokens as given" + ("" if plain else ", in place of the model's embedding of ids")
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return token ids (batch, n), or embedded tokens (batch, n, d)."""
+        windows = torch.stack([self.stream.tokens[start : start + n] for start in starts])
+        if not windows.is_floating_point():
+            return windows
+        embedded = windows.to(_dtype(self.model.model))
+        return {"inputs_embeds": embedded} if isinstance(self.model.model, PreTrainedModel) else embedded
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return what the tokens stand for, or their numbers."""
+        if self.stream.tokens.is_floating_point():
+            return tuple(str(start + index) for index in range(n))
+        return tuple(self.model.tokenizer.decoded(self.stream.tokens[start : start + n].tolist()))
+
+
+class ImageFeed:
+    """Images, each a sequence of its patches; shown smaller or larger for another length.
+
+    Parameters
+    ----------
+    images, model, layers
+        As for :func:`feed_of`.
+
+    """
+
+    parts = None
+    beyond = 0
+
+    def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
+        self._images, self._model = images, model
+        self._preparation = _image_preparation(model)
+        n = _tokens_at(model, self._inputs([0], self._preparation.size), layers, "image")
+        self._sizes = {n: self._preparation.size}
+        self._added: int | None = None
+        patch = self._preparation.patch
+        if patch is not None and all(
+            side % p == 0 for side, p in zip(self._preparation.size, patch, strict=True)
+        ):
+            rows, columns = (side // p for side, p in zip(self._preparation.size, patch, strict=True))
+            added = n - rows * columns
+            # Otherwise the layers have no token for each patch.
+            if 0 <= added < rows * columns:
+                self._added = added
+                if self._takes((max(1, rows // 2) * patch[0], max(1, columns // 2) * patch[1])):
+                    self._sizes |= {
+                        side * side + added: (side * patch[0], side * patch[1])
+                        for side in range(1, _LARGEST_GRID + 1)
+                        if side * side + added != n
+                    }
+        self._own = n
+        self.lengths = tuple(sorted(self._sizes))
+
+    def _takes(self, size: tuple[int, int]) -> bool:
+        """Whether the model runs on images of another size: it may have positions for its own only."""
+        model = self._model.model
+        device = next(model.parameters()).device
+        inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
+        try:
+            with borrowed(model), torch.no_grad():
+                model(**inputs)
+        except Exception:  # whatever it raises, it does not take them
+            return False
+        return True
+
+    def _inputs(self, starts: Sequence[int], size: tuple[int, int]) -> dict[str, Tensor]:
+        return _in_dtype(self._preparation.prepared([self._images[one] for one in starts], size), self._model)
+
+    @property
+    def count(self) -> int:
+        """How many images there are."""
+        return len(self._images)
+
+    @cached_property
+    def usual(self) -> tuple[int, ...]:
+        """The model's own length and, if it takes others, some shorter ones."""
+        shorter = [n for n in self.lengths if 2 <= n <= self._own]
+        if len(shorter) > _MOST_LENGTHS:
+            # About evenly on a logarithmic scale, with both ends.
+            ratio = (shorter[-1] / shorter[0]) ** (1 / (_MOST_LENGTHS - 1))
+            wished = [shorter[0] * ratio**step for step in range(_MOST_LENGTHS)]
+            shorter = sorted({min(shorter, key=lambda n: abs(n - one)) for one in wished})
+        return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
+
+    @property
+    def preparation(self) -> str:
+        """In words."""
+        own = " x ".join(map(str, self._preparation.size))
+        others = ", other lengths by other sizes" if len(self.lengths) > 1 else ""
+        return f"images of {own} pixels for {self._own} tokens{others}; {self._preparation.sentence}"
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return ``pixel_values`` of the images with these numbers."""
+        return self._inputs(starts, self._sizes[n])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the patches by row and column, or the tokens by their numbers where several are added."""
+        if self._added not in (0, 1) or self._preparation.patch is None:
+            return tuple(str(index) for index in range(n))
+        columns = self._sizes[n][1] // self._preparation.patch[1]
+        patches = [f"{1 + i // columns},{1 + i % columns}" for i in range(n - self._added)]
+        return (*["class"] * self._added, *patches)
+
+
+class AudioFeed:
+    """Windows of sound, for models that hear the samples and make frames of them."""
+
+    beyond = 1  # the frames' fields overlap by less than a frame
+    lengths: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        audio: Audio,
+        model: LoadedModel,
+        preparation: AudioPreparation,
+        frames: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._model, self._preparation, self._frames = model, preparation, frames
+        self._samples = audio.at(preparation.rate)
+        self._field = self._samples_for(1)
+        self._hop = self._samples_for(2) - self._field
+        self.count = 1 + (len(self._samples) - self._field) // self._hop
+        if self.count < 2:
+            raise ArgumentError(
+                "audio", expected=f"at least {self._field + self._hop} samples for {model.name}",
+                got=f"{len(self._samples)} at {preparation.rate} a second",
+            )  # fmt: skip
+        self.usual = tuple(n for n in (6, 12, 25, 50, 100, 200) if n + self.beyond <= self.count)
+
+    def _samples_for(self, n: int) -> int:
+        """Find the smallest number of samples that make n frames."""
+        low, high = 0, 2**20
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = int(self._frames(torch.tensor(middle))) >= n
+            low, high = (low, middle) if enough else (middle, high)
+        return high
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """All frames."""
+        return ((0, self.count + self.beyond),)
+
+    @property
+    def preparation(self) -> str:
+        """In words."""
+        step = 1000 * self._hop / self._preparation.rate
+        return f"a frame every {step:.4g} ms; {self._preparation.sentence}"
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return the model's inputs for n frames each."""
+        length = self._field + (n - 1) * self._hop
+        cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
+        return _in_dtype(self._preparation.prepared(cut), self._model)
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the frames by their time in seconds."""
+        step = self._hop / self._preparation.rate
+        return tuple(f"{(start + index) * step:.2f}s" for index in range(n))
+
+
+class ChunkFeed:
+    """Chunks of sound of one length, for models that hear features of it."""
+
+    beyond = 0
+
+    def __init__(
+        self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
+    ) -> None:
+        self._model, self._preparation = model, preparation
+        samples = audio.at(preparation.rate)
+        size = round(preparation.seconds * preparation.rate)
+        # A last piece that is shorter is left out, unless it is all there is.
+        self._chunks = [samples[k * size : (k + 1) * size] for k in range(max(1, len(samples) // size))]
+        self._n = _tokens_at(model, self._inputs([0]), layers, "sound")
+        self.lengths = self.usual = (self._n,)
+        self.parts = tuple((k * self._n, self._n) for k in range(len(self._chunks)))
+        self.count = len(self._chunks) * self._n
+
+    def _inputs(self, chunks: Sequence[int]) -> dict[str, Tensor]:
+        return _in_dtype(self._preparation.prepared([self._chunks[one] for one in chunks]), self._model)
+
+    @property
+    def preparation(self) -> str:
+        """In words."""
+        seconds = self._preparation.seconds
+        return f"chunks of {seconds:.4g} seconds for {self._n} tokens; {self._preparation.sentence}"
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return the model's inputs for the chunks that begin with these tokens."""
+        return self._inputs([start // self._n for start in starts])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the tokens by their numbers."""
+        return tuple(str(index) for index in range(n))

@@ -1,0 +1,195 @@
+"""What a study measures on: a source, opened once, and with a model a feed of sequences.
+
+Texts are cut here, with the tokenizer of the model. What becomes of images, sound, token ids and embedded
+tokens is the business of :mod:`howsmooth.models.feeding`; where their sequences lie is decided here for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from howsmooth.study.plan import InputSpec
+from howsmooth.study.sequences import Sequences, arrange, draw_distinct
+from howsmooth.study.tools import Model, TokenizerLike, Tools
+from howsmooth.study.words import pieces
+
+__all__ = ["Feed", "Inputs", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
+
+
+Inputs = torch.Tensor | dict[str, torch.Tensor]
+"""Token ids (batch, n), or the inputs of a model by their names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What sequences come from.
+
+    Attributes
+    ----------
+    kind
+        Of :data:`howsmooth.study.plan.KINDS`.
+    name, source, digest
+        For the store.
+    size
+        How much there is of it: letters, tokens, images, or samples of sound.
+    content
+        The text; empty for other kinds.
+    opened
+        What it was read as; None for a text.
+
+    """
+
+    kind: str
+    name: str
+    source: str
+    digest: str
+    size: int
+    content: str = field(default="", repr=False)
+    opened: Any = field(default=None, repr=False)
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """A source brought together with a model, see :class:`howsmooth.models.feeding.Feed`."""
+
+    @property
+    def count(self) -> int: ...  # noqa: D102
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...] | None: ...  # noqa: D102
+    @property
+    def beyond(self) -> int: ...  # noqa: D102
+    @property
+    def lengths(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def usual(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def preparation(self) -> str: ...  # noqa: D102
+    def inputs(self, starts: Sequence[int], n: int) -> Inputs: ...  # noqa: D102
+    def words(self, start: int, n: int) -> tuple[str, ...]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, eq=False)
+class TextFeed:
+    """Windows of a text that was tokenised once.
+
+    ``places`` says at which letter of the text each token begins; empty if the tokenizer cannot tell.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    content: str
+    tokenizer: TokenizerLike
+    preparation: str
+
+    beyond = 0
+    lengths: tuple[int, ...] = ()
+    usual: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The whole text."""
+        return ((0, self.count),)
+
+    def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
+        """Return token ids (batch, n)."""
+        return torch.stack([self.tokens[start : start + n] for start in starts])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Cut the text into one piece a token or, if that cannot be, say what each token stands for."""
+        if not len(self.places):
+            return tuple(self.tokenizer.decoded(self.tokens[start : start + n].tolist()))
+        # The one after the last says where that ends.
+        return tuple(pieces(self.content, self.places[: start + n + 1].tolist(), start, n))
+
+    def place(self, start: int) -> int | None:
+        """Return the first letter of a sequence."""
+        return int(self.places[start]) if len(self.places) else None
+
+
+def open_source(spec: InputSpec, tools: Tools) -> Source:
+    """Read a source."""
+    if spec.kind == "text":
+        text = tools.load_text(spec.places[0])
+        return Source("text", text.name, text.source, text.digest, len(text.content), text.content)
+    if tools.open_input is None:
+        raise TypeError(f"these tools cannot open {spec.kind}")
+    opened = tools.open_input(spec.kind, spec.places)
+    return Source(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
+
+
+def feed_of(source: Source, model: Model, layers: tuple[int, ...], tools: Tools) -> Feed:
+    """Bring a source and a model together.
+
+    Parameters
+    ----------
+    source, model, tools
+        What, for whom, and with what.
+    layers
+        Those that will be captured.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the model takes something else.
+
+    """
+    if source.kind != "text":
+        if tools.feed is None:
+            raise TypeError(f"these tools cannot feed {source.kind}")
+        feed: Feed = tools.feed(source.opened, model, layers)
+        return feed
+    tokens, places = model.tokenizer.located(source.content)
+    return TextFeed(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(places, dtype=torch.int64),
+        source.content,
+        model.tokenizer,
+        model.tokenizer_source,
+    )
+
+
+def place_in(
+    feed: Feed, lengths: Iterable[int], samples: int, seed: int, held: Sequences
+) -> dict[tuple[int, int], int]:
+    """Say where the sequences of a study lie in a feed.
+
+    Windows lie apart, as :func:`howsmooth.study.sequences.arrange` places them. Wholes, such as images, are
+    drawn in random order, and each length has the same ones.
+
+    Parameters
+    ----------
+    feed
+        The source with a model.
+    lengths, samples, seed, held
+        As for :func:`~howsmooth.study.sequences.arrange`.
+
+    Returns
+    -------
+    dict
+        The first token of each (length, sample), or the number of the image.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit.
+
+    """
+    if feed.parts is None:
+        if samples > feed.count:
+            raise ValueError(f"{samples} samples are more than the {feed.count} that there are")
+        drawn = draw_distinct(samples, feed.count, random.Random(seed))
+        return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
+    beyond = feed.beyond
+    room = {(n + beyond, sample): start for (n, sample), start in held.items()}
+    placed = arrange(feed.count, [n + beyond for n in lengths], samples, seed, room, feed.parts)
+    return {(n - beyond, sample): start for (n, sample), start in placed.items()}
