@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, BitNetConfig, BloomConfig, MistralConfig
+import torch
+from transformers import (
+    BertConfig,
+    BitNetConfig,
+    CLIPConfig,
+    Gemma2Config,
+    MambaConfig,
+    MistralConfig,
+    T5Config,
+    ViTConfig,
+)
 
+import howsmooth as hs
+from howsmooth.bounds import norm_radius
 from howsmooth.cli import main
+from howsmooth.models import load_model
 
+inspect_command = importlib.import_module("howsmooth.cli.inspect")
 Result = tuple[int, str, str]
 SIZES = {
     "vocab_size": 60, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -30,6 +45,10 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> Result:
     return code, captured.out, captured.err
 
 
+def captured() -> list[hs.Site]:
+    return hs.capture(load_model("builtin-encoder"), torch.arange(16)[None])
+
+
 def lines(out: str) -> list[str]:
     return [" ".join(line.split()) for line in out.splitlines()]
 
@@ -41,11 +60,11 @@ def test_a_model_with_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert said[0] == "builtin-encoder, BertModel: 4 attention layers"
     assert {"heads 8", "mask none", "layout post-norm", "scopes all scopes"} <= set(said)
     assert "dimensions tokens 256, queries and keys 32, values 32" in said
-    assert [line.split()[:2] for line in said if "attention.self" in line] == [
-        [str(layer), f"encoder.layer.{layer}.attention.self"] for layer in range(4)
-    ]
-    assert "layer name its radius" in said
-    assert len({line.split()[2] for line in said if "attention.self" in line}) == 4  # each its own
+    (row,) = (line for line in said if "attention.self" in line)
+    assert row.startswith("0 to 3 encoder.layer.*.attention.self (4 alike) ")
+    radii = [norm_radius(site.norm) for site in captured()]
+    assert row.endswith(f" {min(radii):.4g} to {max(radii):.4g}")
+    assert "All layers: closed form, every parameter is known" in said
     assert said[-1] == "Nothing is refused."
 
 
@@ -69,20 +88,77 @@ def test_a_configuration_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspected(capsys, "./alone")[0] == 2
 
 
-def test_what_is_refused_is_listed_with_its_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_that_is_captured_around_its_softmax_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     BitNetConfig(**SIZES).save_pretrained("bitnet")
     code, out, _ = inspected(capsys, "bitnet", "--random-init", "-q")
     assert code == 0
     assert out.count("attn_sub_norm (BitNetRMSNorm) lies between") == 1
-    assert "all layers, all scopes: The output projection of the layer cannot" in lines(out)[-1]
+    assert {"path closed form", "positions in scores inside the layer"} <= set(lines(out))
+    assert any(line.startswith("The layer: closed form, the softmax in closed form") for line in lines(out))
     assert "layers.0.self_attn" in out
 
 
+def test_what_is_refused_is_listed_with_its_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    T5Config(**config, num_decoder_layers=2).save_pretrained("t5-like")
+    code, out, _ = inspected(capsys, "t5-like", "--random-init", "-q")
+    said = lines(out)
+    assert code == 0
+    assert said[0] == "t5-like, T5Model: 5 attention layers"
+    assert "2, 4 decoder.block.*.layer.1.EncDecAttention (2 alike): refused: cross-attention" in said
+    assert out.count("is cross-attention") == 1
+    assert any(line.startswith("Layers 2, 4: The layer is cross-attention") for line in said)
+
+
+def test_a_model_without_a_softmax_ends_with_its_table_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    MambaConfig(vocab_size=60, hidden_size=16, state_size=4, num_hidden_layers=3).save_pretrained(
+        "mamba-like"
+    )
+    code, out, err = inspected(capsys, "mamba-like", "--random-init", "-q")
+    said = lines(out)
+    assert (code, err) == (2, "")
+    assert said[0] == "mamba-like, MambaModel: 0 attention layers, 3 layers without a softmax"
+    assert "- layers.* (3 alike): refused: no softmax" in said
+    assert said[-1].startswith("layers.* (3 layers): The layer has no softmax: a linear or state-space mixer")
+
+
+def test_an_image_is_made_for_a_vision_model(capsys: pytest.CaptureFixture[str]) -> None:
+    ViTConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32,
+        patch_size=8,
+    ).save_pretrained("vit-like")  # fmt: skip
+    code, out, _ = inspected(capsys, "vit-like", "--random-init", "--json", "-q")
+    found = json.loads(out)
+    assert (code, found["tokens"], found["refusals"]) == (0, 17, [])
+    assert found["sites"][0]["scopes"] == ["head", "heads", "attention", "residual", "block"]
+    code, _, err = inspected(capsys, "vit-like", "--random-init", "--tokens", "5", "-q")
+    assert (code, "tokens: expected None: the model takes image" in err) == (2, True)
+
+
+def test_a_large_configuration_is_built_with_fewer_layers_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 6}
+    kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3
+    Gemma2Config(**sizes, layer_types=kinds, sliding_window=4).save_pretrained("large")
+    monkeypatch.setattr(inspect_command, "_MOST_WEIGHTS", 1000)
+    code, out, _ = inspected(capsys, "large", "--random-init", "-q")
+    assert code == 0
+    assert lines(out)[0] == "large, Gemma2Model: 3 attention layers"
+    assert "built with 3 of 6 layers, as all have 0.0 billion weights." in " ".join(lines(out))
+    whole = inspected(capsys, "large", "--random-init", "--all-layers", "--json", "-q")[1]
+    masks = [site["masking"] for site in json.loads(whole)["sites"]]
+    expected = {"sliding_attention": "sliding window 4, causal", "full_attention": "causal"}
+    assert masks == [expected[kind] for kind in kinds]
+
+
 def test_refusals_are_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    BloomConfig(vocab_size=60, hidden_size=24, n_layer=1, n_head=2).save_pretrained("bloom")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    CLIPConfig(text_config={**small, "vocab_size": 60}, vision_config=small).save_pretrained("clip-like")
     cases = {
-        ("bloom", "--random-init"): "its attention (BloomAttention) does not go through",
-        ("t5", "--random-init"): "encoder-decoder",
+        ("clip-like", "--random-init"): "Choose a part of it, with part (--part)",
         ("nothing-of-this-name", "-q"): "nothing-of-this-name",
         ("builtin-decoder", "--as-decoder", "-q"): "is a decoder already",
         ("builtin-decoder", "--tokens", "1"): "tokens",

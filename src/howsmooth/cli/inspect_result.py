@@ -34,12 +34,17 @@ def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
 def show_inspection(model: LoadedModel, found: Inspection) -> None:
     """Print what all layers share, a table of what they do not, and what is refused."""
     console = Console()
-    count = _count(len(found.sites), "attention layer")
+    attention = [site for site in found.sites if site.layer is not None]
+    count = _count(len(attention), "attention layer")
+    if len(attention) < len(found.sites):
+        count += f", {_count(len(found.sites) - len(attention), 'layer')} without a softmax"
     console.print(Text(encodable(f"{readable(model.name)}, {found.model}: {count}"), style="bold"))
     print(f"{encodable(sentence(readable(model.source, longest=300)))}\n")
     captured = [site for site in found.sites if site.scopes]
     facts = [_facts(site) for site in captured]
     shared = {key: value for key, value in (facts or [{}])[0].items() if all(f[key] == value for f in facts)}
+    if len(captured) == 1:
+        shared = facts[0]
     if shared:
         console.print("Every layer" if len(captured) == len(found.sites) else "Every layer that is captured")
         table = Table(box=None, show_header=False, pad_edge=False)
@@ -48,44 +53,97 @@ def show_inspection(model: LoadedModel, found: Inspection) -> None:
         for key, value in shared.items():
             table.add_row(key, Text(value))
         console.print(Padding(table, (0, 0, 1, 2)))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("layer", justify="right")
-    table.add_column("name", overflow="fold")
-    varied = [key for key in (facts or [{}])[0] if key not in shared]
-    for key in varied:
-        table.add_column(key)
-    rest = dict(zip((site.layer for site in captured), facts, strict=True))
-    for site in found.sites:
-        told = rest.get(site.layer, {"scopes": "refused"} if "scopes" in varied else {})
-        cells = [Text(told.get(key, "")) for key in varied]
-        table.add_row(str(site.layer), Text(encodable(readable(site.name, longest=120))), *cells)
-    console.print(table)
+    console.print(_table(found, [key for key in (facts or [{}])[0] if key not in shared]))
     if found.tokens is not None:
-        print(
-            f"\nMasks are those of {found.tokens} tokens; a longer window shows with more of them (--tokens)."
-        )
+        print(f"\nMasks are those of {found.tokens} tokens; a longer window shows with more of them.")
+    for reason in dict.fromkeys(site.path_reason for site in captured):
+        of = [site for site in captured if site.path_reason == reason]
+        print(encodable(f"{_sentence_of(of, found)}: {of[0].path}, {readable(str(reason), longest=600)}"))
+    if found.unreached:
+        print(encodable(f"Not reached by this input: {', '.join(found.unreached)} (choose it with --part)."))
     if not found.refusals:
         print("Nothing is refused.")
         return
     print("\nRefused:")
     for refusal in found.refusals:
-        layers = "all layers" if len(refusal.layers) == len(found.sites) else _layers(refusal.layers)
-        print(encodable(f"  {layers}, {_scopes(refusal.scopes)}: {readable(refusal.reason, longest=600)}"))
+        of = [site for site in found.sites if site.name in refusal.names]
+        where = _sentence_of([site for site in of if site.layer in (*refusal.layers, None)], found)
+        scopes = "" if refusal.scopes == SCOPES else f", {_scopes(refusal.scopes)}"
+        print(encodable(f"  {where}{scopes}: {readable(refusal.reason, longest=600)}"))
+
+
+def _table(found: Inspection, varied: list[str]) -> Table:
+    """Lay out the layers, those that are alike in one row."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("layer", "name", *varied):
+        table.add_column(column, overflow="fold")
+    alike: dict[tuple[str, ...], list[InspectedSite]] = {}
+    for site in found.sites:
+        told = _facts(site) if site.scopes else {"scopes": f"refused: {site.kind}"}
+        # The radius is a number of its own in every layer.
+        key = (_pattern(site.name), site.kind, *(v for k, v in told.items() if k in varied and k != _RADIUS))
+        alike.setdefault(key, []).append(site)
+    for sites in alike.values():
+        told = _facts(sites[0]) if sites[0].scopes else {"scopes": f"refused: {sites[0].kind}"}
+        told[_RADIUS] = _radius(sites)
+        name = sites[0].name if len(sites) == 1 else f"{_common(sites)} ({len(sites)} alike)"
+        layers = [site.layer for site in sites if site.layer is not None]
+        cells = [Text(told.get(key, "")) for key in varied]
+        if "scopes" not in varied and not sites[0].scopes:
+            name += f": {told['scopes']}"
+        table.add_row(_runs(layers) if layers else "-", Text(encodable(readable(name, longest=120))), *cells)
+    return table
+
+
+_RADIUS = "its radius"
 
 
 def _facts(site: InspectedSite) -> dict[str, str]:
     shares = "" if site.kv_heads == site.heads else f", {site.kv_heads} of keys and values"
+    queries = "" if site.key_dim is None else f"queries and keys {site.key_dim}, "
     none = "none recognised"
     return {
         "heads": f"{site.heads}{shares}",
-        "dimensions": f"tokens {site.d}, queries and keys {site.key_dim}, values {site.value_dim}",
+        "dimensions": f"tokens {site.d}, {queries}values {site.value_dim}",
         "mask": str(site.masking),
         "positions in scores": str(site.positions),
         "layout": site.layout or none,
         "norm of the input": site.norm or none,
-        "its radius": "" if site.norm_radius is None else f"{site.norm_radius:.4g}",
+        _RADIUS: _radius([site]),
+        "path": str(site.path),
         "scopes": _scopes(site.scopes),
     }
+
+
+def _radius(sites: Sequence[InspectedSite]) -> str:
+    found = sorted(site.norm_radius for site in sites if site.norm_radius is not None)
+    ends = list(dict.fromkeys(f"{radius:.4g}" for radius in found[:1] + found[-1:]))
+    return " to ".join(ends)
+
+
+def _pattern(name: str) -> str:
+    """Put a star where layers that are alike have their number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _common(sites: Sequence[InspectedSite]) -> str:
+    """Put a star only where the names of these layers differ."""
+    parts = zip(*(site.name.split(".") for site in sites), strict=True)
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
+    """Name layers, by their paths if they have no index."""
+    layers = [site.layer for site in sites if site.layer is not None]
+    if layers and len(layers) == len(found.sites):
+        return "All layers" if len(layers) > 1 else "The layer"
+    named = [f"{'Layer' if len(layers) == 1 else 'Layers'} {_runs(layers)}"] if layers else []
+    paths: dict[str, list[InspectedSite]] = {}
+    for site in sites:
+        if site.layer is None:
+            paths.setdefault(_pattern(site.name), []).append(site)
+    named += [of[0].name if len(of) == 1 else f"{_common(of)} ({len(of)} layers)" for of in paths.values()]
+    return ", ".join(named)
 
 
 def _scopes(scopes: Sequence[str]) -> str:
@@ -94,17 +152,15 @@ def _scopes(scopes: Sequence[str]) -> str:
     return f"scope {scopes[0]}" if len(scopes) == 1 else f"scopes {', '.join(scopes)}"
 
 
-def _layers(layers: Sequence[int]) -> str:
+def _runs(layers: Sequence[int]) -> str:
     """Name layers, runs of them by their ends."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return f"layers {', '.join(f'{r[0]} to {r[-1]}' if len(r) > 2 else ', '.join(map(str, r)) for r in runs)}"
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def _count(number: int, what: str) -> str:

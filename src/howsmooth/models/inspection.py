@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
-from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
-from howsmooth.models.borrow import borrowed
-from howsmooth.models.capture import capture
-from howsmooth.models.inputs import check_inputs, check_model, max_length, short_inputs, vocabulary_size
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.borrow import borrowed, implementation
+from howsmooth.models.given import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
-from howsmooth.models.passes import attention_layers
+from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
+from howsmooth.models.owners import CrossAttention
+from howsmooth.models.parts import named_parts
+from howsmooth.models.passes import Passed, Wanted, forward_pass
 from howsmooth.models.recording import AttentionLayer
+from howsmooth.models.sample import sample_inputs
 from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.verified import VerifiedLayer, read_layer
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
 
-_TOKENS = 16
+_SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
 
 
 @dataclass(frozen=True)
 class InspectedSite:
-    """What is known of one attention layer. All but its place is read off the captured, verified map.
+    """What is known of one layer. All but its place and kind is read off the captured, verified map.
 
-    If the layer is refused, ``scopes`` is empty and the rest None.
+    If the layer is refused, ``scopes`` is empty and what is not known None.
     """
 
-    #: Index of the layer, counting the model's attention calls from 0.
-    layer: int
-    #: Path of the attention module in the model.
+    #: Index of the layer in ``capture``, which counts the layers with a softmax from 0; None without one.
+    layer: int | None
+    #: Path of the attention module in the model; of the layer, if it has no softmax.
     name: str
     #: Its class.
     module: str
+    #: ``self-attention``, ``cross-attention``, or ``no softmax``: a layer that mixes tokens otherwise.
+    kind: str = _SELF
     #: The scopes in which it is captured, from the narrowest to the widest.
     scopes: tuple[str, ...] = ()
+    #: Number of tokens that it was given.
+    tokens: int | None = None
     #: Number of heads.
     heads: int | None = None
     #: Number of key and value heads; less than ``heads`` if these are shared.
@@ -52,22 +59,30 @@ class InspectedSite:
     value_dim: int | None = None
     #: The mask in words, at the number of tokens that was looked at.
     masking: str | None = None
-    #: What the scores know of positions: ``rotary`` or ``none``.
+    #: What the scores know of positions: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
+    #: ``none`` (positions added to the tokens are no part of the attention). ``inside the layer`` if not
+    #: every parameter of the map is known.
     positions: str | None = None
-    #: ``post-norm``, ``pre-norm``, or empty if not recognised.
+    #: ``post-norm``, ``pre-norm``, ..., or empty if not recognised.
     layout: str | None = None
     #: The norm whose outputs the tokens are, ``LayerNorm`` or ``RMSNorm``; None too if there is none.
     norm: str | None = None
     #: Radius of the smallest centred ball that holds all outputs of this norm, rounded up.
     norm_radius: float | None = None
+    #: ``closed form`` or ``autodiff``, as of :class:`Site`.
+    path: str | None = None
+    #: Why it is that one; ``the layer`` stands for its name.
+    path_reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Refusal:
     """One reason, and all that is refused for it."""
 
-    #: The layers.
+    #: The layers, by index; empty for those without a softmax, which have none.
     layers: tuple[int, ...]
+    #: Their paths.
+    names: tuple[str, ...]
     #: The scopes.
     scopes: tuple[str, ...]
     #: A sentence or two; ``the layer`` stands for each of them.
@@ -83,158 +98,211 @@ class Inspection:
     #: Number of tokens that the first captured layer was given, None if all are refused. A window that is
     #: longer does not show in ``masking``.
     tokens: int | None
-    #: One for each attention call, in order.
+    #: One for each layer that mixes tokens, in the order of the model's pass.
     sites: tuple[InspectedSite, ...]
     #: Empty if every layer is captured in every scope.
     refusals: tuple[Refusal, ...]
+    #: Parts of the model that the inputs did not reach, with what they take: ``vision_tower (image)``.
+    unreached: tuple[str, ...] = ()
 
 
 def inspect_model(
-    model: PreTrainedModel | LoadedModel,
+    model: nn.Module | LoadedModel,
     inputs: Tensor | Mapping[str, Tensor] | None = None,
     *,
     tokens: int | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """List the attention layers of a model, the scopes in which each is captured, and why not in others.
+    """List the layers of a model that mix tokens, the scopes in which each is captured, and what is refused.
 
-    Each layer is captured in every scope, as :func:`capture` does it, so what is said is verified against
-    the model's own numbers. A layer that is refused does not hide the others.
+    The model runs once. Each layer of self-attention is then captured and verified once, as :func:`capture`
+    does it, and asked for every scope. A layer that is refused does not hide the others. Members of module
+    lists in which no softmax runs are run by themselves: those that mix tokens are named.
 
     Parameters
     ----------
     model
         As for :func:`capture`.
     inputs
-        As for :func:`capture`; token ids at random by default.
+        As for :func:`capture`. By default something that the model takes: token ids or embedded tokens at
+        random, a built-in image, a second of built-in sound.
     tokens
-        How many of these, at least 2; 16 by default, or as many as the model has positions for.
+        How many token ids or embedded tokens, at least 2; 16 by default, or as many as the model has
+        positions for.
+    on_layer
+        Called with how many of how many layers are done.
 
     Raises
     ------
     ArgumentError
         If an argument is not of the kind described, or the model does not run on the inputs.
     CaptureError
-        If no attention call of the model is seen at all; the message says why.
+        If no layer of the model is seen to mix tokens; the message says why.
 
     """
-    if isinstance(model, LoadedModel):
-        model = model.model
-    if not isinstance(model, PreTrainedModel):
+    loaded = model if isinstance(model, LoadedModel) else None
+    module = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module):
         raise ArgumentError(
             "model",
-            expected="a transformers PreTrainedModel, or what load_model returns",
-            got=type(model).__name__,
+            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
+            got=type(module).__name__,
             remedy="To load one by its name, use howsmooth.models.load_model.",
         )
-    check_model(model)
     if inputs is None:
-        inputs = _random_ids(model, tokens)
+        inputs = sample_inputs(module, None if loaded is None else loaded.preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
-    named = check_inputs(model, inputs)
-    with borrowed(model):
-        layers = attention_layers(model, short_inputs(named))
-    captured, reasons = _captured(model, named, layers, "attention")
-    sites = {index: _described(layers[index], site) for index, site in captured.items()}
-    seen = next((site.x.shape[1] for site in captured.values()), None)
-    refused = {(index, scope): reason for index, reason in reasons.items() for scope in SCOPES}
-    usable = [layer for layer in layers if layer.index in captured]
-    del captured  # one scope's maps at a time
-    for scope in SCOPES if usable else ():
-        if scope != "attention":
-            _, reasons = _captured(model, named, usable, scope)
-            refused |= {(index, scope): reason for index, reason in reasons.items()}
+    given = model_inputs(module, inputs)
+    with borrowed(module):
+        return _inspected(module, given, on_layer)
+
+
+def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
+    members = LayersWithoutSoftmax()
+    with members.hooked(model):
+        layers, kept = forward_pass(model, (), given.named, Wanted(None), members.on_layer)
+    mixers = list(members.mixers(given.batch))
+    if not layers and not mixers:
+        raise CaptureError(
+            f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
+            "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
+        )
+    refused = _Refused()
+    sites: list[InspectedSite] = []
+    for layer in layers:
+        on_layer(layer.index, len(layers))
+        sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
+    on_layer(len(layers), len(layers))
+    for mixer in mixers:
+        refused.add(None, mixer.name, SCOPES, f"The layer has {NO_SOFTMAX}.")
     return Inspection(
         model=type(model).__name__,
-        tokens=seen,
-        sites=tuple(
-            replace(
-                sites.get(layer.index, InspectedSite(layer.index, layer.name, type(layer.owner).__name__)),
-                scopes=tuple(scope for scope in SCOPES if (layer.index, scope) not in refused),
-            )
-            for layer in layers
-        ),
-        refusals=_together(refused),
+        tokens=next((site.tokens for site in sites if site.scopes), None),
+        sites=tuple(_in_order(sites, mixers)),
+        refusals=refused.together(),
+        unreached=_unreached(model, [*(layer.name for layer in layers), *(mixer.name for mixer in mixers)]),
     )
 
 
-def _random_ids(model: PreTrainedModel, tokens: object) -> Tensor:
-    size, limit = vocabulary_size(model), max_length(model)
-    if size is None:
-        raise ArgumentError(
-            "inputs",
-            expected="the model's inputs, as it has no embedding of token ids",
-            got="None",
-            remedy=f"Give a dict with {model.main_input_name}.",
-        )
-    if tokens is None:
-        tokens = _TOKENS if limit is None else min(_TOKENS, limit)
-    elif isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
-        raise ArgumentError("tokens", expected="an integer of at least 2", got=repr(tokens))
-    elif limit is not None and tokens > limit:
-        raise ArgumentError("tokens", expected=f"at most {limit}, the model's positions", got=repr(tokens))
-    generator = torch.Generator("cpu").manual_seed(0)
-    ids = torch.randint(size, (1, tokens), generator=generator, device="cpu")
-    padding = getattr(model.config, "pad_token_id", None)
-    # Some models skip padding when they count positions.
-    return torch.where(ids == padding, (ids + 1) % size, ids) if isinstance(padding, int) else ids
-
-
-def _captured(
-    model: PreTrainedModel, inputs: dict[str, Tensor], layers: list[AttentionLayer], scope: str
-) -> tuple[dict[int, Site], dict[int, str]]:
-    """Capture the layers in a scope: all at once or, if one of them is refused, each by itself."""
+def _site(passed: Passed, batch: int, user: str, refused: _Refused) -> InspectedSite:
+    """Read one layer, and ask it for every scope."""
+    layer = passed.layer
+    plain = InspectedSite(layer.index, layer.name, type(layer.owner).__name__, heads=layer.heads)
     try:
-        found = capture(model, inputs, [layer.index for layer in layers], scope)
-    except (CaptureError, NonFiniteError) as error:
-        if len(layers) == 1:
-            return {}, {layers[0].index: _reason(str(error), layers[0])}
-        sites: dict[int, Site] = {}
-        reasons: dict[int, str] = {}
-        for layer in layers:
-            one, why = _captured(model, inputs, [layer], scope)
-            sites |= one
-            reasons |= why
-        return sites, reasons
-    return {site.layer: site for site in found}, {}
+        read = read_layer(passed, batch, user)
+    except Exception as error:  # one layer must not hide the others, whatever its module raises
+        refused.add(layer.index, layer.name, SCOPES, _reason(error, layer))
+        return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
+    layer = read.owner.layer
+    sites: dict[str, Site] = {}
+    for scope in SCOPES:
+        try:
+            # Whether heads can be told apart is the same for all of them.
+            sites[scope] = read.sites(scope, [0] if scope == "head" else None)[0]
+        except Exception as error:  # as above
+            reason = _reason(error, layer)
+            narrow = re.search(r"scope: expected (.*?), got ", reason)
+            reason = f"Only {narrow[1]}." if narrow else reason
+            refused.add(layer.index, layer.name, (scope,), reason)
+    plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
+    return _described(replace(plain, scopes=tuple(sites)), read, sites["attention"]) if sites else plain
 
 
-def _reason(message: str, layer: AttentionLayer) -> str:
-    """Take out of a message what differs between layers that are alike."""
-    message = message.replace(str(layer), "the layer")
-    if layer.root_name:
-        message = message.replace(f"{layer.root_name}.", "")
-    return message[:1].upper() + message[1:]
-
-
-def _described(layer: AttentionLayer, site: Site) -> InspectedSite:
-    attention = site.map
-    if not isinstance(attention, SelfAttention):
-        raise TypeError(f"{layer} was captured as {type(attention).__name__}")
-    return InspectedSite(
-        layer=layer.index,
-        name=layer.name,
-        module=type(layer.owner).__name__,
+def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
+    """Describe a captured layer by its map."""
+    attention, core = read.found.map, read.owner.cores[0]
+    kv_heads, key_dim, value_dim = core.value.shape[-3], None, core.value.shape[-1]
+    if isinstance(attention, SelfAttention):
+        kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
+    elif core.key is not None:
+        key_dim = core.key.shape[-1]
+    return replace(
+        plain,
+        tokens=site.x.shape[1],
         heads=attention.heads,
-        kv_heads=attention.kv_heads,
+        kv_heads=kv_heads,
         d=attention.d,
-        key_dim=attention.key_dim,
-        value_dim=attention.value_dim,
+        key_dim=key_dim,
+        value_dim=value_dim,
         masking=site.masking,
-        positions="none" if attention.rotary is None else "rotary",
+        positions=_positions(attention),
         layout=site.layout,
         norm=None if site.norm is None else type(site.norm).__name__,
         norm_radius=None if site.norm is None else norm_radius(site.norm),
+        path=site.path,
+        path_reason=_plain(site.path_reason, read.owner.layer),
     )
 
 
-def _together(refused: dict[tuple[int, str], str]) -> tuple[Refusal, ...]:
-    """Say each reason once: first the scopes of a layer that share it, then the layers."""
-    scopes: dict[tuple[int, str], list[str]] = {}
-    for (layer, scope), reason in sorted(refused.items(), key=lambda item: SCOPES.index(item[0][1])):
-        scopes.setdefault((layer, reason), []).append(scope)
-    layers: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for (layer, reason), named in scopes.items():
-        layers.setdefault((reason, tuple(named)), []).append(layer)
-    found = [Refusal(tuple(sorted(of)), named, reason) for (reason, named), of in layers.items()]
-    return tuple(sorted(found, key=lambda one: one.layers))
+def _positions(attention: object) -> str:
+    found = []
+    if isinstance(attention, SelfAttention):
+        found = ["rotary"] * (attention.rotary is not None) + ["score bias"] * (
+            attention.score_bias is not None
+        )
+        return " and ".join(found) or "none"
+    biases = isinstance(attention, StagedAttention) and any(c.score_bias is not None for c in attention.cores)
+    return "inside the layer" + " and score bias" * biases
+
+
+def _in_order(sites: list[InspectedSite], mixers: list[Mixer]) -> list[InspectedSite]:
+    """Put the layers without a softmax where they ran."""
+    found = list(sites)
+    for mixer in reversed(mixers):
+        found.insert(mixer.after, InspectedSite(None, mixer.name, mixer.module, kind=_NONE))
+    return found
+
+
+def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
+    """Name the models inside a model in which nothing was seen, if it has several."""
+    parts = named_parts(model)
+    seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
+    return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def _reason(error: Exception, layer: AttentionLayer) -> str:
+    said = str(error) if isinstance(error, HowsmoothError) else f"{type(error).__name__}: {error}"
+    said = _plain(said.strip() or type(error).__name__, layer)
+    return said[:1].upper() + said[1:]
+
+
+def _plain(message: str, layer: AttentionLayer) -> str:
+    """Take out of a message what differs between layers that are alike."""
+    message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
+    return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
+
+
+class _Refused:
+    """Collects refusals, and says each reason once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int | None, str, tuple[str, ...], str]] = []
+
+    def add(self, layer: int | None, name: str, scopes: tuple[str, ...], reason: str) -> None:
+        self._found.append((layer, name, scopes, reason))
+
+    def together(self) -> tuple[Refusal, ...]:
+        """Join first the scopes of a layer that share a reason, then the layers."""
+        scopes: dict[tuple[int | None, str, str], tuple[str, ...]] = {}
+        said: dict[str, str] = {}
+        for layer, name, of, reason in self._found:
+            # Errors that were measured differ between layers that are alike; the first is said.
+            key = re.sub(r"\d\.\de[-+]\d+", "", reason)
+            said.setdefault(key, reason)
+            scopes[layer, name, key] = scopes.get((layer, name, key), ()) + of
+        layers: dict[tuple[str, tuple[str, ...]], list[tuple[int | None, str]]] = {}
+        for (layer, name, key), of in scopes.items():
+            layers.setdefault((key, of), []).append((layer, name))
+        return tuple(
+            Refusal(
+                tuple(layer for layer, _ in of if layer is not None),
+                tuple(name for _, name in of),
+                named,
+                said[key],
+            )
+            for (key, named), of in layers.items()
+        )
