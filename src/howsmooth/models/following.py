@@ -75,7 +75,7 @@ class Follower(TorchFunctionMode):
         """Run a function of torch, and follow what it does to scores."""
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        if rule is not None:
+        if rule is not None and (self._known or rule in _STARTS):
             return rule(self, func, args, kwargs)
         result = func(*args, **kwargs)
         # Written over by a function that no rule knows: what was known of it holds no more.
@@ -489,3 +489,4 @@ _RULES: dict[Any, Callable[[Follower, Any, Any, Any], Any]] = {
     for function in _functions(names)
 }
 _RULES |= dict.fromkeys(PRODUCTS, _product)
+_STARTS = frozenset({_product, _fused, _inside})  # of use before anything is known
