@@ -19,6 +19,7 @@ from howsmooth.jacobian import (
     AutodiffJacobian,
     closed_form_jacobian,
     has_closed_form,
+    runs_members_alone,
     weighted_autodiff_jacobian,
 )
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
@@ -183,7 +184,7 @@ def local_lipschitz(
     else:
         assert isinstance(f, TokenMap)
         flat = x.reshape(-1, *x.shape[-2:])
-        together = _members_together(x.shape[-2] * (f.d + f.d_out), x.dtype)
+        together = 1 if runs_members_alone(f) else _members_together(x.shape[-2] * (f.d + f.d_out), x.dtype)
         parts = [
             _closed_form(f, flat[i : i + together], range(i, min(i + together, len(flat))), solve, rtol)
             for i in range(0, len(flat), together)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap, Weighting
+from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap, Weighting
 from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.dynamics.flow_jacobian import (
     ChainJacobian,
@@ -209,7 +209,7 @@ def _bytes(system: Tokens) -> int:
 
 def _matrices(f: TokenMap) -> int:
     match f:
-        case SelfAttention():
+        case SelfAttention() | StagedAttention():
             return f.heads
         case Residual():
             return _matrices(f.inner)

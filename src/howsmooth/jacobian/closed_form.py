@@ -36,7 +36,7 @@ from howsmooth.jacobian.softmax import (
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["closed_form_jacobian", "has_closed_form"]
+__all__ = ["closed_form_jacobian", "has_closed_form", "runs_members_alone"]
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -46,6 +46,17 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
     if isinstance(f, Compose):
         return has_closed_form(f.outer) and has_closed_form(f.inner)
     return isinstance(f, SelfAttention | StagedAttention | LayerNorm | RMSNorm | LayerScale)
+
+
+def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether members of a batch have nothing in common, so that together they only take more memory."""
+    match f:
+        case Residual():
+            return runs_members_alone(f.inner)
+        case Compose():
+            return runs_members_alone(f.outer) or runs_members_alone(f.inner)
+        case _:
+            return isinstance(f, StagedAttention)
 
 
 def closed_form_jacobian(
