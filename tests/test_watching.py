@@ -152,7 +152,7 @@ def added_mask_and_bias(g: Given) -> Tensor:
 
 
 def subtracted(g: Given) -> Tensor:
-    s = -(g.bias - g.q @ g.k.mT)
+    s = -(2.0 - (-(g.bias - g.q @ g.k.mT)))
     return (s - s.amax(-1, keepdim=True)).softmax(-1) @ g.v
 
 
@@ -602,6 +602,10 @@ def overwritten(g: Given) -> Tensor:
     return (g.q @ g.k.mT).masked_fill(~CAUSAL, 0.0).softmax(-1) @ g.v
 
 
+def overwritten_by_tensor(g: Given) -> Tensor:
+    return torch.where(CAUSAL, g.q @ g.k.mT, torch.zeros((), dtype=torch.float64)).softmax(-1) @ g.v
+
+
 def operand_changed_later(g: Given) -> Tensor:
     k = g.k.clone()
     s = g.q @ k.mT
@@ -662,6 +666,7 @@ def kept_sinks(g: Given) -> Tensor:
         (two_blocks, "its scores are joined to others"),
         (pairwise_factor, "its scores are multiplied by numbers of their own for every pair of tokens"),
         (overwritten, "its scores are written over by other numbers"),
+        (overwritten_by_tensor, "its scores are written over by other numbers"),
         (operand_changed_later, "its output is not that of the softmax of its scores"),
         (written_over, "its scores are written over by erf"),
         (dropped_rows, "its output is not that of the softmax of its scores"),
@@ -812,7 +817,8 @@ def test_tensors_are_not_kept_longer_than_the_code_keeps_them() -> None:
 
 def test_probabilities_that_the_code_keeps_do_not_keep_their_operands_after_the_watch() -> None:
     q = random(B, H, M, D)
-    with Watch(lambda call: None):
+    watch = Watch(lambda call: None)
+    with watch:
         p = (q @ random(B, H, M, D, seed=1).mT).softmax(-1)
         p @ random(B, H, M, DV)
         held = weakref.ref(q)

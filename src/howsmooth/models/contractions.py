@@ -13,7 +13,7 @@ from howsmooth.models.scores import Opaque, Operand, Scores
 
 __all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores", "two"]
 
-_PLAIN = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
+_PLAIN = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _PLAIN |= {torch.bmm, Tensor.bmm, torch.mm, Tensor.mm}
 _WITH_BIAS = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.baddbmm_, Tensor.addmm_}
 PRODUCTS = frozenset({*_PLAIN, *_WITH_BIAS, torch.einsum})
@@ -57,8 +57,6 @@ def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
         beta, alpha = float(given.get("beta", 1.0)), float(given.get("alpha", 1.0))
     else:
         left, right = two(args, kwargs)
-        if func is Tensor.__rmatmul__:
-            left, right = right, left
     if not isinstance(left, Tensor) or not isinstance(right, Tensor) or min(left.ndim, right.ndim) < 2:
         return None
     rank = max(left.ndim, right.ndim)
