@@ -137,6 +137,8 @@ def check_layer(name: str, n: int, index: int, dtype: torch.dtype) -> None:
     for scope in SCOPES:
         sites = hs.capture(captured.whole, captured.inputs, layers=[index], scope=scope)
         assert {site.path for site in sites} == {"closed form"}
+        if scope in ("head", "heads", "attention"):  # with matrices, so that bounds know them
+            assert all(isinstance(site.map, hs.SelfAttention) for site in sites)
         x = own.h if scope == "block" else own.x
         torch.testing.assert_close(sites[0].x.double(), x, rtol=1e-4, atol=1e-4)
         # At the very tokens of the site: float32 has others by rounding.

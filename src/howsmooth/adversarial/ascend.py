@@ -19,8 +19,9 @@ from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, 
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.plain_scores import require_formula, require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
+from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 
@@ -105,9 +106,10 @@ def ascend(
     ----------
     f
         A map of this library: attention with any heads, mask, biases and rotary positions, or around it
-        residuals and norms.
+        residuals and norms. Or a captured site of one.
     length, radius
-        Number of tokens n, and radius of the ball for each token.
+        Number of tokens n, and radius of the ball for each token. Of a site by default as many as it has, and
+        instead of a ball what its norm layer can give, if there is one.
     domain
         Instead of ``radius``: Ball, Ellipsoid or Around (which needs no length).
     starts
@@ -144,11 +146,18 @@ def ascend(
     This library: docs/theory/worst-inputs.md.
 
     """
+    if isinstance(f, SiteLike) and not isinstance(f, TokenMap):
+        if radius is None and domain is None and f.norm is not None:
+            domain = Ellipsoid(f.norm)
+        if length is None and not isinstance(domain, Around):
+            length = f.x.shape[-2]
+        f = f.map
     if not isinstance(f, TokenMap):
         raise ArgumentError(
-            "f", expected="a map of this library, such as SelfAttention", got=type(f).__name__
+            "f", expected="a map of this library, such as SelfAttention, or a site", got=type(f).__name__
         )
     require_plain_scores(f, "these searches", argument="f")
+    require_formula(f, "these searches", argument="f")
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
     )

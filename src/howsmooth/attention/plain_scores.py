@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.l2_attention import L2Attention
+from howsmooth.attention.map import TokenMap
+from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
+from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 from howsmooth.attention.staged import StagedAttention
 from howsmooth.errors import ArgumentError
 
-__all__ = ["require_plain_scores"]
+__all__ = ["require_formula", "require_plain_scores"]
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
@@ -43,3 +48,25 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
         case Compose():
             require_plain_scores(f.outer, what, argument=argument)
             require_plain_scores(f.inner, what, argument=argument)
+
+
+def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
+    """Raise ArgumentError if a map within ``f`` is code, such as a model's own module, and not a formula.
+
+    Parameters are those of :func:`require_plain_scores`.
+    """
+    match f:
+        case Residual():
+            require_formula(f.inner, what, argument=argument)
+        case Compose():
+            require_formula(f.outer, what, argument=argument)
+            require_formula(f.inner, what, argument=argument)
+        case SelfAttention() | L2Attention() | SinkhornAttention() | LayerNorm() | RMSNorm() | LayerScale():
+            pass
+        case TokenMap():
+            raise ArgumentError(
+                argument,
+                expected=f"attention given by its matrices: {what} know no other",
+                got=f.describe(),
+                remedy="local_lipschitz measures such attention at given tokens.",
+            )

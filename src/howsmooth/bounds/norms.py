@@ -14,6 +14,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.attention.plain_scores import require_formula
+from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 
 __all__ = ["absorb_norm", "ellipsoid", "norm_radius"]
@@ -28,7 +30,7 @@ def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
     Parameters
     ----------
     norm
-        A LayerNorm or RMSNorm of dimension d.
+        A LayerNorm or RMSNorm of dimension d, or a captured site whose tokens come out of one.
 
     Returns
     -------
@@ -49,13 +51,15 @@ def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
 def norm_radius(norm: object) -> float:
     """Return the radius R of the smallest centred ball that holds all outputs of a norm layer, rounded up.
 
+    Takes a norm layer, or a captured site whose tokens come out of one.
+
     R² = max over |u| <= 1 of |β + D u|², D = √d Γ H, is a trust-region problem. For every λ above
     λ_max(DᵀD), λ + |β|² + βᵀD (λ I − DᵀD)⁻¹ Dᵀβ is an upper bound, and the least of them is R².
 
     Raises
     ------
     ArgumentError
-        If ``norm`` is no norm layer.
+        If ``norm`` is no norm layer, and no site with one.
 
     """
     centre, axes = ellipsoid(norm)
@@ -78,7 +82,7 @@ def norm_radius(norm: object) -> float:
     return math.sqrt(float(found.fun)) * (1 + _MARGIN)
 
 
-def absorb_norm(attention: object, norm: object) -> SelfAttention:
+def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
     """Move the gain and the shift of a norm layer into the attention that follows it.
 
     With u_i = h_i/s_i the normalised tokens, attention(N(X)) = absorbed(u): queries, keys and values are
@@ -89,18 +93,30 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
     Parameters
     ----------
     attention
-        A SelfAttention on tokens of dimension d; any heads, mask, biases, rotary positions.
+        A SelfAttention on tokens of dimension d with any heads, mask, biases, rotary positions and scores; or
+        a captured site of one.
     norm
-        The LayerNorm or RMSNorm that gives its tokens.
+        The LayerNorm or RMSNorm that gives its tokens; by default that of the site.
 
     Returns
     -------
     SelfAttention
         In float64, on the CPU.
 
+    Raises
+    ------
+    ArgumentError
+        If the attention is not given by its matrices, its tokens come out of no norm layer, or the two do not
+        fit together.
+
     """
+    if isinstance(attention, SiteLike) and not isinstance(attention, SelfAttention):
+        norm = attention if norm is None else norm
+        attention = _map_of(attention)
     if not isinstance(attention, SelfAttention):
-        raise ArgumentError("attention", expected="a SelfAttention", got=type(attention).__name__)
+        raise ArgumentError(
+            "attention", expected="a SelfAttention or a captured site", got=type(attention).__name__
+        )
     centre, axes = ellipsoid(norm)
     if centre.shape[0] != attention.d:
         raise ArgumentError(
@@ -122,7 +138,29 @@ def absorb_norm(attention: object, norm: object) -> SelfAttention:
     )
 
 
+def _map_of(site: SiteLike) -> object:
+    """Return the attention of a site, or say why there is no such thing."""
+    if isinstance(site.map, SelfAttention):
+        return site.map
+    require_formula(site.map, "absorbed parameters")
+    raise ArgumentError(
+        "attention",
+        expected="a site whose map is attention alone",
+        got=f"scope {getattr(site, 'scope', '?')!r}",
+        remedy="Capture with scope 'attention', 'heads' or 'head'.",
+    )
+
+
 def _checked(norm: object) -> LayerNorm | RMSNorm:
+    if isinstance(norm, SiteLike) and not isinstance(norm, LayerNorm | RMSNorm):
+        if norm.norm is None:
+            raise ArgumentError(
+                "norm",
+                expected="a site whose tokens come out of a norm layer",
+                got=f"{norm!r}, whose do not",
+                remedy="In a pre-norm model the input of a whole block does not; take scope 'attention'.",
+            )
+        norm = norm.norm
     if isinstance(norm, LayerNorm | RMSNorm):
         return norm
     raise ArgumentError(

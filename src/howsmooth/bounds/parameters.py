@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.plain_scores import require_formula, require_plain_scores
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Attention", "Head", "Parameters", "SiteLike", "log_p_bar", "parameters_of", "spectral_norm"]
@@ -265,6 +265,7 @@ def _of_site(site: SiteLike) -> Parameters:
     if isinstance(site.map, SelfAttention):
         return parameters_of(site.map)
     require_plain_scores(site.map, "these bounds")
+    require_formula(site.map, "these bounds")
     raise ArgumentError(
         "attention",
         expected="a site whose map is attention alone",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.map import check_tokens
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.plain_scores import require_formula, require_plain_scores
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.heads import HeadsAt, heads_at
 from howsmooth.bounds.certificates.rounding import Enclosed, U
@@ -80,6 +80,7 @@ def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
         f = f.map
         if not isinstance(f, SelfAttention):
             require_plain_scores(f, "these certificates")
+            require_formula(f, "these certificates")
             raise ArgumentError(
                 "attention",
                 expected="a site whose map is attention alone",
