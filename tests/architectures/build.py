@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -79,6 +79,10 @@ def build(model_type: str) -> PreTrainedModel:
     spread(model)
     model = model.to(torch.float64).eval()
     for part in model.modules():
+        if isinstance(getattr(part, "config", None), PreTrainedConfig) and hasattr(part.config, "use_cache"):
+            part.config.use_cache = (
+                False  # capture runs models so, and some (fsmt) mask otherwise with a cache
+            )
         if isinstance(part, PreTrainedModel) and hasattr(part, "set_experts_implementation"):
             try:
                 part.set_experts_implementation("eager")

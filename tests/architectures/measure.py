@@ -144,7 +144,7 @@ def _measure_sites(
         path = getattr(site, "path", "closed form" if has_closed_form(site.map) else "autodiff")
         row.closed_form += path == "closed form"
         row.autodiff += path != "closed form"
-        reason = getattr(site, "path_reason", "")
+        reason = _short(getattr(site, "path_reason", ""))
         if reason and reason not in row.path_reasons:
             row.path_reasons.append(reason)
     probe = Probe(model, inputs)
@@ -169,11 +169,14 @@ def _measure_sites(
                 checked += got[-1:] if scope == "head" else got
     for site in checked[:most] if len(checked) > most else checked:
         _check(row, probe, site)
+    if not row.captured:
+        row.scopes = []
     first = next(iter(layers.values()))
     try:
         estimate = hs.local_lipschitz(first.map, first.x, rtol=1e-2)
     except HowsmoothError as error:
-        row.wrong.append(f"local_lipschitz at {first.name}: {error}")
+        if row.captured:
+            row.wrong.append(f"local_lipschitz at {first.name}: {error}")
     else:
         row.lipschitz = float(estimate.value.max())
 
@@ -187,6 +190,14 @@ def _check(row: Row, probe: Probe, site: hs.Site) -> None:
             row.wrong.append(f"{where}: {error}")
         elif site.scope not in row.unseen:
             row.unseen.append(site.scope)
+        return
+    except HowsmoothError as error:  # a site of which the Jacobian is refused is no measured site
+        reason = f"{site.scope}: its Jacobian is refused: {_short(str(error))}"
+        row.reasons[reason] = row.reasons.get(reason, 0) + 1
+        if site.scope == "attention":
+            row.captured -= 1
+            row.closed_form -= getattr(site, "path", "") == "closed form"
+            row.autodiff -= getattr(site, "path", "") == "autodiff"
         return
     except Exception as error:
         row.wrong.append(f"{where}: {_error(error)}")

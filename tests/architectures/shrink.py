@@ -169,6 +169,8 @@ def shrink(
             small[name] = (
                 min(value, side) if isinstance(value, int) else type(value)(min(v, side) for v in value)
             )
+        elif name == "window_size" and "spatial_merge_size" in names:
+            small[name] = min(value, 4 * PATCH)  # in pixels
         elif isinstance(value, int):
             small[name] = small_integer(name, value)
             queries = names.get(name.replace("key_value_heads", "attention_heads"))
