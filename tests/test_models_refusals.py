@@ -65,8 +65,8 @@ def unchecked() -> Iterator[None]:
             ["cross-attention"],
         ),
         (
-            {"inputs": {"input_ids": token_ids(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])}},
-            ["attention_mask", "padding", "without padding"],
+            {"inputs": {"input_ids": token_ids(2, 2), "attention_mask": torch.tensor([[0, 0], [0, 1]])}},
+            ["attention_mask", "a real token in every sequence", "nothing but padding"],
         ),
         ({"inputs": {"input_ids": token_ids(1, 4), "token_type_ids": token_ids(1, 4)}}, ["IndexError"]),
         ({"inputs": {"inputs_embeds": torch.zeros(1, 4, 24, dtype=torch.float64)}}, ["float32", "float64"]),

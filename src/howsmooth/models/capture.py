@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -12,9 +13,11 @@ from howsmooth.models.given import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax
 from howsmooth.models.owners import CrossAttention
+from howsmooth.models.padding import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.passes import Wanted, forward_pass
+from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.site import SCOPES, Site
-from howsmooth.models.verified import indices_of, read_layer
+from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
 
 __all__ = ["capture"]
 
@@ -41,8 +44,8 @@ def capture(
     inputs
         Token ids (batch, n), or a dict of the model's inputs; for a module that is not of transformers
         its first argument, or a dict of its arguments by name. An encoder-decoder that is given no
-        ``decoder_input_ids`` gets the same tokens. Sequences that an ``attention_mask`` shows to be padded
-        are measured one by one, without the padding.
+        ``decoder_input_ids`` gets the same tokens. Sequences that an ``attention_mask`` (or torch's
+        ``key_padding_mask``) shows to be padded are captured one by one, without the padding.
     layers
         Which layers, counted in the order of the model's softmaxes, negative from the end; by default all of
         self-attention (cross-attention is left out; asked for by its index, it is refused).
@@ -55,8 +58,8 @@ def capture(
     Returns
     -------
     list of Site
-        One for each layer, in the order asked for; in scope ``"head"`` one for each layer and head; of padded
-        sequences one for each sequence besides.
+        One for each layer, in the order asked for; in scope ``"head"`` one for each layer and head. If a
+        sequence is padded, all these for each sequence in turn (``Site.sequence``), real tokens only.
 
     Raises
     ------
@@ -85,32 +88,61 @@ def capture(
     wanted = Wanted(None if layers is None else _checked("layers", layers))
     heads = None if heads is None else _checked("heads", heads)
     given = model_inputs(model, inputs)
+    padding = padding_of(model, given)
     with borrowed(model):
-        return _captured(model, given, wanted, scope, heads)
+        if padding is not None:
+            return _captured_without_padding(model, padding, wanted, scope, heads)
+        return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
 
 
-def _captured(
-    model: nn.Module, given: ModelInputs, wanted: Wanted, scope: str, heads: Sequence[int] | None
+def _captured_without_padding(
+    model: nn.Module, padding: Padding, wanted: Wanted, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
-    """Capture sequences of one length without padding."""
+    """Capture each sequence alone, where that gives what the padded pass gives."""
+    _, passed = forward_pass(model, (), padding.whole.named, wanted)
+    sites: list[Site] = []
+    for sequence in range(padding.whole.batch):
+        moved: AttentionLayer | None = None
+        for given in without_padding(model, padding, sequence):
+            found: list[Site] = []
+            moved = None
+            for layer in _layers(model, given, wanted):
+                index = layer.owner.layer.index
+                if index not in passed or not reproduces(layer, passed[index], padding, sequence):
+                    moved = layer.owner.layer
+                    break
+                found += [replace(site, sequence=sequence) for site in layer.sites(scope, heads)]
+            if moved is None:
+                sites += found
+                break
+        if moved is not None:
+            raise CaptureError(
+                f"The tokens of {moved} in sequence {sequence} are not the same without the padding, nor "
+                "with the positions of the real tokens: the model lets padding, or positions that it "
+                "counts itself, into them. Measure sequences of one length at a time."
+            )
+    return sites
+
+
+def _layers(model: nn.Module, given: ModelInputs, wanted: Wanted) -> Iterator[VerifiedLayer]:
+    """Yield the layers asked for, of sequences of one length without padding."""
     seen, kept = forward_pass(model, (), given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
     indices = (
         list(range(len(seen))) if wanted.indices is None else indices_of(wanted.indices, len(seen), "layer")
     )
-    sites: list[Site] = []
+    crossed = 0
     for index in indices:
         try:
-            sites += read_layer(kept[index], given.batch, implementation(model)).sites(scope, heads)
+            # Whatever the layer was given is not needed any more afterwards.
+            yield read_layer(kept.pop(index), given.batch, implementation(model))
         except CrossAttention:
             if wanted.indices is not None:
                 raise
-        # Whatever the layer was given is not needed any more.
-        kept.pop(index, None)
-    if not sites:
+            crossed += 1
+    if crossed == len(indices):
         raise CaptureError(f"{type(model).__name__} has cross-attention only, which is not captured.")
-    return sites
 
 
 def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:

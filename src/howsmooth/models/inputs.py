@@ -73,7 +73,7 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
     ------
     ArgumentError
         If they are not token ids (batch, n) or named inputs of the model, are empty, lie outside of the
-        vocabulary or beyond the last position, hold padding or a cache.
+        vocabulary or beyond the last position, or hold a cache.
 
     """
     if isinstance(inputs, Tensor):
@@ -110,14 +110,6 @@ def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) 
     for name, value in named.items():
         if value.is_floating_point() and value.dtype != model.dtype and "mask" not in name:
             raise ArgumentError(name, expected=f"{model.dtype} as the model", got=str(value.dtype))
-    padding = named.get("attention_mask")
-    if padding is not None and padding.ndim == 2 and not bool((padding == 1).all()):
-        raise ArgumentError(
-            "attention_mask",
-            expected="ones only",
-            got="zeros (padding)",
-            remedy="Measure sequences without padding, one length at a time.",
-        )
     return {name: value.to(model.device) for name, value in named.items()}
 
 

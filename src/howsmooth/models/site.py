@@ -54,6 +54,8 @@ class Site:
     #: The norm layer whose outputs the tokens are (the model's norm before this attention), or None: whatever
     #: the model is given, the tokens lie in its ellipsoid. None for scope ``block`` of a pre-norm model.
     norm: LayerNorm | RMSNorm | None
+    #: Which sequence of a padded batch, real tokens only; None if all have the same length and share a site.
+    sequence: int | None = None
     #: Root mean square of the token norms |x_i|, for each batch member.
     radius_mean: Float64[Tensor, " batch"] = field(init=False)
     #: Largest token norm, for each batch member.
@@ -66,6 +68,7 @@ class Site:
 
     def __repr__(self) -> str:
         head = "" if self.head is None else f", head {self.head}"
+        head += "" if self.sequence is None else f", sequence {self.sequence}"
         batch, n, d = self.x.shape
         return (
             f"Site({self.name}, layer {self.layer}{head}, scope {self.scope}, masking {self.masking}, "

@@ -1,0 +1,157 @@
+"""Padded sequences: a site for each, judged by finite differences of the padded model at its real tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.models import Site, capture
+from tests._injected import central_difference, injected
+from tests._tiny_models import tiny, token_ids
+
+N = 7
+LENGTHS = (4, 7, 5)
+PROJECTIONS = {
+    "bert": "encoder.layer.1.attention.output.dense",
+    "gpt2": "h.1.attn.c_proj",
+    "llama": "layers.1.self_attn.o_proj",
+    "mistral": "layers.1.self_attn.o_proj",
+}
+
+
+def padded(side: str, positions: bool = False) -> dict[str, Tensor]:
+    """Three sequences of different lengths; what stands in their padding is no token of padding."""
+    columns = torch.arange(N)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    mask = (columns < lengths if side == "right" else columns >= N - lengths).long()
+    given = {"input_ids": token_ids(3, N), "attention_mask": mask}
+    if positions:
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return given
+
+
+def tokens_at(model: nn.Module, given: dict[str, Tensor], name: str) -> Tensor:
+    """The tokens that a module is given in the padded pass."""
+    taken: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        taken.append(next(v for v in (*args, *kwargs.values()) if v.is_floating_point()).clone())
+
+    handle = model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(**given)
+    handle.remove()
+    return taken[0]
+
+
+def agrees(model: nn.Module, given: dict[str, Tensor], site: Site, projection: str, real: Tensor) -> None:
+    assert site.sequence is not None
+    x = tokens_at(model, given, site.name)
+    torch.testing.assert_close(site.x[0], x[site.sequence, real], rtol=1e-5, atol=1e-6)
+    e = torch.zeros_like(x)
+    direction = torch.randn(site.x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+    e[site.sequence, real] = direction[0]
+    own = injected(model, given, site.name, projection)
+    wanted = central_difference(own, x, e)[site.sequence, real]
+    found = closed_form_jacobian(site.map, site.x).product(direction)[0]
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "positions"),
+    [
+        ("bert", "right", False),
+        ("bert", "left", False),
+        ("gpt2", "left", False),
+        ("gpt2", "left", True),
+        ("llama", "left", False),
+        ("mistral", "right", False),
+        ("mistral", "left", True),
+    ],
+)
+def test_real_tokens_only_as_in_the_padded_pass(name: str, side: str, positions: bool) -> None:
+    model, given = tiny(name, torch.float64), padded(side, positions)
+    sites = capture(model, given, layers=[1])
+    assert [(s.sequence, s.x.shape, s.layer) for s in sites] == [
+        (i, (1, n, 24), 1) for i, n in enumerate(LENGTHS)
+    ]
+    for site in sites:
+        assert "sequence" in repr(site)
+        agrees(model, given, site, PROJECTIONS[name], given["attention_mask"][site.sequence].bool())
+
+
+def test_order_scopes_and_implementations() -> None:
+    model, given = tiny("gpt2"), padded("left")
+    sites = capture(model, given, layers=[-1, 0], scope="head", heads=[1, 0])
+    assert [(s.sequence, s.layer, s.head) for s in sites] == [
+        (i, layer, head) for i in range(3) for layer in (2, 0) for head in (1, 0)
+    ]
+    whole = {**given, "attention_mask": torch.ones(3, N, dtype=torch.long)}
+    (site,) = capture(model, whole, layers=[0], scope="block")
+    assert site.sequence is None
+    assert site.x.shape == (3, N, 24)
+
+
+def test_padding_that_reaches_the_tokens_is_refused() -> None:
+    model, given = tiny("bert"), padded("right")
+    model.embeddings.register_forward_hook(lambda m, args, out: out + out.mean(dim=1, keepdim=True))
+    with pytest.raises(CaptureError, match=r"layer 0 .* in sequence 0 are not the same without the padding"):
+        capture(model, given, layers=[0])
+    assert len(capture(model, {"input_ids": given["input_ids"]}, layers=[0])) == 1
+
+
+def test_padding_that_makes_a_model_give_nan() -> None:
+    # In float64 its mask holds the least float64, which its softmax turns into -inf in float32.
+    with pytest.raises(CaptureError, match=r"layer 1 .* gives NaN at real tokens if it is given padding"):
+        capture(tiny("llama", torch.float64, "eager"), padded("left"), layers=[0, 1])
+
+
+def test_holes_are_real_tokens_at_their_own_positions() -> None:
+    model = tiny("llama", torch.float64, "eager")
+    given = {"input_ids": token_ids(1, N), "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 1, 1]])}
+    (site,) = capture(model, given, layers=[1])
+    agrees(model, given, site, PROJECTIONS["llama"], given["attention_mask"][0].bool())
+
+
+def test_padding_of_a_decoder_is_refused_by_its_name() -> None:
+    from transformers import BartConfig, BartModel
+
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    model, given = BartModel(config).double().eval(), padded("left")
+    with pytest.raises(ArgumentError, match="decoder_attention_mask"):
+        capture(model, {**given, "decoder_attention_mask": given["attention_mask"]})
+    sites = capture(model, padded("right"), layers=[0, 1])
+    assert [(s.sequence, s.layer, s.x.shape[1]) for s in sites] == [
+        (i, layer, n) for i, n in enumerate(LENGTHS) for layer in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_key_padding_masks_of_torch(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first).double().eval()
+    x = torch.randn(3, N, 8, dtype=torch.float64)
+    hidden = padded("right")["attention_mask"] == 0
+    inputs = {"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": hidden}
+    sites = capture(layer, inputs)
+    assert [s.sequence for s in sites] == [0, 1, 2]
+    for site, real, row in zip(sites, ~hidden, x, strict=True):
+        assert torch.equal(site.x[0], row[real])
+
+        def own(tokens: Tensor, row: Tensor = row, real: Tensor = real) -> Tensor:
+            full = row.clone()
+            full[real] = tokens[0]
+            mask = ~real[None]
+            t = full[None] if batch_first else full[:, None]
+            return layer.self_attn(t, t, t, key_padding_mask=mask)[0].reshape(N, 8)[real]
+
+        e = torch.randn_like(site.x)
+        wanted = central_difference(own, site.x, e)
+        found = closed_form_jacobian(site.map, site.x).product(e)[0]
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-7
