@@ -200,10 +200,12 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         key_bias=projections.key.bias,
         value_bias=projections.value.bias,
         output_bias=None if output_bias is None else output_bias.clone(),
-        scale=core.scale,
+        scale=core.scale * projections.factor,
         causal=causal if n == 1 else triangle,
         mask=mask,
         rotary=projections.rotary,
+        query_norm=projections.query_norm,
+        key_norm=projections.key_norm,
         score_bias=None if bias is None else _by_head(bias, n).to(record.x.dtype),
         softcap=core.softcap,
         sinks=None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone(),
@@ -243,7 +245,8 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
     if output.is_projection:
         path = next((name for name, m in module.named_modules() if m is output.call.module), None)
         if path is None:
-            tail, inner = _projection(output), Tail()
+            tail = _projection(output)
+            inner = Tail(width=tail.width)
         else:
             tail, inner = Tail(module=path), Tail(module=path, of_input=True)
     layer = OwnerLayer.of(owner.alone, tail, owner.implementation, len(record.cores))
@@ -267,7 +270,7 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
 
 def _projection(output: Output) -> Tail:
     weight, bias = weight_and_bias(output.call.module)
-    return Tail(weight.clone(), None if bias is None else bias.clone())
+    return Tail(weight.clone(), None if bias is None else bias.clone(), width=weight.shape[1])
 
 
 # ---------------------------------------------------------------- shapes and masks

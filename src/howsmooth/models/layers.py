@@ -37,6 +37,7 @@ class Tail:
     bias: Tensor | None = None
     module: str | None = None  # path in the owner of the module whose output, or input, is meant
     of_input: bool = False
+    width: int | None = None  # of the heads side by side, where the module gives them on an axis of their own
 
     def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tail:
         """Return the same in another dtype or place."""
@@ -131,6 +132,8 @@ class OwnerLayer:
             except _Reached as reached:
                 return reached.value
         rows = self.call.rows(first_tensor(output))[0]
+        if core is None and self.tail.width is not None:
+            rows = rows.reshape(-1, self.tail.width)
         return self.tail.projected(rows) if core is None else rows
 
     def _tap(self, module: nn.Module) -> Any:

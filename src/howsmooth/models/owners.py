@@ -20,11 +20,15 @@ from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.repeated import Repeated, token_arguments
 from howsmooth.models.watching import CoreCall
 
-__all__ = ["CrossAttention", "Owner", "find_owner", "moved_tokens"]
+__all__ = ["CrossAttention", "Owner", "find_owner", "first_line", "moved_tokens"]
 
 
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
     """The layer is no self-attention: its queries, or its keys and values, come from elsewhere."""
+
+
+class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
+    """The layer gives another output for the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +76,12 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
                     before = _cores(alone, alone.x, None)
                 if len(before) != passed.cores:
                     continue  # of a module around several layers
+                _refuse_randomness(passed.layer, before, _cores(alone, alone.x, way))
                 after = _cores(alone, moved_tokens(alone.x), way)
+            except _RandomAttention:
+                raise
             except Exception as error:  # whatever a model's module raises when it runs by itself
-                reasons.append(_first_line(error))
+                reasons.append(first_line(error))
                 continue
             if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
@@ -135,6 +142,17 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
+def _refuse_randomness(layer: AttentionLayer, first: list[CoreCall], second: list[CoreCall]) -> None:
+    """Refuse a layer that draws at random which keys it looks at, as ProbSparse attention does."""
+    if len(first) != len(second) or any(
+        _differ(a.output, b.output) for a, b in zip(first, second, strict=True)
+    ):
+        raise _RandomAttention(
+            f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
+            "random, as data-dependent sparsity with sampled keys does, and is not captured."
+        )
+
+
 def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCall]) -> str:
     for a, b in zip(before, after, strict=True):
         reason = a.obstacle or b.obstacle
@@ -161,7 +179,8 @@ def _hidden(mask: Tensor) -> Tensor:
     return mask.logical_not() if mask.dtype == torch.bool else mask < -1e3
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -196,7 +196,10 @@ def first_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output
-    return next(value for value in values if isinstance(value, Tensor))
+    found = next((v for v in values if isinstance(v, Tensor)), None) if isinstance(values, Iterable) else None
+    if found is None:
+        raise CaptureError(f"It gives {type(output).__name__} where a tensor is expected.")
+    return found
 
 
 def _without_cache(value: Any) -> Any:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.blocks import Block, read_block, token_norm
 from howsmooth.models.identify import Hypothesis, Output, find_output, hypotheses
-from howsmooth.models.owners import Owner, find_owner
+from howsmooth.models.owners import Owner, find_owner, first_line
 from howsmooth.models.passes import Passed
 from howsmooth.models.records import record_layer, whole_layer
 from howsmooth.models.repeated import Repeated
@@ -106,6 +106,15 @@ def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
         If the layer does something that is not recognised, or fails its verification.
 
     """
+    try:
+        return _read(passed, batch, user)
+    except HowsmoothError:
+        raise
+    except Exception as error:  # a module of the model that does not run by itself as it did in the pass
+        raise CaptureError(f"{passed.layer} cannot be run by itself: {first_line(error)}.") from error
+
+
+def _read(passed: Passed, batch: int, user: str) -> VerifiedLayer:
     owner = find_owner(passed, batch, user)
     call = whole_layer(passed, batch)
     record = record_layer(owner, passed, call)

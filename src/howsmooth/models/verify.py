@@ -74,7 +74,8 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
         own.attention = call.rows(result).clone()
     elif own.heads is None:  # the projection lies outside of the owner, which then returns the heads
         own.heads = call.rows(result).clone()
-        own.attention = call.rows(output.call.module(result)).clone()
+        width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
+        own.attention = output.call.module(own.heads.reshape(call.batch, -1, width))
     own.downcast = downcasts.seen
     return own
 
