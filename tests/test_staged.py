@@ -26,6 +26,7 @@ from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.measures import DiscreteMeasure
+from howsmooth.published.maps import unmasked
 from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
 
@@ -275,8 +276,25 @@ class _Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * u
 
 
-def test_a_layer_whose_backward_has_no_graph_is_run_with_tangents() -> None:
-    f = staged(lambda p, x, core: plain(p, _Square.apply(x), core), CORE)
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        return u.clone()
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> Tensor:
+        raise NotImplementedError("no second derivative")
+
+
+class _SquareOnce(_Square):
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * _Once.apply(u)
+
+
+@pytest.mark.parametrize("square", [_Square, _SquareOnce])
+def test_a_layer_whose_backward_has_no_graph_is_run_with_tangents(square: type) -> None:
+    f = staged(lambda p, x, core: plain(p, square.apply(x), core), CORE)
     exact_map = naive(staged(lambda p, x, core: plain(p, x * x, core), CORE))
     x = tokens(124, N, D)
     operator = closed_form_jacobian(f, x[None])
@@ -591,6 +609,7 @@ REFUSING: dict[str, Callable[[Any], object]] = {
     "certificate of a site": lambda f: certificate_joint(_site(hs.Residual(f))),
     "ascend": lambda f: adversarial.ascend(hs.Residual(f), N, 1.0),
     "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
+    "published": lambda f: unmasked(hs.Residual(f)),
 }
 
 
