@@ -13,11 +13,13 @@ import torch
 from tests.architectures.build import class_name
 from tests.architectures.measure import Row, measure
 
-SECONDS = 60
+SECONDS = 60  # of the processor's time
+PATIENCE = 10  # times as many by the clock, on a machine that is busy
 GIGABYTES = 3
 
 
-def _work(model_type: str, gigabytes: int, reply: Connection) -> None:
+def _work(model_type: str, seconds: int, gigabytes: int, reply: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the warnings of six hundred models
@@ -34,19 +36,21 @@ def _work(model_type: str, gigabytes: int, reply: Connection) -> None:
         os._exit(0)
 
 
-def isolated(model_type: str, seconds: float = SECONDS, gigabytes: int = GIGABYTES) -> Row:
+def isolated(model_type: str, seconds: int = SECONDS, gigabytes: int = GIGABYTES) -> Row:
     """Measure a type in a fork of this process, under limits of time and memory."""
     answer, reply = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_work, args=(model_type, gigabytes, reply))
+    child = multiprocessing.get_context("fork").Process(
+        target=_work, args=(model_type, seconds, gigabytes, reply)
+    )
     child.start()
     reply.close()
     try:
-        if answer.poll(seconds):
+        if answer.poll(PATIENCE * seconds):
             row: Row = answer.recv()
             return row
-        reason = f"not done after {seconds} seconds"
+        reason = f"not done after {PATIENCE * seconds} seconds"
     except EOFError:
-        reason = f"its process died (memory is limited to {gigabytes} GB)"
+        reason = f"its process died (limits: {seconds} seconds, {gigabytes} GB)"
     finally:
         child.kill()
         child.join()
