@@ -3,13 +3,18 @@
 ``load`` (with ``places`` and ``tokenizers``) brings a model by its name. ``capture`` runs it (``borrow``
 leaves it as it was found), ``recording`` writes down one pass, ``identify`` and ``masking`` read it, and
 ``replay`` proves the result against the model's own numbers. ``inspection`` asks for every layer in every
-scope, and says what is refused.
+scope, and says what is refused. ``images``, ``audio`` and ``token_files`` read what models are given besides
+text, ``preparation`` makes it their inputs, and ``feeding`` cuts it to sequences.
 """
 
+from howsmooth.models.audio import load_audio
 from howsmooth.models.capture import capture
+from howsmooth.models.feeding import audio_inputs, image_inputs
+from howsmooth.models.images import load_images
 from howsmooth.models.inspection import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.token_files import load_embeddings, load_token_ids
 
 __all__ = [
     "SCOPES",
@@ -18,8 +23,14 @@ __all__ = [
     "LoadedModel",
     "Refusal",
     "Site",
+    "audio_inputs",
     "builtin_names",
     "capture",
+    "image_inputs",
     "inspect_model",
+    "load_audio",
+    "load_embeddings",
+    "load_images",
     "load_model",
+    "load_token_ids",
 ]

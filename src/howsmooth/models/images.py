@@ -79,7 +79,7 @@ def load_images(source: object = BUILTIN) -> Images:
         ``"builtin"``; a file or a folder (with the folders in it), or a list of them; an array of numpy
         (height, width), (height, width, 3) or a batch of the latter; or a tensor (3, height, width) or
         (batch, 3, height, width). Bytes go from 0 to 255, floating-point values from 0 to 1. In a folder
-        whatever has no ending of :data:`IMAGE_ENDINGS` is passed over. Grey becomes three equal colours, and
+        whatever does not end as a picture or ``.npy`` is passed over. Grey becomes three equal colours, and
         what is transparent is laid on white.
 
     Raises

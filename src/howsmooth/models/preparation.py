@@ -127,7 +127,7 @@ class AudioPreparation:
     _extractor: Any = field(repr=False)
 
     def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
-        """Return the inputs for some sounds of one length, at :attr:`rate`."""
+        """Return the inputs for some sounds of one length, at the model's rate."""
         made = self._extractor(
             [np.asarray(one) for one in waves], sampling_rate=self.rate, return_tensors="pt"
         )

@@ -6,7 +6,6 @@ tokens is the business of :mod:`howsmooth.models.feeding`; where their sequences
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -187,7 +186,7 @@ def place_in(
     if feed.parts is None:
         if samples > feed.count:
             raise ValueError(f"{samples} samples are more than the {feed.count} that there are")
-        drawn = draw_distinct(samples, feed.count, random.Random(seed))
+        drawn = draw_distinct(samples, feed.count, seed)
         return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
     beyond = feed.beyond
     room = {(n + beyond, sample): start for (n, sample), start in held.items()}

@@ -150,8 +150,24 @@ def _check(plan: Plan, tools: Tools, models: Models, subjects: list[Subject]) ->
             model = models.load_for(subject)
             n = min(subject.lengths)
             shortest = on_device(subject.feed.inputs([0], n), plan.device)
-            for scope in plan.scopes:
-                capture_sites(tools, model, shortest, subject, scope, subject.layers, n)
+            try:
+                for scope in plan.scopes:
+                    capture_sites(tools, model, shortest, subject, scope, subject.layers, n)
+            except CaptureError as error:
+                others = _self_attention(error, tools, model, shortest)
+                if not others or plan.layers_of(subject.spec).items:
+                    raise
+                listed = ",".join(map(str, others))
+                raise CaptureError(f"{error} Choose the others with --layers {listed}.") from error
+
+
+def _self_attention(error: CaptureError, tools: Tools, model: Model, inputs: Inputs) -> list[int]:
+    """List the layers of self-attention if a layer was refused as cross-attention."""
+    from howsmooth.models.owners import CrossAttention
+
+    if not isinstance(error, CrossAttention):
+        return []
+    return sorted({site.layer for site in tools.capture(model, inputs)})
 
 
 def capture_sites(

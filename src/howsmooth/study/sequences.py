@@ -141,11 +141,16 @@ def pick_windows(tokens: int, length: int, samples: int, seed: int) -> tuple[int
     count = windows_in(tokens, length)
     if samples > count:
         raise ValueError(f"{samples} windows of {length} tokens do not fit into {tokens} tokens")
-    picked = draw_distinct(samples, count, random.Random(seed))
+    picked = _distinct(samples, count, random.Random(seed))
     return tuple(window * length for window in picked)
 
 
-def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
+def draw_distinct(samples: int, count: int, seed: int) -> list[int]:
+    """Draw different numbers below ``count``, in random order; with more samples the same come first."""
+    return _distinct(samples, count, random.Random(seed))
+
+
+def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
     """Draw different numbers below ``count``, in random order."""
     # The start of a Fisher-Yates shuffle, with the moved entries only. Of Python's generators,
     # `Random.random` alone is promised never to change, which a continued store relies on.
@@ -188,7 +193,7 @@ def _fill(
         )
     placed: dict[tuple[int, int], int] = {}
     for (start, room), inside in zip(gaps, chosen, strict=True):
-        order = [inside[place] for place in draw_distinct(len(inside), len(inside), generator)]
+        order = [inside[place] for place in _distinct(len(inside), len(inside), generator)]
         placed |= _lay_out(start, room, order, longest_first[0][0], generator)
     return placed
 
@@ -220,7 +225,7 @@ def _lay_out(
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Uniform among the ways to split `spare` into runs + 1 parts, the last one after the last run.
-    cuts = [cut - index for index, cut in enumerate(sorted(draw_distinct(runs, spare + runs, generator)))]
+    cuts = [cut - index for index, cut in enumerate(sorted(_distinct(runs, spare + runs, generator)))]
     heads = {len(windows) * run // runs: run for run in range(runs)}
     placed = {}
     used = shift = 0

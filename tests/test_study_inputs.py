@@ -1,0 +1,239 @@
+"""Studies on images, sound, token ids and embedded tokens: what is stored, said, continued and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import ViTConfig, ViTModel
+
+import howsmooth as hs
+from howsmooth.cli import main
+from howsmooth.errors import ArgumentError, StoreError, TextError
+from howsmooth.models import load_model
+from howsmooth.models.feeding import image_inputs
+from howsmooth.study.feeds import TextFeed, place_in
+from howsmooth.study.merge import merge_stores
+from howsmooth.study.plan import InputSpec, ModelSpec, Plan
+from howsmooth.study.publish import publish
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.run import run
+from howsmooth.study.sequences import arrange, overlapping
+from howsmooth.study.store import Store
+from howsmooth.study.tools import default_tools
+from tests._study import make_plan, make_tools, rows_of
+
+IMAGES = InputSpec("images", ("builtin",))
+
+
+@pytest.fixture
+def vit(tmp_path: Path) -> str:
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=12,
+        patch_size=4, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ViTModel(config).save_pretrained(tmp_path / "vit")
+    return str(tmp_path / "vit")
+
+
+def image_plan(vit: str, **changes: Any) -> Plan:
+    plan = Plan((ModelSpec(vit),), (), (), samples=2, inputs=(IMAGES,), bounds=False)
+    return replace(plan, **changes)
+
+
+def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    folder = tmp_path / "out"
+    tools = default_tools()
+    outcome = run(image_plan(vit), folder, tools)
+    assert (outcome.measured, outcome.kept, outcome.failed) == (6, 0, 0)
+    with Store.open(folder, write=False) as store:
+        contents = store.contents()
+    rows = contents.measurements
+    assert sorted(set(rows["n"])) == [2, 5, 10]  # 1, 4 and 9 patches, and the class token
+    assert set(rows["text"]) == {"builtin-images"}
+    # Every length has the same images.
+    assert rows.groupby("sample")["start"].nunique().tolist() == [1, 1]
+    assert contents.texts[["kind", "characters"]].values.tolist() == [["images", 30]]
+    said = contents.inputs["tokenizer_source"][0]
+    assert "images of 12 x 12 pixels for 10 tokens" in said
+    assert "the model says none" in said
+    # Each number is that of the library at that image.
+    loaded = load_model(vit)
+    images = image_inputs(loaded)
+    row = rows[(rows["n"] == 10) & (rows["sample"] == 1)].iloc[0]
+    (site,) = hs.capture(loaded, {"pixel_values": images["pixel_values"][int(row["start"])][None]})
+    wanted = hs.local_lipschitz(site.map, site.x, seed=int(row["seed"]))
+    assert float(wanted.lower) * (1 - 1e-4) <= row["lipschitz"] <= float(wanted.upper) * (1 + 1e-4)
+
+    page = publish(folder, lambda *_: None).report.read_text()
+    for words in (
+        "images builtin-images",
+        "is the number of its patches",
+        "every length has the same images",
+        "30 images, SHA-256",
+        "mages of 12 x 12 pixels for 10 tokens",
+    ):
+        assert words in page
+    assert "windows of running text" not in page
+    assert "tokenised" not in page
+
+    before = rows_of(folder)
+    again = run(image_plan(vit, samples=3), folder, tools)
+    assert (again.measured, again.kept) == (3, 6)
+    assert before < rows_of(folder)
+
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    assert merge_stores([folder, other], tmp_path / "merged").total == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "word"),
+    [
+        ({"lengths": (7,)}, ArgumentError, "such as 2, 5, 10, 17"),
+        ({"samples": 31}, TextError, "--samples 30 or fewer"),
+        ({"inputs": (InputSpec("audio", ("builtin",)),)}, Exception, "takes images, not sound"),
+        ({"texts": ("python-docs",)}, ArgumentError, "images and text"),
+        ({"inputs": (IMAGES, IMAGES)}, ArgumentError, "twice"),
+        ({"inputs": ()}, ArgumentError, "at least one"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before(
+    vit: str, tmp_path: Path, changes: dict[str, Any], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        run(image_plan(vit, **changes), tmp_path / "out", default_tools())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_changed_under_its_name_is_noticed(vit: str, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in "ab":
+        Image.fromarray(np.full((9, 9, 3), ord(name), np.uint8)).save(folder / f"{name}.png")
+    plan = image_plan(vit, inputs=(InputSpec("images", (str(folder),)),), lengths=(5,))
+    run(plan, tmp_path / "out", default_tools())
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(folder / "a.png")
+    with pytest.raises(StoreError, match="SHA-256"):
+        run(plan, tmp_path / "out", default_tools())
+
+
+# ---- where sequences lie
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_stay_within_the_sequences_of_a_file_and_apart(seed: int) -> None:
+    parts = ((0, 21), (21, 10), (31, 17), (48, 21))
+    placed = arrange(69, (4, 9), 4, seed, parts=parts)
+    assert len(placed) == 8
+    assert not overlapping((start, n) for (n, _), start in placed.items())
+    for (n, _), start in placed.items():
+        assert any(first <= start and start + n <= first + size for first, size in parts)
+    some = {window: placed[window] for window in list(placed)[:3]}
+    assert (
+        arrange(69, (4, 9), 4, seed, some, parts) == placed
+    )  # an interrupted study goes on as it would have
+    with pytest.raises(ValueError, match="do not fit"):
+        arrange(69, (20,), 3, seed, parts=parts)  # 60 tokens, but only two sequences are so long
+
+
+def test_texts_are_placed_as_ever() -> None:
+    feed = TextFeed(torch.arange(400), torch.zeros(0), "", make_tools()[0].load_model("small").tokenizer, "")
+    assert place_in(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
+
+
+# ---- the command line
+
+
+def measured(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["measure", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_token_ids_and_embedded_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    Path("ids.txt").write_text("5 6 7 8\n20 21 22 23 24\n")
+    options = ["--lengths", "4", "--samples", "2", "--layers", "0", "--no-bounds", "--json", "-q"]
+    code, out, _ = measured("builtin-encoder", "--tokens", "ids.txt", *options, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["texts"][0]["kind"] == "tokens"
+    table = pd.read_csv("howsmooth-out/measurements.csv")
+    loaded = load_model("builtin-encoder")
+    by_hand = hs.capture(loaded, torch.tensor([[5, 6, 7, 8], [20, 21, 22, 23]]), layers=[0])[0]
+    values = hs.local_lipschitz(by_hand.map, by_hand.x).value.tolist()
+    # The other window may begin one token later; the first sequence has room for one only.
+    assert any(value == pytest.approx(values[0], rel=1e-3) for value in table["lipschitz"])
+    embedded = loaded.model.get_input_embeddings()(torch.tensor([[5, 6, 7, 8]]))  # type: ignore[operator]
+    save_file({"a": embedded.detach()}, "e.safetensors")
+    options[3] = "1"
+    code, _, err = measured(
+        "builtin-encoder", "--embeddings", "e.safetensors", *options, "--out", "e", capsys=capsys
+    )
+    assert (code, err) == (0, "")
+    # The model adds its positions and norm to given embeddings as to its own.
+    assert pd.read_csv("e/measurements.csv")["lipschitz"][0] == pytest.approx(values[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["builtin-encoder", "--images", "builtin"], "takes text, not images"),
+        (["builtin-encoder", "--audio", "builtin"], "takes text, not sound"),
+        (["builtin-encoder", "--tokens", "nowhere.txt"], "No such file"),
+        (["builtin-encoder", "--embeddings", "nowhere.safetensors"], "No such file"),
+        (["builtin-encoder", "--images", "builtin", "--text", "python-docs"], "images and text"),
+        (["--images", "builtin"], "the name of a model"),
+        (["builtin-encoder", "--images", " "], "a name or a path"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str],
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = measured(*arguments, "-q", capsys=capsys)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert word in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_published_code_computes_is_of_texts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.txt").write_text("5 6 7 8\n")
+    options = ["--tokens", "ids.txt", "--lengths", "4", "--samples", "1", "--as-published", "all", "-q"]
+    code, _, err = measured("builtin-encoder", *options, capsys=capsys)
+    assert code == 2
+    assert "the only input that the published code takes" in err
+
+
+def test_labels_of_parts_differ() -> None:
+    labels = {ModelSpec("clip", part=part, random_init=True).label for part in (None, "vision", "text")}
+    assert labels == {"clip (random init)", "clip (vision, random init)", "clip (text, random init)"}
+    assert make_plan().sources == (InputSpec("text", ("prose",)),)
+    with pytest.raises(ArgumentError, match="one of text"):
+        InputSpec("smell", ("rose",))
+    assert Ranges.parse("all", "layers").items == ()
