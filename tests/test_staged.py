@@ -333,6 +333,21 @@ def test_one_member_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [1, 1, 1]
 
 
+def test_the_layer_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    to, made = Around.to, []
+
+    def counted(layer: Around, *, dtype: torch.dtype, device: object) -> Around:
+        made.append(dtype)
+        return to(layer, dtype=dtype)
+
+    monkeypatch.setattr(Around, "to", counted)
+    placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    layer = Around(plain, torch.float32)
+    f = StagedAttention(layer, (CORE,), d=D, d_out=D, heads=HEADS, n=N, causal=False, **placed)
+    hs.local_lipschitz(f, tokens(127, 2, N, D).float(), rtol=1e-2)
+    assert made == [torch.float64]
+
+
 def test_flows_and_their_growth_follow_it() -> None:
     f, x, h = CASES["windows"](), tokens(126, N, D), 0.25
 

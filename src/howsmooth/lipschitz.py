@@ -19,6 +19,7 @@ from howsmooth.jacobian import (
     AutodiffJacobian,
     closed_form_jacobian,
     has_closed_form,
+    in_double,
     runs_members_alone,
     weighted_autodiff_jacobian,
 )
@@ -183,10 +184,10 @@ def local_lipschitz(
         parts = [solve(AutodiffJacobian(f, x), range(len(seeds)))]
     else:
         assert isinstance(f, TokenMap)
-        flat = x.reshape(-1, *x.shape[-2:])
+        flat, double = x.reshape(-1, *x.shape[-2:]), in_double(f)
         together = 1 if runs_members_alone(f) else _members_together(x.shape[-2] * (f.d + f.d_out), x.dtype)
         parts = [
-            _closed_form(f, flat[i : i + together], range(i, min(i + together, len(flat))), solve, rtol)
+            _closed_form(double, flat[i : i + together], range(i, min(i + together, len(flat))), solve, rtol)
             for i in range(0, len(flat), together)
         ]
     joined = {
@@ -263,7 +264,7 @@ def _at_measure(
 
 
 def _closed_form(
-    f: TokenMap,
+    double: TokenMap,
     x: Tensor,
     members: range,
     solve: Callable[[LinearOperator, Sequence[int]], LeadingTriplet],
@@ -276,11 +277,11 @@ def _closed_form(
     that this leaves too wide, or that broke down at float32's rounding level (few distinct singular
     values), are measured again with float64 products.
     """
-    operator = closed_form_jacobian(f, x)
+    operator = closed_form_jacobian(double, x.double(), dtype=x.dtype)
     found = solve(operator, members)
     if x.dtype == torch.float64:
         return found
-    exact = closed_form_jacobian(f, x, dtype=torch.float64)
+    exact = closed_form_jacobian(double, x.double())
     right, left = (_unit(t.double()) for t in (found.right, found.left))
     image = exact.product(right)
     defect = _norms(operator.product(right.to(x.dtype)).double() - image)

@@ -36,7 +36,7 @@ from howsmooth.jacobian.softmax import (
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["closed_form_jacobian", "has_closed_form", "runs_members_alone"]
+__all__ = ["closed_form_jacobian", "has_closed_form", "in_double", "runs_members_alone"]
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -86,17 +86,29 @@ def closed_form_jacobian(
         If an entry √(a_i/a_j) P_ij is beyond the range of the products' dtype.
 
     """
-    if x.device.type == "mps":
+    if not has_closed_form(f):
+        raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
+    f.check_length(x.shape[-2])
+    return _linearise(in_double(f), x.double(), weighting, dtype or x.dtype)
+
+
+def in_double(f: TokenMap) -> TokenMap:
+    """Return the map in float64, in which every linearisation is made.
+
+    Raises
+    ------
+    ArgumentError
+        If its device has no float64.
+
+    """
+    if f.device.type == "mps":
         raise ArgumentError(
             "x",
             expected="a tensor on the CPU or a CUDA device",
             got="mps",
             remedy="Use x.cpu(): MPS has no float64.",
         )
-    if not has_closed_form(f):
-        raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
-    f.check_length(x.shape[-2])
-    return _linearise(f.to(dtype=torch.float64), x.double(), weighting, dtype or x.dtype)
+    return f.to(dtype=torch.float64)
 
 
 def _linearise(f: TokenMap, x: Tensor, weighting: Weighting | None, dtype: torch.dtype) -> LinearOperator:
