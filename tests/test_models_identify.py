@@ -13,7 +13,7 @@ from transformers import AutoModel, GemmaConfig, GPTNeoXConfig, ModernBertConfig
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm
 from howsmooth.models import capture
-from howsmooth.models.blocks import _norm_map
+from howsmooth.models.blocks import norm_map
 from howsmooth.models.masking import describe_mask
 from howsmooth.models.projections import matching_columns
 from howsmooth.models.recording import ModuleCall
@@ -90,7 +90,7 @@ def test_norms_by_value(dtype: torch.dtype) -> None:
     x, gain = torch.randn(1, 5, 8, dtype=dtype), torch.randn(8, dtype=dtype)
 
     def read(module: nn.Module) -> Any:
-        return _norm_map(ModuleCall("norm", module, x, module(x).detach()))
+        return norm_map(ModuleCall("norm", module, x, module(x).detach()))
 
     stored_as_is, stored_minus_one = read(_rms(gain, 0.0)), read(_rms(gain, 1.0))
     assert isinstance(stored_as_is, RMSNorm)

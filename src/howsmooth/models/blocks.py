@@ -20,7 +20,7 @@ from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_no
 from howsmooth.models.sums import Factors, Reading, Target, adds_up, find_sums, is_sum, like, same, scaled_sum
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 
-__all__ = ["Block", "Reading", "read_block", "token_norm"]
+__all__ = ["Block", "Reading", "norm_map", "read_block", "token_norm"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> 
     bases = [x] if hidden is None else [hidden, x]
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
     for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
-        after = None if branch_norm is None else _norm_map(branch_norm)
+        after = None if branch_norm is None else norm_map(branch_norm)
         if branch_norm is not None and after is None:
             return Block("", None, _no_norm(branch_norm))
         f = attention if after is None else Compose(after, attention)
@@ -91,7 +91,7 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[
     following = call if call is not None and is_norm(call.module) else None
     next_norm = None if following is None else following.module
     if found.of_hidden and pre is not None:
-        norm = _norm_map(pre)
+        norm = norm_map(pre)
         if norm is None:
             return Block("", None, _no_norm(pre))
         layout = "sandwich norms" if found.branch_norm else "pre-norm"
@@ -101,7 +101,7 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[
         return Block(layout, total.around(Compose(branch, norm)), "", pre.module, next_norm, reading)
     side = "output" if following is None else _carries_on(record, following, later)
     if following is not None and side == "output":
-        norm = _norm_map(following)
+        norm = norm_map(following)
         if norm is None:
             return Block("", None, _no_norm(following))
         block = Compose(norm, total.around(branch))
@@ -110,7 +110,7 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[
     if following is not None and side is None:
         return Block("", None, f"what is added to the output of {following.name} was not recognised")
     if pre is not None:
-        norm = _norm_map(pre)
+        norm = norm_map(pre)
         if norm is None:
             return Block("", None, _no_norm(pre))
         layout = ("sandwich norms" if found.branch_norm else "pre-norm") + total.words
@@ -131,7 +131,7 @@ def _carries_on(
     rest = later[_index(later, following) + 1 :]
     ends = [c.inputs for c in rest if is_norm(c.module)] + [record.output]
     sums = [s for end in ends if end is not None and (s := like(end, record.x)) is not None]
-    outputs = [c.output for c in rest if (is_linear(c.module) or is_norm(c.module)) and c.output is not None]
+    outputs = [c.output for c in rest if c.output is not None]
     branches = [b for output in outputs if (b := like(output, record.x)) is not None]
     readings: list[tuple[Literal["input", "output"], Tensor | None]] = [
         ("output", following.output),
@@ -223,10 +223,10 @@ def _no_norm(call: ModuleCall) -> str:
 def token_norm(record: LayerRecord) -> LayerNorm | RMSNorm | None:
     """Return the norm whose outputs the attention's tokens are, or None if no norm gave them."""
     call = record.last_norm
-    return _norm_map(call) if call is not None and same(call.output, record.x) else None
+    return norm_map(call) if call is not None and same(call.output, record.x) else None
 
 
-def _norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
+def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
     """Return the norm as a map, with the gain that it really applies; None if it is none that is known."""
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from howsmooth.attention import Rotary
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
-from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear
+from howsmooth.models.blocks import norm_map
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm
 from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.turns import Role, reordered, roles, turned
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["Projections", "read_projections", "rows", "weight_and_bias"]
@@ -32,6 +34,9 @@ class Projections(NamedTuple):
     key: Projection
     value: Projection
     rotary: Rotary | None
+    query_norm: LayerNorm | RMSNorm | None = None
+    key_norm: LayerNorm | RMSNorm | None = None
+    factor: float = 1.0  # of queries and keys together, beside that of the softmax
 
 
 class _Outputs(NamedTuple):
@@ -41,6 +46,7 @@ class _Outputs(NamedTuple):
     weights: Float[Tensor, "columns d"]
     biases: Float[Tensor, " columns"]
     biased: Tensor  # whether the column's linear map has a bias at all
+    starts: list[int]  # the first column of each linear map
 
     def projection(self, columns: Int64[Tensor, " wanted"], heads: Tensor) -> Projection:
         shape = (heads.shape[1], heads.shape[3], -1)
@@ -68,6 +74,11 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
         if queries is not None and keys is not None:
             break
     values = _columns(call.value, outputs.values, None)
+    if values is not None and (queries is None or keys is None):
+        value = outputs.projection(values, call.value)
+        changed = _changed(record, call.query, call.key, value, outputs)
+        if changed is not None:
+            return changed
     if queries is None or keys is None or values is None:
         role = "queries" if queries is None else "keys" if keys is None else "values"
         raise CaptureError(
@@ -102,7 +113,7 @@ def _of_x(record: LayerRecord, call: ModuleCall) -> bool:
 
 def _linear_outputs(record: LayerRecord) -> _Outputs:
     x, layer = record.x, record.layer
-    values, weights, biases, biased = [], [], [], []
+    values, weights, biases, biased, starts = [], [], [], [], [0]
     for call in record.inside:
         if not _of_x(record, call) or call.output is None:
             continue
@@ -113,6 +124,7 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
                 "which is not captured."
             )
         values.append(rows(call.output))
+        starts.append(starts[-1] + weight.shape[0])
         weights.append(weight)
         biases.append(weight.new_zeros(weight.shape[0]) if bias is None else bias)
         biased.append(torch.full((weight.shape[0],), bias is not None, device=x.device))
@@ -120,7 +132,47 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
         raise CaptureError(
             f"{layer} applies no linear map to its input before its attention{_between(record)}."
         )
-    return _Outputs(torch.cat(values, dim=-1), torch.cat(weights), torch.cat(biases), torch.cat(biased))
+    return _Outputs(
+        torch.cat(values, dim=-1), torch.cat(weights), torch.cat(biases), torch.cat(biased), starts[:-1]
+    )
+
+
+def _changed(
+    record: LayerRecord, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
+) -> Projections | None:
+    """Read queries and keys that were normed, turned or scaled on their way."""
+    norms = [norm for call in record.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
+    widths = [t.shape[1] * t.shape[3] for t in (query, key)]
+    read: list[list[Role]] = []
+    for heads, width in zip((query, key), widths, strict=True):
+        # The first position is often not turned at all, which tells the columns of any arrangement.
+        first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
+        starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
+        room = [s for s in starts if s + width <= outputs.values.shape[1]]
+        slices = [torch.arange(s, s + width, device=query.device) for s in room]
+        slices = slices if first is None else [first, *slices]
+        read.append(list(roles(heads[0], outputs.values, slices, norms)))
+    for q in read[0]:
+        for k in read[1]:
+            found = turned(q, k)
+            if found is None:
+                continue
+            parts = []
+            for role, heads in ((q, query), (k, key)):
+                weight, bias = outputs.projection(role.columns, heads)
+                parts.append(
+                    Projection(weight[:, found.order], None if bias is None else bias[:, found.order])
+                )
+            return Projections(
+                query=parts[0],
+                key=parts[1],
+                value=value,
+                rotary=found.rotary,
+                query_norm=reordered(q.norm, found.order),
+                key_norm=reordered(k.norm, found.order),
+                factor=q.factor * k.factor,
+            )
+    return None
 
 
 def _between(record: LayerRecord) -> str:
