@@ -161,6 +161,12 @@ def multiplied_mask(g: Given) -> Tensor:
     return (g.q @ g.k.mT * b + -1e4 * (1 - b)).softmax(-1) @ g.v
 
 
+def multiplied_mask_in_place(g: Given) -> Tensor:
+    s = CAUSAL.to(torch.float64).expand(B, H, M, M).clone()
+    s *= g.q @ g.k.mT
+    return (s + additive(MIN)).softmax(-1) @ g.v
+
+
 def baddbmm(g: Given) -> Tensor:
     q, k, v = (t.reshape(B * H, M, -1) for t in (g.q, g.k, g.v))
     alibi = g.bias[:, :1].repeat(B, 1, 1)
@@ -285,7 +291,8 @@ def fused_grouped(g: Given) -> Tensor:
 PATTERNS = [
     matmul, scaled_before, scaled_in_place_by_numpy, scaled_by_tensor, masked_fill,
     masked_fill_in_place_then_bias, where, where_reversed, where_method, added_mask_and_bias, subtracted,
-    multiplied_mask, baddbmm, baddbmm_in_place, added_to_bias_in_place, einsum, einsum_over_another_axis,
+    multiplied_mask, multiplied_mask_in_place, baddbmm, baddbmm_in_place, added_to_bias_in_place, einsum,
+    einsum_over_another_axis,
     einsum_ellipsis, transposed, upcast, softcap, sinks, sinks_first, with_dropout, masked_after, clamped,
     cosine, scaled_keys, one_key_head, broadcast_key_head, grouped_einsum, fused, fused_mask, fused_boolean,
     fused_grouped,

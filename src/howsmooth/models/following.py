@@ -155,6 +155,8 @@ def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bo
     known, other = follower.known(left), follower.known(right)
     if known is None and not inverse:
         known, other, right = other, known, left
+        if known is not None and func in _IN_PLACE and isinstance(right, Tensor):
+            right = right.clone()  # written over by the result
     result_of = known
     if known is None:
         return func(*args, **kwargs)
@@ -457,7 +459,7 @@ def _functions(names: str) -> set[Any]:
     }
 
 
-_IN_PLACE = _functions("add_ sub_ subtract_ __iadd__ __isub__")
+_IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
 _RULES: dict[Any, Callable[[Follower, Any, Any, Any], Any]] = {
     function: rule
     for rule, names in {
