@@ -350,6 +350,18 @@ def test_replaced_attention_can_be_pushed_forward_where_the_fused_one_cannot() -
         torch.func.jvp(lambda q: fused(Given(q, g.k, g.k, g.bias, g.sinks)), (g.q,), (g.q,))
 
 
+def test_a_watch_ahead_is_told_before_the_attention_runs() -> None:
+    g = given()
+    for pattern in (matmul, fused, masked_fill):
+        (call,), out = calls_of(lambda pattern=pattern: pattern(g), ahead=True)
+        assert call.output is None
+        assert call.obstacle == ""
+        assert torch.equal(out, pattern(g))
+    (call,), out = calls_of(lambda: two_products(g), ahead=True)
+    assert call.obstacle == SEVERAL
+    assert torch.equal(out, two_products(g))
+
+
 def test_many_tangents_at_once() -> None:
     g = given()
     tangents = random(4, *g.q.shape, seed=5)
