@@ -23,6 +23,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from howsmooth.cli import app, main
+from howsmooth.errors import ModelError
+from howsmooth.models.feeding import open_input
 from howsmooth.models.load import _device as check_device
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.flows.publish import FlowPicture
@@ -73,12 +75,16 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
                 check_device(device)
                 return loaded(name, **options)
 
-            tools = replace(tools, load_model=load_model)
+            tools = replace(tools, load_model=load_model, open_input=open_input, feed=no_feed)
             patch.setattr("howsmooth.study.tools.default_tools", lambda: tools)
             patch.setattr("howsmooth.texts.load_text", tools.load_text)
             patch.setattr("howsmooth.bounds.table", plain_table)
             patch.setattr("howsmooth.study.attack_plan.attack_tools", AttackWork().tools)
         yield root
+
+
+def no_feed(opened: Any, model: Any, layers: Sequence[int]) -> Any:
+    raise ModelError("The stand-in takes nothing but text.")
 
 
 def undrawn(view: Any, folder: Path) -> FlowPicture:
@@ -197,6 +203,18 @@ def options_of(command: str) -> tuple[list[str], list[str]]:
     return [name for name in taking if name not in ("--out", "--as-published")], flags
 
 
+INPUTS = st.sampled_from(
+    [
+        "builtin",
+        "folder",
+        "prose.txt",
+        "start.npy",
+        "head.safetensors",
+        "broken.npz",
+        "plan.toml",
+        "nowhere.wav",
+    ]
+)
 LIKELY = {
     "--lengths": RANGES,
     "--layers": RANGES,
@@ -218,6 +236,7 @@ LIKELY = {
     ),
     "--animation": st.sampled_from(["gif", "mp4", "none"]),
     "--tolerance": NUMBERS,
+    **dict.fromkeys(("--images", "--audio", "--tokens", "--embeddings"), INPUTS),
 }
 """What an option may well be given, so that more than the parser is tried."""
 
@@ -305,6 +324,9 @@ def test_the_usual_lines_work(command: str) -> None:
 @example(["measure", *USUAL["measure"], "--threads", str(10**12), "--out", "out"])
 @example(["measure", *USUAL["measure"], "--max-iterations", "9" * 20, "--out", "out"])
 @example(["attack", *USUAL["attack"], "--steps", "9" * 30, "--out", "out"])
+@example(["measure", "small", "--images", "builtin", "--out", "out"])
+@example(["measure", "small", "--images", "/", "--out", "out"])
+@example(["measure", "small", "--tokens", "start.npy", "--embeddings", "head.safetensors", "--out", "out"])
 @example(["bound", "x" * 5000, "--out", "out"])
 @example(["bound", "small", "--text", "x" * 300, "--out", "out"])
 def test_command_lines(line: list[str]) -> None:

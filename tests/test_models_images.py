@@ -97,6 +97,14 @@ def test_a_folder_gives_its_images_in_order_and_passes_over_the_rest(tmp_path: P
     assert load_images(tmp_path).digest != before
 
 
+def test_a_whole_disk_is_no_folder_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.models.images._MOST_ENTRIES", 3)
+    for name in "abcd":
+        (tmp_path / name).touch()
+    with pytest.raises(ArgumentError, match="the images themselves"):
+        load_images(tmp_path)
+
+
 def test_arrays_and_tensors() -> None:
     pixels = picture(4, 6)
     floats = pixels.astype(np.float64) / 255

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ IMAGE_ENDINGS = (
 """What counts as an image in a folder: pictures, and arrays of numpy."""
 
 _MOST_PIXELS = 2**26
+_MOST_ENTRIES = 100_000
 _FLOATS = ("float16", "float32", "float64")
 
 Reader = Callable[[], Tensor]
@@ -183,13 +185,7 @@ def _digest(parts: Sequence[bytes]) -> str:
 def _files(place: Path) -> Iterator[Path]:
     try:
         if place.is_dir():
-            found = sorted(
-                file
-                for file in place.rglob("*")
-                if file.suffix.lower() in IMAGE_ENDINGS
-                and file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(place).parts)
-            )
+            found = sorted(_pictures(place))
             if not found:
                 raise ArgumentError(
                     "images",
@@ -211,6 +207,26 @@ def _files(place: Path) -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or str(error)
         shown = str(place) if len(str(place)) <= 80 else f"{str(place)[:77]}..."
         raise ArgumentError("images", expected="a file or a folder", got=f"{shown!r} ({reason})") from error
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    """List what ends as an image in a folder and the folders in it, hidden ones and links left out."""
+    looked_at = 0
+    for above, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        looked_at += len(folders) + len(files)
+        if looked_at > _MOST_ENTRIES:
+            raise ArgumentError(
+                "images",
+                expected=f"a folder with at most {_MOST_ENTRIES} files and folders",
+                got=f"more in {folder}",
+                remedy="Give the folder of the images themselves.",
+            )
+        yield from (
+            Path(above, name)
+            for name in files
+            if not name.startswith(".") and Path(name).suffix.lower() in IMAGE_ENDINGS
+        )
 
 
 def _checked(file: Path) -> list[Reader]:
