@@ -15,6 +15,7 @@ from transformers import (
     BeitConfig,
     BloomConfig,
     CohereConfig,
+    DebertaConfig,
     Dinov2Config,
     DogeConfig,
     FalconConfig,
@@ -544,3 +545,11 @@ def test_blocks_of_model_types(name: str) -> None:
     with WithoutDowncast():
         expected = oracle(layer, h, attention)
     torch.testing.assert_close(block.map(h), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_float64_model_with_a_constant_of_float32_is_captured() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModel.from_config(DebertaConfig(**SMALL)).double().eval()  # its scale is one
+    (site,) = hs.capture(model, token_ids(2, 6), layers=[1], scope="block")
+    assert (site.layout, site.x.dtype) == ("post-norm", torch.float64)

@@ -38,7 +38,7 @@ class OwnValues:
 
 
 class _Downcasts(TorchDispatchMode):
-    """Notices operations that take float64 and give float32."""
+    """Notices operations between float64 and float32: conversions, and constants of float32."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,9 +46,10 @@ class _Downcasts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
+        other = {torch.float32: torch.float64, torch.float64: torch.float32}
+        if isinstance(result, Tensor) and result.dtype in other:
             given = (value for value in args if isinstance(value, Tensor))
-            self.seen = self.seen or any(value.dtype == torch.float64 for value in given)
+            self.seen = self.seen or any(value.dtype == other[result.dtype] for value in given)
         return result
 
 
