@@ -23,6 +23,9 @@ from howsmooth.models.watching import CoreCall
 __all__ = ["CrossAttention", "Owner", "find_owner", "first_line", "moved_tokens"]
 
 
+_ALL = {"queries", "keys", "values"}
+
+
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
     """The layer is no self-attention: its queries, or its keys and values, come from elsewhere."""
 
@@ -59,7 +62,7 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
 
     """
     reasons: list[str] = []
-    partly = False
+    partly = mixed = False
     for call in reversed(passed.calls):
         if not call.unchanged():
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
@@ -88,11 +91,17 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
                 continue
             _check_finite(passed.layer, alone.x, before)
             moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
-            if all(m == {"queries", "keys", "values"} for m in moved):
+            if all(m == _ALL for m in moved):
                 layer = replace(passed.layer, name=call.name, owner=call.module)
                 return Owner(layer, repeated, alone, before, way, _obstacle(layer, before, after))
             partly = partly or any(moved)
+            mixed = mixed or _ALL in moved
     layer = passed.layer
+    if mixed:
+        raise CrossAttention(
+            f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
+            "queries, keys and values from the one, another from both. Only self-attention is captured."
+        )
     if partly or not reasons:
         raise CrossAttention(
             f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "

@@ -63,6 +63,9 @@ class VerifiedLayer:
         if scope == "residual":
             if attention.d != attention.d_out:
                 raise CaptureError(f"{place} changes the dimension of its tokens, so it has no residual.")
+            given = self.output.call.output
+            if given is not None and given.shape[-2] != x.shape[1]:
+                raise CaptureError(f"{place} changes the number of its tokens, so it has no residual.")
             maps = [(None, Residual(attention))]
         elif scope == "block":
             x = verify_block(owner, self.output, self.block, self.call, self.found.condition)
