@@ -132,17 +132,17 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Wanted) -> Iterator[Ve
     indices = (
         list(range(len(seen))) if wanted.indices is None else indices_of(wanted.indices, len(seen), "layer")
     )
-    crossed = 0
+    crossed: list[CrossAttention] = []
     for index in indices:
         try:
             # Whatever the layer was given is not needed any more afterwards.
             yield read_layer(kept.pop(index), given.batch, implementation(model))
-        except CrossAttention:
+        except CrossAttention as error:
             if wanted.indices is not None:
                 raise
-            crossed += 1
-    if crossed == len(indices):
-        raise CaptureError(f"{type(model).__name__} has cross-attention only, which is not captured.")
+            crossed.append(error)
+    if len(crossed) == len(indices):
+        raise CaptureError(f"{type(model).__name__} has no self-attention that is captured: {crossed[0]}")
 
 
 def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
