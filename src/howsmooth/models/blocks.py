@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
-from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_norm
 from howsmooth.models.sums import Factors, Reading, Target, adds_up, find_sums, is_sum, like, same, scaled_sum
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
@@ -23,6 +23,7 @@ from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.projections import read_projections, rows, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
 from howsmooth.models.repeated import first_tensor
+from howsmooth.models.torch_attention import multihead_parameters
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["CapturedMap", "Hypothesis", "Output", "Path", "find_output", "hypotheses"]
@@ -179,7 +180,7 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
     layer, n = record.layer, record.x.shape[1]
     if len(record.cores) > 1:
         raise CaptureError(f"{layer} has {len(record.cores)} softmaxes.")
-    if not output.is_projection:
+    if not output.is_projection and not isinstance(layer.owner, nn.MultiheadAttention):
         raise CaptureError(output.unclear)
     core = _of_one_sequence(record.cores[0])
     if core is None or core.query is None or core.key is None:
@@ -189,8 +190,11 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
     visible, bias = split_mask(layer, core.mask)
     triangle, mask, _ = describe_mask(_common(layer, visible, n), n)
-    projections = read_projections(record, core)
-    weight, output_bias = weight_and_bias(output.call.module)
+    if isinstance(layer.owner, nn.MultiheadAttention):
+        projections, weight, output_bias = multihead_parameters(layer.owner, core)
+    else:
+        projections = read_projections(record, core)
+        weight, output_bias = weight_and_bias(output.call.module)
     return SelfAttention(
         projections.query.weight,
         projections.key.weight,

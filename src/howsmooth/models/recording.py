@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module. Tensors are kept (as copies) for linear maps and norms only."""
+    """One call of a module. Tensors are kept (as copies) for linear maps, norms and attention only."""
 
     name: str
     module: nn.Module

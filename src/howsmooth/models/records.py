@@ -138,7 +138,7 @@ class _Recorder:
                 tokens = first_tokens(bound_arguments(module, args, kwargs))
                 inputs = None if tokens is None else _flat(tokens)
                 kept = _flat(output) if isinstance(output, Tensor) else None
-            elif module is self.owner.repeated.module:
+            elif module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention):
                 first = output[0] if isinstance(output, tuple | list) and output else output
                 kept = _flat(first) if isinstance(first, Tensor) else None
             call = ModuleCall(name, module, inputs, kept)
