@@ -167,12 +167,6 @@ def test_a_hybrid_has_both_in_the_order_of_its_pass() -> None:
     assert [site.layer for site in capture(model, inputs)] == [0]
 
 
-def test_layers_that_mix_no_tokens_are_no_mixers() -> None:
-    """Feed-forward networks, norms and experts move each token by itself."""
-    found = inspect_model(*_built("mixtral"))
-    assert [site.kind for site in found.sites] == ["self-attention"] * 2
-
-
 @pytest.mark.parametrize(
     ("model_type", "cross"),
     [("t5", "decoder.block.{}.layer.1.EncDecAttention"), ("bart", "decoder.layers.{}.encoder_attn")],
