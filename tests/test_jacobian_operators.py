@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import howsmooth as hs
+from howsmooth.attention import core
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form
 from howsmooth.spectral import Subset, to_dense, to_scipy
@@ -23,6 +24,29 @@ def test_closed_form_equals_dense_autodiff(name: str, n: int) -> None:
     dense = torch.stack([dense_jacobian(f, member) for member in x])
     ours = to_dense(closed_form_jacobian(f, x))
     assert (ours - dense).abs().max() <= 1e-13 * max(1.0, float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("entries", [1, 24, 200])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal grouped, hot",
+        "causal and masked",
+        "softcap, grouped, causal, rotary",
+        "sinks, softcap, score bias",
+    ],
+)
+def test_probabilities_may_be_formed_in_blocks(
+    name: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, x = CASES[name](6), tokens(3, 3, 6, D)
+    whole = closed_form_jacobian(f, x)
+    monkeypatch.setitem(core._ENTRIES, "cpu", entries)
+    blocks = closed_form_jacobian(f, x)
+    for part in ("p", "slope", "mean"):
+        torch.testing.assert_close(
+            getattr(blocks.core, part), getattr(whole.core, part), rtol=1e-13, atol=1e-15
+        )
 
 
 @pytest.mark.parametrize("name", ["multi-head", "rotary, partial, grouped, causal", "masked", "pre-norm"])

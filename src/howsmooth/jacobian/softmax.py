@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.attention.core import ScoreFeatures, attention_scores, cap_slope
+from howsmooth.attention.core import ScoreFeatures, attention_scores, cap_slope, row_blocks, weighted_values
 
 __all__ = ["SoftmaxDerivative", "WeightedSoftmaxDerivative", "softmax_derivative", "stacked"]
 
@@ -168,14 +168,32 @@ def softmax_derivative(
     features: ScoreFeatures,
     dtype: torch.dtype,
 ) -> SoftmaxDerivative:
-    """Return the derivative at float64 queries, keys and values, for products in ``dtype``."""
-    scores = features.with_sinks(attention_scores(q, k, scale, visible, None, features))
-    p = torch.softmax(scores, dim=-1).flatten(2, 3).flatten(0, 1)
-    q, k, v = stacked(q, k, v, scale, features)
-    rounded = p.to(dtype)
-    slope = rounded if features.softcap is None else (p * cap_slope(q @ k.mT, features.softcap)).to(dtype)
-    q, k, v, mean = (t.to(dtype) for t in (q, k, v, p @ v))
-    return SoftmaxDerivative(q, k, v, rounded, mean, slope)
+    """Return the derivative at float64 queries, keys and values, for products in ``dtype``.
+
+    Probabilities are formed in float64 in blocks, and kept rounded: of all of them there is one copy only.
+    """
+    kv_heads, group, m, n = k.shape[1], q.shape[2], q.shape[3], k.shape[2]
+    queries, keys, values = stacked(q, k, v, scale, features)
+    q, k, heads = q.flatten(0, 1), k.flatten(0, 1), k.shape[0] * kv_heads
+    p = q.new_empty((heads, group, m, keys.shape[1]), dtype=dtype)
+    slope = p if features.softcap is None else torch.empty_like(p)
+    mean = q.new_empty((heads, group, m, values.shape[-1]))
+    for some, all_rows in row_blocks(heads, group, m, n, q.device):
+        members = torch.arange(heads, device=q.device)[some]
+        for rows in all_rows:
+            part = features.block(members // kv_heads, members % kv_heads, rows, slice(n))
+            seen = None if visible is None else visible[rows]
+            scores = attention_scores(q[some, :, rows], k[some], scale, seen, None, part)
+            exact = torch.softmax(part.with_sinks(scores), dim=-1)
+            p[some, :, rows] = exact.to(dtype)
+            mean[some, :, rows] = weighted_values(exact, values[some])
+            if features.softcap is not None:
+                uncapped = queries.reshape(q.shape)[some, :, rows] @ keys[some, None].mT
+                slope[some, :, rows] = (exact * cap_slope(uncapped, features.softcap)).to(dtype)
+    rounded = p.flatten(1, 2)
+    slope = rounded if features.softcap is None else slope.flatten(1, 2)
+    queries, keys, values, mean = (t.to(dtype) for t in (queries, keys, values, mean.flatten(1, 2)))
+    return SoftmaxDerivative(queries, keys, values, rounded, mean, slope)
 
 
 def stacked(
