@@ -31,8 +31,9 @@ _ROWS = 32  # rows of the probabilities that are recomputed to check a reading
 class CoreCall:
     """One softmax attention: ``output = softmax(softcap · tanh(scale · q kᵀ / softcap) + mask) v``.
 
-    Tensors are the model's own or views of them. ``lead`` holds the batch and, where there are some,
-    windows; there is always an axis of heads, of length one where the code has none.
+    Tensors are the model's own or views of them: a model may write to them once the call is over. ``lead``
+    holds the batch and, where there are some, windows; there is always an axis of heads, of length one
+    where the code has none.
     """
 
     query: Tensor | None  # (*lead, heads, m, key_dim)
