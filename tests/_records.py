@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.models.blocks import Block
-from howsmooth.models.recording import AttentionLayer, LayerRecord, ModuleCall, is_linear, is_norm
+from howsmooth.models.recording import AttentionLayer, LayerRecord, ModuleCall, is_norm
 
 
 class Own(TokenMap):
@@ -56,10 +56,8 @@ def record(
 
     def ends(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            tokens = _tokens(args, kwargs)
-            kept = (
-                tokens is not None and isinstance(output, Tensor) and (is_linear(module) or is_norm(module))
-            )
+            tokens, around = _tokens(args, kwargs), any(m is owner for m in module.modules())
+            kept = tokens is not None and isinstance(output, Tensor) and not around
             call = ModuleCall(name, module, *((tokens.clone(), output.clone()) if kept else ()))
             calls.append(call)
             if module is projection and "output" not in seen:

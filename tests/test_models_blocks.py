@@ -186,6 +186,16 @@ def _parallel_two_norms(m: Layer, h: Tensor) -> Tensor:
     return h + m.mix(m.n1(h)) + m.feed(m.n2(h))
 
 
+def _post_experts(m: Layer, h: Tensor) -> Tensor:
+    h = m.n1(h + m.mix(h))
+    return h + m.hidden(h)
+
+
+def _parallel_experts(m: Layer, h: Tensor) -> Tensor:
+    x = m.n1(h)
+    return m.mix(x) + m.hidden(x.flatten(0, 1)).reshape(h.shape) + h
+
+
 def _after_norm(m: Layer, h: Tensor) -> Tensor:
     x = m.n1(h)
     h = x + m.mix(x)
@@ -227,6 +237,8 @@ LAYOUTS: dict[str, tuple[Oracle, str, Oracle]] = {
     "branch, experts": (_branch_experts, "norm of the branch", lambda m, h: h + m.g1(m.mix(h))),
     "parallel": (_parallel, "parallel", lambda m, h: h + m.mix(m.n1(h))),
     "parallel, two norms": (_parallel_two_norms, "parallel", lambda m, h: h + m.mix(m.n1(h))),
+    "post, experts": (_post_experts, "post-norm", lambda m, h: m.n1(h + m.mix(h))),
+    "parallel, experts": (_parallel_experts, "parallel", lambda m, h: h + m.mix(m.n1(h))),
     "after the norm": (
         _after_norm, "pre-norm, residual after the norm", lambda m, h: m.n1(h) + m.mix(m.n1(h))
     ),
@@ -293,7 +305,7 @@ def _tanh_of_the_sum(m: Layer, h: Tensor) -> Tensor:
 
 def _unknown_feed(m: Layer, h: Tensor) -> Tensor:
     h = m.n1(h + m.mix(h))
-    return h + m.hidden(h)
+    return h + gelu(h).square()
 
 
 def _too_small(m: Layer, h: Tensor) -> Tensor:
@@ -302,7 +314,7 @@ def _too_small(m: Layer, h: Tensor) -> Tensor:
 
 
 def _unknown_parallel(m: Layer, h: Tensor) -> Tensor:
-    return h + m.mix(m.n1(h)) + m.hidden(m.n2(h))
+    return h + m.mix(m.n1(h)) + gelu(m.n2(h)).square()
 
 
 def _only_the_branch(m: Layer, h: Tensor) -> Tensor:

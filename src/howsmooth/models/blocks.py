@@ -158,7 +158,13 @@ def _in_parallel(record: LayerRecord, found: _Found, later: list[ModuleCall]) ->
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
     others = [c for c in (*record.before, *later) if c.inputs is not None and c is not pre]
-    return any(same(c.inputs, tokens) for c in others for tokens in given)
+    owner = record.layer.owner
+    return any(
+        same(c.inputs, tokens)
+        for c in others
+        if all(m is not owner for m in c.module.modules())
+        for tokens in given
+    )
 
 
 def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:

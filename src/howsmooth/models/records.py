@@ -133,14 +133,16 @@ class _Recorder:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            tokens = first_tokens(bound_arguments(module, args, kwargs))
+            first = output[0] if isinstance(output, tuple | list) and output else output
             inputs = kept = None
+            owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
             if is_linear(module) or is_norm(module):
-                tokens = first_tokens(bound_arguments(module, args, kwargs))
                 inputs = None if tokens is None else _flat(tokens)
                 kept = _flat(output) if isinstance(output, Tensor) else None
-            elif module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention):
-                first = output[0] if isinstance(output, tuple | list) and output else output
-                kept = _flat(first) if isinstance(first, Tensor) else None
+            elif isinstance(first, Tensor) and (owner or first.shape[-1:] == self.record.x.shape[-1:]):
+                kept = _flat(first)  # of the owner, and what may be added to the tokens, as by experts
+                inputs = None if tokens is None or owner else _flat(tokens)
             call = ModuleCall(name, module, inputs, kept)
             self.calls.append(call)
             if self.inside is not None and len(self.record.cores) == len(self.owner.cores):

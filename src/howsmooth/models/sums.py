@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
-from howsmooth.models.recording import LayerRecord, ModuleCall, is_norm
+from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm
 from howsmooth.models.tolerance import one_operation, precision
 
 __all__ = ["Factors", "Reading", "Target", "adds_up", "find_sums", "is_sum", "like", "same", "scaled_sum"]
@@ -96,7 +96,8 @@ def _targets(record: LayerRecord, later: list[ModuleCall]) -> Iterator[Target]:
     """Yield the inputs of later modules, the layer's output, and this less what a later module adds to it."""
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
-        value = None if call.inputs is None else like(call.inputs, record.x)
+        known = is_linear(call.module) or is_norm(call.module)
+        value = None if call.inputs is None or not known else like(call.inputs, record.x)
         if value is not None:
             yield Target(value, Reading(call.module, "input"), call)
     end = None if record.output is None else like(record.output, record.x)

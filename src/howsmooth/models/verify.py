@@ -190,7 +190,9 @@ def verify_block(
             )
         shape = owner.repeated.tokens().shape
         hidden = owner.repeated.rows(hidden).reshape(shape)
-        value = values.value if values.less is None else values.value - values.less
+        value = values.value
+        if values.less is not None:
+            value = value - values.less.reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
         _compare(
             owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
