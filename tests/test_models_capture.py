@@ -225,10 +225,10 @@ def test_model_is_restored_after_an_exception_at_every_stage(kind: type[BaseExce
 
 def test_model_is_restored_after_it_failed_its_verification() -> None:
     model = tiny("llama").train()
-    model.layers[1].self_attn.v_proj.register_forward_hook(lambda m, args, out: out + torch.rand_like(out))
     before = _state(model)
-    with pytest.raises(CaptureError, match=r"layer 1.*differs from the model's own output"):
-        capture(model, token_ids(1, 6), layers=[1])
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 3, 4, 9, 11]])
+    with pytest.raises(CaptureError, match=r"differs from the model's own output .* between the sequences"):
+        capture(model, {"input_ids": token_ids(2, 5), "position_ids": positions}, layers=[1])
     assert _state(model) == before
 
 

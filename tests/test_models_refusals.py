@@ -170,7 +170,7 @@ class ResidualInside(Heads):
         return x + self.proj(self.norm(o))
 
 
-class DropsAtRandom(Heads):
+class DrawsAtRandom(Heads):
     def scores(self, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return s + torch.rand_like(s)
 
@@ -180,7 +180,7 @@ class DropsAtRandom(Heads):
     [
         (TopKeys, "layer 0.*data-dependent sparsity"),
         (ResidualInside, r"norm \(LayerNorm\) lies between.*own output holds a residual"),
-        (DropsAtRandom, "layer 0.*differs from the model's own output"),
+        (DrawsAtRandom, "layer 0.*draws something at random"),
     ],
 )
 def test_modules_refused_by_name(kind: type[Heads], words: str) -> None:

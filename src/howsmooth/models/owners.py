@@ -153,13 +153,20 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _refuse_randomness(layer: AttentionLayer, first: list[CoreCall], second: list[CoreCall]) -> None:
     """Refuse a layer that draws at random which keys it looks at, as ProbSparse attention does."""
-    if len(first) != len(second) or any(
-        _differ(a.output, b.output) for a, b in zip(first, second, strict=True)
-    ):
+    pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
+    if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise _RandomAttention(
             f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
             "random, as data-dependent sparsity with sampled keys does, and is not captured."
         )
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two runs gave the same, but for the order of sums on a GPU; NaN is refused elsewhere."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
+    return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
 
 
 def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCall]) -> str:
