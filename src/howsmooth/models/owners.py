@@ -102,7 +102,9 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
             "queries, keys and values from the one, another from both. Only self-attention is captured."
         )
-    if partly or not reasons:
+    if not partly and not reasons:
+        reasons = ["none of its arguments holds tokens (..., n, d) that a matrix of it acts on"]
+    if partly:
         raise CrossAttention(
             f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "
             "layer, gives queries, keys and values alike. Only self-attention is captured."
