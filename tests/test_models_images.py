@@ -18,6 +18,8 @@ from howsmooth.models import load_model
 from howsmooth.models.builtin_images import BUILTIN_COUNT, BUILTIN_SIDE, builtin_image
 from howsmooth.models.feeding import ImageFeed, feed_of, image_inputs
 from howsmooth.models.images import load_images
+from howsmooth.models.places import Place
+from howsmooth.models.preparation import image_preparation
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -273,6 +275,12 @@ def test_files_that_cannot_be_understood(vit: Path, content: str, word: str) -> 
     (vit / "preprocessor_config.json").write_text(content)
     with pytest.raises(ModelError, match=word):
         load_model(vit)
+
+
+def test_a_model_cannot_ask_for_an_image_that_fills_the_memory() -> None:
+    place = Place("large", None, "", local_files_only=True)
+    with pytest.raises(ModelError, match="1000000 x 1000000"):
+        image_preparation(place, ViTConfig(image_size=10**6), torch.nn.Identity())
 
 
 # ---- lengths

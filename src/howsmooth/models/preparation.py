@@ -25,6 +25,7 @@ _FILE = "preprocessor_config.json"
 _LARGEST_SIDE = 4096
 _USUAL_SIDE = 224
 _USUAL_SECONDS = 10.0
+_MOST_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
         raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
     own = _pair(getattr(config, "image_size", None))
     size = own or _size(found.get("crop_size")) or _size(found.get("size")) or (_USUAL_SIDE, _USUAL_SIDE)
+    if max(size) > _LARGEST_SIDE:
+        raise ModelError(
+            f"{place.name!r} wants images of {size[0]} x {size[1]} pixels, more than {_LARGEST_SIDE}."
+        )
     mean, std, factor = (0.5,) * channels, (0.5,) * channels, 1.0
     said = "mean 0.5 and standard deviation 0.5 (the model says none)"
     if found:
@@ -207,6 +212,8 @@ def audio_preparation(place: Place, config: Any) -> AudioPreparation:
             extractor = FEATURE_EXTRACTOR_MAPPING[type(config)]()
         rate = int(extractor.sampling_rate)
         seconds = float(getattr(extractor, "chunk_length", None) or _USUAL_SECONDS)
+        if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
+            raise ValueError(f"{seconds:.4g} seconds at {rate} samples a second")  # noqa: TRY301 - as others
         tried = extractor([np.zeros(rate, np.float32)], sampling_rate=rate, return_tensors="pt")
         values = tried.get("input_values")
     except Exception as error:  # of many kinds, one for each model
