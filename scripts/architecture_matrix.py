@@ -168,15 +168,15 @@ _TITLES = {
     "not run": "Not run here",
 }
 _HEAD = """\
-# Every architecture
+# Architectures
 
 What `howsmooth.capture` does with each of the {types} model types of transformers {transformers}
 (torch {torch}) that have a base model: is its attention captured, in closed form, in which scopes, and is
 the result the model's own?
 
 - **{measured} types are measured**: {closed} of them in closed form throughout, {mixed} partly and
-  {autodiff} wholly by automatic differentiation. In {whole} types every attention call is captured; the
-  others have some that are refused, such as cross-attention.
+  {autodiff} wholly by automatic differentiation. In {whole} types every self-attention is captured; in the
+  others some of it is refused. Cross-attention is left out.
 - **{wrong} are wrong.** The largest disagreement with finite differences is {differences} (limit
   {differences_limit}), with the model's own reverse mode {autodiff_error} (limit {autodiff_limit}).
 - {refused} types are refused, {without} have no softmax in them, and {missing} could not be built or run
@@ -191,9 +191,9 @@ For each captured site the tokens $X$ are then put in place of the layer's input
 $X \\pm hE$ for a random direction $E$, and what the scope names is read where the model has it: at the module
 whose input or output holds the values of the map. Central differences of it are compared with $JE$, and the
 model's own reverse mode with $J^\\top U$. The numbers are relative errors of these products, the worst over
-the sites and scopes checked: every site in scope `attention`, one of each kind in the other scopes. Where no
-module of the model holds the values of a scope (torch's own attention hides its heads), the row says so.
-The seconds are for all of this, on one core.
+the sites and scopes checked: up to twelve of a type, first those in scope `attention`, then one of each kind
+in the other scopes. Where no module of the model holds the values of a scope (torch's own attention hides
+its heads), the row says so. The seconds are for all of this, by the clock of a busy machine.
 """
 
 

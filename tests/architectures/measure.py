@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.jacobian import has_closed_form
 from tests._tiny_models import WithoutDowncast
-from tests.architectures.build import build, class_name, inputs_of
+from tests.architectures.build import SEED, build, class_name, inputs_of
 from tests.architectures.inputs import BATCH
 from tests.architectures.oracle import NotFoundError, Probe, agreement
 
@@ -65,6 +65,7 @@ class _Softmaxes(TorchFunctionMode):
 
 def _capture(model: nn.Module, inputs: dict[str, Any], layers: list[int] | None, scope: str) -> list[hs.Site]:
     """Capture from the model in float64 throughout, as the oracle runs it."""
+    torch.manual_seed(SEED)
     with WithoutDowncast():
         return hs.capture(model, inputs, layers, scope)
 

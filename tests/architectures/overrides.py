@@ -189,6 +189,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "clap": _with(input_ids=_ids(), input_features=_noise(2, 1, 64, 64)),
     "lxmert": _with(input_ids=_ids(), visual_feats=_noise(2, 6, 64), visual_pos=lambda c: torch.rand(2, 6, 4)),
     "esmc": _with(input_ids=_ids()),
+    **{name: _with(input_ids=lambda c: torch.randint(3, 30, (4, 8))) for name in ("musicgen", "musicgen_melody")},
     "vits": _with(input_ids=_ids()),
     "decision_transformer": _with(
         states=_noise(2, 4, 17), actions=_noise(2, 4, 4), rewards=_noise(2, 4, 1), returns_to_go=_noise(2, 4, 1),
