@@ -153,3 +153,13 @@ def test_interleaved_positions_become_half_split_ones() -> None:
     order = [*range(0, width, 2), *range(1, width, 2), *range(width, site.map.key_dim)]
     own = attention.q_proj.weight.unflatten(0, (site.map.heads, -1))[:, order]
     torch.testing.assert_close(site.map.query, own, rtol=0, atol=0)
+
+
+def test_bounds_take_what_is_known_now() -> None:
+    model = build("opt").float()
+    (site, *_) = hs.capture(model, inputs_of("opt", model))
+    found = hs.bounds.table(site, X=site.x[0])
+    held = found[found.holds].set_index(["name", "side"])["value"]
+    measured = held["measured", "upper"]
+    assert 0 < held["measured", "lower"] <= measured < held["certificate_joint", "upper"]
+    assert measured < held["multi_head_output", "upper"]
