@@ -56,8 +56,8 @@ def record(
 
     def ends(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            tokens, around = _tokens(args, kwargs), any(m is owner for m in module.modules())
-            kept = tokens is not None and isinstance(output, Tensor) and not around
+            tokens = _tokens(args, kwargs)
+            kept = tokens is not None and isinstance(output, Tensor) and module is not root
             call = ModuleCall(name, module, *((tokens.clone(), output.clone()) if kept else ()))
             calls.append(call)
             if module is projection and "output" not in seen:

@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
     def __init__(self, run: Callable[[Layer, Tensor], Tensor]) -> None:
         super().__init__()
-        self.mix, self.feed, self.hidden = Mixing(), Feed(), Hidden()
+        self.mix, self.feed, self.hidden, self.dropout = Mixing(), Feed(), Hidden(), nn.Dropout(0.9)
         self.n1, self.n2, self.n3 = nn.LayerNorm(D), nn.LayerNorm(D, eps=1e-3), nn.LayerNorm(D)
         self.g1, self.g2 = GainMinusOne(), GainMinusOne()
         self.scale = nn.Parameter(torch.randn(D))
@@ -191,6 +191,16 @@ def _post_experts(m: Layer, h: Tensor) -> Tensor:
     return h + m.hidden(h)
 
 
+def _post_dropout(m: Layer, h: Tensor) -> Tensor:
+    h = m.n1(m.dropout(h + m.mix(h)))
+    return m.n2(h + m.feed(h))
+
+
+def _pre_bare_experts(m: Layer, h: Tensor) -> Tensor:
+    h = h + m.mix(m.n1(h))
+    return h + m.hidden(h)
+
+
 def _parallel_experts(m: Layer, h: Tensor) -> Tensor:
     x = m.n1(h)
     return m.mix(x) + m.hidden(x.flatten(0, 1)).reshape(h.shape) + h
@@ -238,6 +248,8 @@ LAYOUTS: dict[str, tuple[Oracle, str, Oracle]] = {
     "parallel": (_parallel, "parallel", lambda m, h: h + m.mix(m.n1(h))),
     "parallel, two norms": (_parallel_two_norms, "parallel", lambda m, h: h + m.mix(m.n1(h))),
     "post, experts": (_post_experts, "post-norm", lambda m, h: m.n1(h + m.mix(h))),
+    "post, dropout": (_post_dropout, "post-norm", lambda m, h: m.n1(h + m.mix(h))),
+    "pre, experts without a norm": (_pre_bare_experts, "pre-norm", lambda m, h: h + m.mix(m.n1(h))),
     "parallel, experts": (_parallel_experts, "parallel", lambda m, h: h + m.mix(m.n1(h))),
     "after the norm": (
         _after_norm, "pre-norm, residual after the norm", lambda m, h: m.n1(h) + m.mix(m.n1(h))
