@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class LayersWithoutSoftmax:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
-                    before = module.register_forward_pre_hook(self._starts(name), with_kwargs=True)
+                    before = module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True)
                     stack.callback(before.remove)
                     stack.callback(module.register_forward_hook(self._ends).remove)
             yield
@@ -92,14 +93,11 @@ class LayersWithoutSoftmax:
             except Exception:  # whatever a module raises when it runs by itself
                 continue
 
-    def _starts(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(name, module, args, kwargs)
-            if self._most is None or len(self._candidates) < self._most:
-                call.keep()
-            self._running.append(_Running(call, len(self._candidates)))
-
-        return hook
+    def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = Call(name, module, args, kwargs)
+        if self._most is None or len(self._candidates) < self._most:
+            call.keep()
+        self._running.append(_Running(call, len(self._candidates)))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         # A call that ended with an exception that the model caught is still running here.

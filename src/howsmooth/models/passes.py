@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,17 +191,14 @@ class _Watcher:
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 for handle in (
-                    module.register_forward_pre_hook(self._starts(name), with_kwargs=True),
+                    module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True),
                     module.register_forward_hook(self._ends, with_kwargs=True),
                 ):
                     stack.callback(handle.remove)
             yield
 
-    def _starts(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.stack.append(Call(name, module, args, kwargs, self.last_norm))
-
-        return hook
+    def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stack.append(Call(name, module, args, kwargs, self.last_norm))
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # A call that ended with an exception that the model caught is still on the stack.

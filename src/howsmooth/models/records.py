@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,7 +108,9 @@ class _Recorder:
                     )
                     stack.callback(module.register_forward_hook(self._owner_ends).remove)
                 path = f"{prefix}.{name}".strip(".")
-                stack.callback(module.register_forward_hook(self._hook(path), with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_hook(partial(self._ended, path), with_kwargs=True).remove
+                )
             yield
 
     def _owner_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -131,24 +134,23 @@ class _Recorder:
         if len(self.record.cores) == len(self.owner.cores):
             self.record.inside = self.calls[self.inside :]
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            tokens = first_tokens(bound_arguments(module, args, kwargs))
-            first = output[0] if isinstance(output, tuple | list) and output else output
-            inputs = kept = None
-            owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
-            if is_linear(module) or is_norm(module):
-                inputs = None if tokens is None else _flat(tokens)
-                kept = _flat(output) if isinstance(output, Tensor) else None
-            elif isinstance(first, Tensor) and (owner or first.shape[-1:] == self.record.x.shape[-1:]):
-                kept = _flat(first)  # of the owner, and what may be added to the tokens, as by experts
-                inputs = None if tokens is None or owner else _flat(tokens)
-            call = ModuleCall(name, module, inputs, kept)
-            self.calls.append(call)
-            if self.inside is not None and len(self.record.cores) == len(self.owner.cores):
-                self.record.after.append(call)
-
-        return hook
+    def _ended(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        tokens = first_tokens(bound_arguments(module, args, kwargs))
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        inputs = kept = None
+        owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
+        if is_linear(module) or is_norm(module):
+            inputs = None if tokens is None else _flat(tokens)
+            kept = _flat(output) if isinstance(output, Tensor) else None
+        elif isinstance(first, Tensor) and (owner or first.shape[-1:] == self.record.x.shape[-1:]):
+            kept = _flat(first)  # of the owner, and what may be added to the tokens, as by experts
+            inputs = None if tokens is None or owner else _flat(tokens)
+        call = ModuleCall(name, module, inputs, kept)
+        self.calls.append(call)
+        if self.inside is not None and len(self.record.cores) == len(self.owner.cores):
+            self.record.after.append(call)
 
 
 def _flat(t: Tensor) -> Tensor:
