@@ -134,6 +134,9 @@ def write(folder: Path, kind: str) -> Path:
     }
     if kind in arrays:
         np.save(path, arrays[kind])
+    elif kind == "array with a damaged header":
+        np.save(path, picture(4, 4))
+        path.write_bytes(path.read_bytes().replace(b"}", b"{"))
     elif kind == "array of objects":
         np.save(path, np.array([{}, 1], dtype=object), allow_pickle=True)
     elif kind == "text":
@@ -166,6 +169,7 @@ def write(folder: Path, kind: str) -> Path:
         ("array of one number", "shape"),
         ("array of words", "bytes"),
         ("array of objects", "array of numpy"),
+        ("array with a damaged header", "array of numpy"),
         ("text", "a file that is none"),
         ("empty", "a file that is none"),
         ("cut short", "can be read"),

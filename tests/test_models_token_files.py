@@ -64,6 +64,9 @@ def write(folder: Path, kind: str) -> Path:
     }
     if kind in arrays:
         np.save(path, arrays[kind])
+    elif kind == "damaged header":
+        np.save(path, np.arange(3))
+        path.write_bytes(path.read_bytes().replace(b"}", b"{"))
     elif kind == "no array":
         path.write_text("text")
     elif kind == "bytes":
@@ -77,7 +80,7 @@ def write(folder: Path, kind: str) -> Path:
 NO_IDS = [
     "floats", "negative", "true", "huge", "a table", "a word", "mixed", "deep", "no json", "words", "signs",
     "other digits", "nothing", "empty list", "float array", "deep array", "no numbers", "bools", "no array",
-    "bytes", "a folder", "nowhere",
+    "bytes", "a folder", "nowhere", "damaged header",
 ]  # fmt: skip
 
 
