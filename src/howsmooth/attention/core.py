@@ -70,19 +70,9 @@ class ScoreFeatures:
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
         """Return what concerns some rows and keys of some key heads of some members of the leading axis."""
-
-        def part(t: Tensor | None) -> Tensor | None:
-            if t is None:
-                return None
-            if t.ndim == 5:
-                t = t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
-            elif t.shape[0] > 1:
-                t = t[heads]
-            return t[..., rows, keys]
-
-        return ScoreFeatures(
-            self.softcap, part(self.bias), None if self.sinks is None else self.sinks[heads], part(self.seen)
-        )
+        place = (lead, heads, rows, keys)
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
         """Return the scores with the cap and the bias, −∞ where a key is not seen."""
@@ -101,6 +91,16 @@ class ScoreFeatures:
 
 
 NO_FEATURES = ScoreFeatures()
+
+
+def _block(t: Tensor | None, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor | None:
+    if t is None:
+        return None
+    if t.ndim == 5:
+        t = t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
+    elif t.shape[0] > 1:
+        t = t[heads]
+    return t[..., rows, keys]
 
 
 def cap_slope(scores: Float[Tensor, "*lead m n"], cap: float) -> Float[Tensor, "*lead m n"]:

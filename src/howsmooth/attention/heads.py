@@ -48,18 +48,15 @@ class HeadsAttention(TokenMap):
             )
         width = self.heads * self.value_dim
 
-        def optional(name: str, given: Tensor | None, shape: tuple[int | str, ...]) -> Tensor | None:
-            return None if given is None else as_parameter(name, given, shape, like=q)
-
-        self.output = optional("output", output, ("d_out", width))
-        self.query_bias = optional("query_bias", query_bias, (self.heads, self.key_dim))
-        self.key_bias = optional("key_bias", key_bias, (self.kv_heads, self.key_dim))
-        self.value_bias = optional("value_bias", value_bias, (self.kv_heads, self.value_dim))
+        self.output = _optional("output", output, ("d_out", width), q)
+        self.query_bias = _optional("query_bias", query_bias, (self.heads, self.key_dim), q)
+        self.key_bias = _optional("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
+        self.value_bias = _optional("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
         if output_bias is not None and self.output is None:
             raise ArgumentError(
                 "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
             )
-        self.output_bias = optional("output_bias", output_bias, (self.d_out,))
+        self.output_bias = _optional("output_bias", output_bias, (self.d_out,), q)
         self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
         if not math.isfinite(self.scale):
             raise ArgumentError("scale", expected="a finite number", got=str(scale))
@@ -142,3 +139,7 @@ def _in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         rows = rows + bias.flatten()
     return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
+
+
+def _optional(name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor) -> Tensor | None:
+    return None if given is None else as_parameter(name, given, shape, like=like)
