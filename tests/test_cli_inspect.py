@@ -140,14 +140,14 @@ def test_an_image_is_made_for_a_vision_model(capsys: pytest.CaptureFixture[str])
 def test_a_large_configuration_is_built_with_fewer_layers_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {**SIZES, "num_hidden_layers": 6}
-    kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3
+    sizes = {**SIZES, "num_hidden_layers": 4}
+    kinds = ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
     Gemma2Config(**sizes, layer_types=kinds, sliding_window=4).save_pretrained("large")
     monkeypatch.setattr(inspect_command, "_MOST_WEIGHTS", 1000)
     code, out, _ = inspected(capsys, "large", "--random-init", "-q")
     assert code == 0
     assert lines(out)[0] == "large, Gemma2Model: 3 attention layers"
-    assert "built with 3 of 6 layers, as all have 0.0 billion weights." in " ".join(lines(out))
+    assert "built with 3 of 4 layers, as all have 0.0 billion weights." in " ".join(lines(out))
     whole = inspected(capsys, "large", "--random-init", "--all-layers", "--json", "-q")[1]
     masks = [site["masking"] for site in json.loads(whole)["sites"]]
     expected = {"sliding_attention": "sliding window 4, causal", "full_attention": "causal"}
