@@ -147,7 +147,7 @@ def page(source: Path) -> str:
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
-    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, refused and why autodiff"
+    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, how, and what is refused"
     text += _table(
         "Measured", f"| {columns.replace(', ', ' | ')} |", [_measured_cells(row) for row in measured]
     )
@@ -199,7 +199,7 @@ its heads), the row says so. The seconds are for all of this, by the clock of a 
 
 def _measured_cells(row: Row) -> tuple[str, ...]:
     path = "closed form" if not row.autodiff else "autodiff" if not row.closed_form else "both"
-    notes = [*row.path_reasons, *row.reasons]
+    notes = [*(why for why in row.path_reasons if why != "every parameter is known"), *row.reasons]
     if row.unseen:
         notes.append(f"not seen in the model: {', '.join(row.unseen)}")
     return (

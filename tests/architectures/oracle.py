@@ -261,9 +261,10 @@ def agreement(probe: Probe, site: hs.Site, estimate: Any = None) -> Agreement:
             break
     leaf = x.detach().clone().requires_grad_(True)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        out = values(leaf)
+        out = probe.value(at, leaf, tap)
     if not out.requires_grad:  # some models run their layers without gradients: forward mode goes through
         with sdpa_kernel(SDPBackend.MATH):
             return Agreement(differences, _relative(torch.func.jvp(values, (x,), (e,))[1], je))
     (gradient,) = torch.autograd.grad((out * u).sum(), leaf)
+    gradient = gradient + u if moved else gradient
     return Agreement(differences, _relative(gradient, jtu))
