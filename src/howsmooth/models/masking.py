@@ -38,7 +38,7 @@ def split_mask(
     if not bool(visible.any(dim=-1).all()):
         raise CaptureError(
             f"{layer} hides every key from some token (padding). "
-            "Measure sequences without padding, one length at a time."
+            "Leave such tokens out, or say which they are in a two-dimensional attention_mask."
         )
     return None if bool(visible.all()) else visible.clone(), bias
 

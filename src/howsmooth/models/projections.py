@@ -183,10 +183,10 @@ def _between(record: LayerRecord) -> str:
         if not _of_x(record, call)
     )
     if others:
-        return f": {', '.join(others)} lies between, which is not captured"
+        return f": {', '.join(others)} lies between"
     if record.arguments.get("position_embeddings") is not None:
-        return ", with or without half-split rotary positions: what lies between is not captured"
-    return ": what lies between is no module of its own, and is not captured"
+        return ", with or without half-split rotary positions: what lies between was not recognised"
+    return ": what lies between is no module of its own"
 
 
 def _columns(
