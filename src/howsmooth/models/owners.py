@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.cores import intercepted
@@ -93,6 +94,7 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
             if all(m == _ALL for m in moved):
                 layer = replace(passed.layer, name=call.name, owner=call.module)
+                _refuse_chosen_masks(layer, passed, call, x, batch, way)
                 return Owner(layer, repeated, alone, before, way, _obstacle(layer, before, after))
             partly = partly or any(moved)
             mixed = mixed or _ALL in moved
@@ -110,6 +112,34 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             "layer, gives queries, keys and values alike. Only self-attention is captured."
         )
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
+
+
+def _refuse_chosen_masks(
+    layer: AttentionLayer, passed: Passed, call: Call, x: Tensor, batch: int, implementation: str | None
+) -> None:
+    """Refuse a mask that a module around the owner makes of the tokens, and hands to it as an argument."""
+    root = passed.calls[0]
+    given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
+    made = [
+        t
+        for t in tree_leaves((call.args, call.kwargs))
+        if isinstance(t, Tensor) and t is not x and t.ndim > 1 and _differ_from_all(t, given)
+    ]
+    tokens = next(token_arguments(root), None)
+    if call is root or not made or tokens is None:
+        return
+    try:
+        whole = Repeated(root, tokens, batch).of_sequence()
+        before = _cores(whole, whole.x, implementation)
+        after = _cores(whole, moved_tokens(whole.x), implementation)
+    except Exception:  # the layer is run once more for its record, which says what is wrong
+        return
+    for a, b in zip(before, after, strict=False):
+        _refuse_sparsity(layer, a, b)
+
+
+def _differ_from_all(t: Tensor, others: list[Tensor]) -> bool:
+    return all(_differ(t, other) for other in others)
 
 
 def _has_weights_for(call: Call, x: Tensor) -> bool:
@@ -182,15 +212,19 @@ def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCal
             return "the factor of its scores depends on the tokens"
         if _differ(a.sinks, b.sinks):
             return "its sinks depend on the tokens"
+        _refuse_sparsity(layer, a, b)
         if _differ(a.mask, b.mask):
-            hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
-            if _differ(hidden[0], hidden[1]):
-                raise CaptureError(
-                    f"{layer} uses data-dependent sparsity: which keys a query sees changes with the tokens. "
-                    "Its map has jumps, and is not captured."
-                )
             return "its scores have a bias that depends on the tokens"
     return ""
+
+
+def _refuse_sparsity(layer: AttentionLayer, a: CoreCall, b: CoreCall) -> None:
+    hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
+    if _differ(hidden[0], hidden[1]):
+        raise CaptureError(
+            f"{layer} uses data-dependent sparsity: which keys a query sees changes with the tokens. "
+            "Its map has jumps, and is not captured."
+        )
 
 
 def _hidden(mask: Tensor) -> Tensor:
@@ -204,11 +238,11 @@ def first_line(error: BaseException) -> str:
 
 
 def _check_finite(layer: AttentionLayer, x: Tensor, cores: list[CoreCall]) -> None:
-    for core in cores:
-        if not core.obstacle:
-            split_mask(layer, core.mask)  # a token that sees no key has NaN for its output
     values = [x, *(core.output for core in cores if core.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):
+        for core in cores:
+            if not core.obstacle:
+                split_mask(layer, core.mask)  # a token that sees no key has NaN for its output
         raise NonFiniteError(
             "inputs",
             expected=f"finite activations in {layer}",
