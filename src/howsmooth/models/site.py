@@ -40,7 +40,9 @@ class Site:
     causal: bool
     #: The mask in words: ``none``, ``causal``, ``sliding window 128, causal``, ...
     masking: str
-    #: How the model arranges residual and norm: ``post-norm``, ``pre-norm``, or empty if not recognised.
+    #: How the model arranges residual and norm: ``post-norm``, ``pre-norm``, ``sandwich norms``,
+    #: ``norm of the branch``, ``parallel`` or ``no norm``; behind a comma ``layer scale``,
+    #: ``scaled residual`` or ``residual after the norm``; empty if not recognised.
     layout: str
     #: How its Jacobian is had: ``closed form`` (that of the softmax is; ``path_reason`` tells of the rest of
     #: the layer) or ``autodiff``.
