@@ -274,3 +274,42 @@ def test_weights_that_are_not_finite() -> None:
 
 def test_scopes_are_the_five_of_the_design() -> None:
     assert SCOPES == ("head", "heads", "attention", "residual", "block")
+
+
+class _ChosenKeys(nn.Module):
+    """A mask of the tokens, made outside of the module that uses it."""
+
+    def __init__(self, *, by_tokens: bool) -> None:
+        super().__init__()
+        self.by_tokens = by_tokens
+        self.score, self.inner = nn.Linear(16, 1), _Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score = self.score(x).squeeze(-1)
+        keep = score >= score.median(dim=-1, keepdim=True).values
+        return self.inner(
+            x, keep[:, None, None, :] if self.by_tokens else torch.ones_like(keep)[:, None, None]
+        )
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_keys_chosen_by_a_module_around_the_owner() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 16)
+    for by_tokens in (False, True):
+        model = nn.Sequential(_ChosenKeys(by_tokens=by_tokens)).eval()
+        if by_tokens:
+            with pytest.raises(CaptureError, match="data-dependent sparsity"):
+                capture(model, x)
+        else:
+            assert capture(model, x)[0].masking == "none"
