@@ -22,7 +22,9 @@ from transformers import (
     DistilBertConfig,
     DistilBertModel,
     GPT2Model,
+    MambaConfig,
     PreTrainedTokenizerFast,
+    T5Config,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -321,12 +323,29 @@ def test_hub_out_of_reach() -> None:
         assert word in str(error.value)
 
 
-def test_type_whose_attention_cannot_be_captured() -> None:
-    loaded = load_model("bloom", random_init=True)
+def test_a_model_without_attention_is_loaded_and_says_so(tmp_path: Path) -> None:
+    MambaConfig(vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, state_size=4).save_pretrained(
+        tmp_path
+    )
+    loaded = load_model(tmp_path, random_init=True)
     assert (loaded.layers, loaded.heads) == (None, None)
-    assert "BloomAttention" in loaded.obstacle
-    with pytest.raises(CaptureError, match="BloomAttention"):
+    assert "no softmax attention of MambaModel was seen" in loaded.obstacle
+    with pytest.raises(CaptureError, match="No softmax attention of MambaModel"):
         capture(loaded, token_ids(1, 4))
+
+
+def test_an_encoder_decoder_as_a_whole_and_in_part(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    config.save_pretrained(tmp_path)
+    whole = load_model(tmp_path, random_init=True)
+    assert (whole.modality, whole.layers, whole.heads) == ("text", 3, 2)
+    assert [site.layer for site in capture(whole, token_ids(1, 4))] == [0, 1]  # the last is cross-attention
+    encoder = load_model(tmp_path, random_init=True, part="encoder")
+    assert (encoder.layers, encoder.vocab_size) == (1, VOCABULARY)
+    assert "the part encoder of" in encoder.source
+    assert encoder.fingerprint != whole.fingerprint
+    with pytest.raises(ModelError, match=r"no part 'vision'.*encoder \(text\), decoder \(text\)"):
+        load_model(tmp_path, random_init=True, part="vision")
 
 
 # ---- folders of other tools, and the models that ship with the package

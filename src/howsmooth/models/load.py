@@ -315,7 +315,8 @@ def _layers(
     try:
         named = model_inputs(model, made.get("", made)).named
         with borrowed(model):
-            return attention_layers(model, named), ""
+            found = attention_layers(model, named)
+        return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
     except (ArgumentError, CaptureError) as error:
         return [], str(error)
 
