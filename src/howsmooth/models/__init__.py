@@ -1,10 +1,14 @@
-"""Transformers models of Hugging Face: loading them, and capturing their attention layers as maps.
+"""Models of any kind: loading them, and capturing their attention layers as maps.
 
-``load`` (with ``places`` and ``tokenizers``) brings a model by its name. ``capture`` runs it (``borrow``
-leaves it as it was found), ``recording`` writes down one pass, ``identify`` and ``masking`` read it, and
-``replay`` proves the result against the model's own numbers. ``inspection`` asks for every layer in every
-scope, and says what is refused. ``images``, ``audio`` and ``token_files`` read what models are given besides
-text, ``preparation`` makes it their inputs, and ``feeding`` cuts it to sequences.
+``load`` (with ``places``, ``parts`` and ``tokenizers``) brings a model by its name. ``capture`` runs it
+once: ``borrow`` leaves it as it was found, ``watching`` (with ``following``, ``scores``, ``contractions``
+and ``axes``) sees every softmax attention, ``passes`` keeps the calls around it. Then each layer is run by
+itself (``repeated``): ``owners`` finds the module and the tokens, ``records`` writes down what happens,
+``identify`` (with ``projections``, ``turns``, ``masking``, ``blocks`` and ``sums``) reads it as a map,
+``verify`` proves it against the model's own numbers, and ``verified`` gives its scopes. ``inspection`` asks
+for every layer in every scope, and says what is refused. ``images``, ``audio`` and ``token_files`` read
+what models are given besides text, ``preparation`` makes it their inputs, and ``feeding`` cuts it to
+sequences.
 """
 
 from howsmooth.models.audio import load_audio
