@@ -47,6 +47,7 @@ def tiny_tools(before_measure: Callable[[int], None] = lambda calls: None) -> To
         return LoadedModel(
             name=name,
             model=model,
+            modality="text",
             tokenizer=Words(),
             tokenizer_source="Words.",
             source=f"A tiny {name}.",

@@ -223,9 +223,22 @@ def test_rounding_of_a_product_is_no_negative_eigenvalue() -> None:
         assert Gaussian(torch.zeros(40), single @ single.mT).d == 40
 
 
+def test_a_layer_scale_multiplies_each_channel_of_the_gaussian() -> None:
+    f, factor = (
+        _attention("softmax", 3, d=2, d_out=2, heads=1),
+        torch.tensor([0.5, -2.0], dtype=torch.float64),
+    )
+    gaussian = _gaussian(4, 2)
+    inner, inner_shift = affine_action(f, gaussian)
+    matrix, shift = affine_action(hs.Residual(hs.Compose(hs.LayerScale(factor), f)), gaussian)
+    for x in tokens(5, 3, 2):
+        torch.testing.assert_close(matrix @ x + shift, x + factor * (inner @ x + inner_shift))
+
+
 GAUSSIAN_CASES = {
     "one head", "multi-head", "no biases", "grouped heads", "multi-query", "heads concatenated",
     "wide output", "rank one", "own scale", "negative scale", "residual",
+    "layer scale", "scaled residual",
 }  # fmt: skip
 
 

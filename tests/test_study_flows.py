@@ -18,7 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXModel
 
 import howsmooth as hs
 from howsmooth.dynamics import Sphere, flow
-from howsmooth.errors import ArgumentError, CaptureError, StoreError
+from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.metrics import measure_frames
 from howsmooth.study.flows.opening import System, open_system
@@ -162,8 +162,8 @@ def test_other_layouts_with_norms_are_refused_by_name() -> None:
         return hs.capture(parallel, inputs % 50, **options)
 
     tools = dataclasses.replace(small_tools(), capture=capture)
-    words = r"attention in parallel to what follows.*Without --norms there is attention alone\."
-    with pytest.raises(CaptureError, match=words):
+    words = r"pre-norm layers.*got the parallel layer 0.*Leave --norms out"
+    with pytest.raises(ArgumentError, match=words):
         open_system(FlowPlan("small", tokens=4, text="prose", norms=True), tools)
 
 

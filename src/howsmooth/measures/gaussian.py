@@ -10,6 +10,7 @@ from howsmooth.attention import (
     AbstractMeasure,
     Compose,
     L2Attention,
+    LayerScale,
     Residual,
     SelfAttention,
     TokenMap,
@@ -166,6 +167,8 @@ def affine_action_at(
     match f:
         case SelfAttention() | L2Attention():
             return _attention_action(f, mean, covariance)
+        case LayerScale():
+            return torch.diag(f.weight), torch.zeros_like(mean)
         case Residual():
             matrix, shift = affine_action_at(f.inner, mean, covariance)
             return matrix + torch.eye(len(mean), dtype=mean.dtype, device=mean.device), shift
