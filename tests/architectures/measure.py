@@ -22,6 +22,8 @@ from tests.architectures.oracle import NotFoundError, Probe, agreement
 LIMITS = {"differences": 1e-6, "autodiff": 1e-9}
 SCOPES = ("head", "heads", "attention", "residual", "block")
 _MOST_SITES = 64
+#: Tokens of such a size absorb what is added to them: differences and autodiff of the model tell nothing.
+_TOO_LARGE = 1e12
 
 
 @dataclass
@@ -209,6 +211,9 @@ def _measure_sites(
 
 def _check(row: Row, probe: Probe, site: hs.Site) -> None:
     where = f"{site.name}, scope {site.scope}"
+    if site.scope != "attention" and float(site.x.abs().max()) > _TOO_LARGE:
+        row.unseen += [site.scope] if site.scope not in row.unseen else []
+        return
     try:
         found = agreement(probe, site)
     except NotFoundError as error:
