@@ -193,7 +193,8 @@ whose input or output holds the values of the map. Central differences of it are
 model's own reverse mode with $J^\\top U$. The numbers are relative errors of these products, the worst over
 the sites and scopes checked: up to twelve of a type, first those in scope `attention`, then one of each kind
 in the other scopes. Where no module of the model holds the values of a scope (torch's own attention hides
-its heads), or tokens are larger than 1e12, the row says so. The seconds are for all of this, by the clock of a busy machine.
+its heads), or tokens are larger than 1e12, the row says so. The seconds are for all of this, by the clock of
+a busy machine.
 """
 
 
