@@ -139,7 +139,7 @@ def image_inputs(
     model
         A vision model, or the vision part of one, from :func:`~howsmooth.models.load_model`.
     images
-        As for :func:`~howsmooth.models.load_images`; all of them are taken.
+        As for :func:`~howsmooth.models.images.load_images`; all of them are taken.
     size
         Height and width in pixels, or one number for both; those of the model by default. Not every model
         takes others.
@@ -174,7 +174,7 @@ def audio_inputs(
     model
         An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
     audio, rate
-        As for :func:`~howsmooth.models.load_audio`; resampled to what the model hears.
+        As for :func:`~howsmooth.models.audio.load_audio`; resampled to what the model hears.
     seconds
         How much of it, from its beginning; what the model is made for by default, as far as there is so much.
 

@@ -14,9 +14,7 @@ from howsmooth.errors import ArgumentError
 __all__ = [
     "check_inputs",
     "check_model",
-    "first_sequence",
     "max_length",
-    "short_inputs",
     "takes_decoder_ids",
     "vocabulary_size",
 ]
@@ -175,18 +173,3 @@ def _check_length(model: PreTrainedModel, n: int) -> None:
             got=f"{n}",
             remedy="Shorten them.",
         )
-
-
-def short_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return inputs for a first, cheap pass: two tokens, or one whole sequence if it is not just ids."""
-    if set(inputs) == {"input_ids"}:
-        return {"input_ids": inputs["input_ids"][:1, :2]}
-    return first_sequence(inputs)
-
-
-def first_sequence(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first batch member of every input."""
-    batch = max(value.shape[0] for value in inputs.values() if value.ndim)
-    return {
-        name: value[:1] if value.ndim and value.shape[0] == batch else value for name, value in inputs.items()
-    }
