@@ -66,9 +66,11 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upp
 # Nothing is fetched while building, so names of other packages have no page to point to.
 _OTHERS = (
     "torch numpy np pandas pd scipy matplotlib jaxtyping transformers pathlib collections abc typing sqlite3 "
-    "filelock Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self"
+    "filelock Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self "
+    "concurrent distributed"
 )
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),
+    (r"py:class", r"howsmooth\.study\.spread\.One"),  # a type variable
     (r"py:attr", r"[A-Z]\w+\.\w+"),  # attributes stand in lists, which have no anchors
 ]

@@ -84,6 +84,7 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
     "causal grouped, hot": lambda n: random_attention(6, heads=4, kv_heads=2, causal=True, temperature=8.0),
     "masked": lambda n: random_attention(7, mask=_window(n)),
     "causal and masked": lambda n: random_attention(8, causal=True, mask=_window(n)),
+    "causal window, grouped": lambda n: random_attention(29, heads=4, kv_heads=2, causal=True, window=2),
     "rotary": lambda n: random_attention(9, rotary=rotary(n + 2, 4)),
     "rotary, partial, grouped, causal": lambda n: random_attention(
         10, heads=4, kv_heads=2, causal=True, rotary=rotary(n, 2)
@@ -139,7 +140,9 @@ CASES: dict[str, Callable[[int], TokenMap]] = {
 
 # Of these the maps that act on measures: what belongs to a list of tokens does not.
 ACTING = [
-    name for name in CASES if not any(word in name for word in ("masked", "rotary", "score bias", "sinks"))
+    name
+    for name in CASES
+    if not any(word in name for word in ("masked", "window", "rotary", "score bias", "sinks"))
 ]
 
 

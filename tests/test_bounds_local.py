@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds import parameters
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
 from howsmooth.bounds.parameters import Head
@@ -214,3 +215,12 @@ def test_a_site_gives_its_tokens() -> None:
     Site.x = tokens(65, 2, 5, D)
     with pytest.raises(ArgumentError, match="one sequence"):
         yudin(Site())
+
+
+@pytest.mark.parametrize("pairs", [1, 14, 1000])
+def test_the_largest_distance_is_looked_for_in_blocks(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_PAIRS", pairs)
+    for seed in range(6):
+        x = tokens(seed, 7, 3)
+        wanted = max(float((a - b).norm()) for a in x for b in x)
+        assert parameters.largest_distance(x) == pytest.approx(wanted, rel=1e-14)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from howsmooth.cli import main
 from howsmooth.cli.parsing import build_plan
 from howsmooth.errors import HowsmoothError
 from howsmooth.study import publish as publishing
+from howsmooth.study.cost import NOMINAL
 from howsmooth.study.plan import ModelSpec, Plan
 from tests._study import FakeModel, make_tools, rows_of, words
 
@@ -124,6 +126,22 @@ def test_quiet_says_nothing(howsmooth: Howsmooth, tmp_path: Path) -> None:
         "",
         "",
     )
+
+
+def test_the_memory_asked_for_reaches_the_measurement(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    tools, _ = make_tools()
+    given: list[object] = []
+
+    def measure(*arguments: Any, memory: object, **options: Any) -> Any:
+        given.append(memory)
+        return tools.measure(*arguments, **options)
+
+    words = ("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "-q")
+    assert howsmooth(*words, "--memory", "2GiB", tools=replace(tools, measure=measure))[0] == 0
+    assert set(given) == {2 << 30}
+    code, _, err = howsmooth(*words, "--memory", "lots")
+    assert code == 2
+    assert "memory: expected a number of bytes such as 8GiB" in err
 
 
 def test_threads_are_set_and_recorded(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -259,6 +277,8 @@ def test_the_help_gives_examples_that_can_be_typed(
 
     monkeypatch.setattr("howsmooth.study.run.run", stop)
     monkeypatch.setattr("howsmooth.study.published_run.run_as_published", stop)
+    monkeypatch.setattr("howsmooth.study.forecast.forecast", stop)
+    monkeypatch.setattr("howsmooth.study.calibration.calibrated", lambda *_, **__: NOMINAL)
     monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: make_tools()[0])
     for example in examples:
         assert main(shlex.split(example.split(">")[0])[1:]) == 2

@@ -83,7 +83,11 @@ def test_what_is_imported_is_declared() -> None:
                 found.add(node.module.partition(".")[0])
     declared = {
         re.split(r"[<>=~! ]", requirement)[0].replace("-", "_")
-        for requirement in PROJECT["project"]["dependencies"]
+        for requirements in (
+            PROJECT["project"]["dependencies"],
+            *PROJECT["project"]["optional-dependencies"].values(),
+        )
+        for requirement in requirements
     }
     # What is imported under another name than it is installed by.
     others = {"ot": "POT", "mpl_toolkits": "matplotlib", "PIL": "pillow"}

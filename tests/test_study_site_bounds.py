@@ -199,6 +199,9 @@ def test_what_is_left_out_is_said_with_the_rule(
     slow = {"certificate_n", "certificate_r", "certificate_cheap", "three_terms"}
     assert set(reasons(one)) == slow | {"tie", "no_real_eigenvalue"}
     assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_joint"]
+    monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 6)
+    assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin"]
+    monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 7)
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS", 7)
     assert "certificate_joint" not in reasons(several)
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_WIDE", 6)

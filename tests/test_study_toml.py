@@ -37,6 +37,7 @@ seed = 7
 device = "cpu"
 dtype = "float64"
 threads = 2
+memory = "3GiB"
 bounds = false
 as_published = ["output", "stopping"]
 out = "results"
@@ -79,6 +80,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         max_iterations=50,
         seed=7,
         dtype="float64",
+        memory=3 << 30,
         bounds=False,
     )
     assert (study.out, study.threads) == (tmp_path / "results", 2)
@@ -143,6 +145,8 @@ BAD: dict[str, tuple[str, str]] = {
     "seed": ('models = ["a"]\nseed = -1', "plan.toml: seed: expected an integer"),
     "dtype": ('models = ["a"]\ndtype = "half"', "plan.toml: dtype: expected float32 or float64"),
     "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected at least 1"),
+    "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected"),
+    "memory in words": ('models = ["a"]\nmemory = "much"', "plan.toml: memory: expected a number of bytes"),
     "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected words"),
     "syntax": ("models = [", "plan: expected a plan file in TOML, got .*plan.toml"),
     "endless number": ("samples = " + "9" * 9000, "plan: expected a plan file in TOML"),

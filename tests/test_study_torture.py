@@ -171,6 +171,7 @@ def test_killed_at_fifty_random_moments(study: Path, whole: set[tuple[Any, ...]]
     assert hits >= 25
 
 
+@pytest.mark.slow
 def test_killed_while_a_store_of_version_1_is_migrated(study: Path, whole: set[tuple[Any, ...]]) -> None:
     """The kill comes from within, before the last statements of the migration."""
     child = """
@@ -440,6 +441,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_moves_nothing(study: Path, tmp_path: Path, whole: set[tuple[Any, ...]]) -> None:
     """Every call of the system's clock is off by days or years, forth and back; that of durations is not."""
     if shutil.which("cc") is None or not sys.platform.startswith("linux"):

@@ -63,6 +63,8 @@ def naive(call: CoreCall) -> np.ndarray:
         s = call.scale * (k[(*at, h // group)] @ q[(*at, h, i)])
         if call.softcap is not None:
             s = call.softcap * np.tanh(s / call.softcap)
+        if call.causal:
+            s[i + 1 :] = -np.inf
         if mask is not None:
             row = mask[(*at, h, i)]
             s = np.where(row, s, -np.inf) if mask.dtype == bool else s + row
@@ -84,6 +86,8 @@ def plain(call: CoreCall) -> Tensor:
     s = call.scale * torch.einsum("...md,...nd->...mn", call.query, k)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
+    if call.causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     if call.mask is not None:
         boolean = call.mask.dtype == torch.bool
         s = s.masked_fill(~call.mask, -math.inf) if boolean else s + call.mask
@@ -503,7 +507,8 @@ def test_every_attention_of_a_module_is_reported_in_order() -> None:
     g = given()
     calls, _ = calls_of(lambda: matmul(g) - 0.5 * fused(g) + masked_fill(g))
     assert [call.kind for call in calls] == ["softmax", "sdpa", "softmax"]
-    assert [call.mask is None for call in calls] == [True, False, False]
+    assert [call.causal for call in calls] == [False, True, False]
+    assert [call.mask is None for call in calls] == [True, True, False]
 
 
 # --- What is no attention, and what cannot be read -----------------------------------------------------

@@ -4,7 +4,9 @@ The local Lipschitz constant of a map f at tokens X is the spectral norm of its 
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
 Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
 holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes;
-``measures`` holds attention on probability measures, ``dynamics`` attention through depth.
+``measures`` holds attention on probability measures, ``dynamics`` attention through depth; ``distributed``
+shares one long sequence among processes; ``functional`` is attention as a function, with derivatives of
+every order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds, dynamics, measures, published
+    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, published
     from howsmooth.attention import (
         Compose,
         L2Attention,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
         SinkhornAttention,
     )
     from howsmooth.errors import HowsmoothError
-    from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+    from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
 
 __version__ = metadata.version("howsmooth")
@@ -38,6 +40,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "LipschitzEstimate",
+    "LipschitzEstimates",
     "RMSNorm",
     "Residual",
     "Rotary",
@@ -47,7 +50,9 @@ __all__ = [
     "adversarial",
     "bounds",
     "capture",
+    "distributed",
     "dynamics",
+    "functional",
     "load_model",
     "local_lipschitz",
     "measures",
@@ -68,10 +73,10 @@ _ROOMS = {
         "SinkhornAttention",
     ),
     "errors": ("HowsmoothError",),
-    "lipschitz": ("LipschitzEstimate", "local_lipschitz"),
+    "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
-_WHOLE_ROOMS = ("adversarial", "bounds", "dynamics", "measures", "published")
+_WHOLE_ROOMS = ("adversarial", "bounds", "distributed", "dynamics", "functional", "measures", "published")
 
 
 def __getattr__(name: str) -> Any:

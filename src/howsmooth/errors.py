@@ -6,6 +6,9 @@ nothing else; the command line turns each into one sentence and exit code 2.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "CaptureError",
@@ -15,6 +18,7 @@ __all__ = [
     "NonFiniteError",
     "StoreError",
     "TextError",
+    "WorkerError",
 ]
 
 
@@ -46,6 +50,11 @@ class ArgumentError(HowsmoothError, ValueError):
         message = f"{argument}: expected {expected}, got {got}."
         super().__init__(f"{message} {remedy}" if remedy else message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a worker process send it: by default an exception is rebuilt from its sentence alone."""
+        words = {"expected": self.expected, "got": self.got, "remedy": self.remedy}
+        return partial(type(self), self.argument, **words), ()
+
 
 class NonFiniteError(ArgumentError):
     """An input, a parameter or a product holds NaN or infinity, so no number can be certified."""
@@ -69,3 +78,7 @@ class TextError(HowsmoothError):
 
 class StoreError(HowsmoothError):
     """A store of measurements cannot be opened, belongs to another study, or cannot be written."""
+
+
+class WorkerError(HowsmoothError):
+    """A worker that measures for a study was lost, cannot be reached, or is not of this version."""

@@ -2,125 +2,92 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import overload
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.accuracy import check_accuracy
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure, check_tokens
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.jacobian import (
     AutodiffJacobian,
+    cached_bytes,
     closed_form_jacobian,
+    closed_form_jacobians,
+    energy_products_together,
     has_closed_form,
     in_double,
     runs_members_alone,
+    streamed_bytes,
     weighted_autodiff_jacobian,
 )
-from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
+from howsmooth.memory import memory_budget
+from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan, lanczos, lanczos_together
 
-__all__ = ["LipschitzEstimate", "local_lipschitz"]
-
-Method = Literal["closed form", "autodiff"]
+__all__ = ["Footprint", "LipschitzEstimate", "LipschitzEstimates", "footprint", "local_lipschitz"]
 
 # Members are measured together as long as the two Krylov bases of this many steps fit in this many
 # bytes; more members would only leave the processor's caches.
 _EXPECTED_STEPS = 32
 _BASIS_BYTES = 1 << 30
+# Length from which several heads' probabilities cost a CPU as much to read as to form tile by tile, or more;
+# those of one head up to a third less (docs/benchmarks.md).
+_STREAMED_FROM = 1024
+# Of a Krylov basis kept in half precision: fewer vectors would seldom reach anything.
+_FEWEST_VECTORS = 16
 
 
-@dataclass(frozen=True)
-class LipschitzEstimate:
-    """The local Lipschitz constant of each member of a batch, with its interval.
+@overload
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor | AbstractMeasure,
+    *,
+    rtol: float = ...,
+    confidence: float = ...,
+    max_iterations: int = ...,
+    seed: int | Sequence[int] = ...,
+    method: str = ...,
+    memory: int | None = ...,
+) -> LipschitzEstimate: ...
 
-    Attributes
-    ----------
-    value
-        The best estimate, and up to rounding a lower limit, float64, shape (...): the leading Ritz value;
-        for the closed form in float32, ‖J v‖ in float64 along the direction v that was found.
-    lower, upper
-        Interval that holds ‖D_X f‖₂ with probability at least ``confidence``, for each member, over the
-        random start; widened for rounding. lower <= value <= upper.
-    confidence
-        See ``upper``.
-    converged
-        upper − lower <= rtol · value. Where false, the value is a lower limit and nothing more.
-    iterations
-        Golub–Kahan steps, each one product with the Jacobian and one with its adjoint.
-    input_direction, output_direction
-        Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out): the
-        perturbation of X that moves the output most, and where it moves it. Where singular values are
-        repeated (symmetric inputs) they are one choice of many. The output direction is zero where the
-        constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight a_i.
-    method
-        "closed form" or "autodiff".
-    scope
-        What was measured, in words: the map with its masks, residuals and norms.
-    rtol, seed
-        As asked for.
 
-    """
-
-    value: Float[Tensor, "*batch"]
-    lower: Float[Tensor, "*batch"]
-    upper: Float[Tensor, "*batch"]
-    confidence: float
-    converged: Bool[Tensor, "*batch"]
-    iterations: Int[Tensor, "*batch"]
-    input_direction: Float[Tensor, "*batch _in _d_in"]
-    output_direction: Tensor
-    method: Method
-    scope: str
-    rtol: float
-    seed: int | tuple[int, ...]
-
-    @property
-    def remedy(self) -> str:
-        """What to do about members that did not converge; empty if all did."""
-        missed = int((~self.converged).sum())
-        if not missed:
-            return ""
-        steps = int(self.iterations[~self.converged].max())
-        return (
-            f"{missed} of {self.converged.numel()} members did not reach rtol = {self.rtol:g} within {steps} "
-            "iterations: raise max_iterations, loosen rtol, or measure in float64. Their intervals hold all "
-            "the same."
-        )
-
-    def __repr__(self) -> str:
-        if self.value.ndim == 0:
-            status = "converged" if bool(self.converged) else "NOT converged"
-            return (
-                f"LipschitzEstimate({float(self.value):.6g} in [{float(self.lower):.6g}, "
-                f"{float(self.upper):.6g}] at {self.confidence:.4%} confidence, {status} in "
-                f"{int(self.iterations)} iterations; {self.scope}; {self.method})"
-            )
-        return (
-            f"LipschitzEstimate(shape {tuple(self.value.shape)}, {int(self.converged.sum())} of "
-            f"{self.converged.numel()} converged; {self.scope}; {self.method})"
-        )
+@overload
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: list[Tensor] | tuple[Tensor, ...],
+    *,
+    rtol: float = ...,
+    confidence: float = ...,
+    max_iterations: int = ...,
+    seed: int | Sequence[int] = ...,
+    method: str = ...,
+    memory: int | None = ...,
+) -> LipschitzEstimates: ...
 
 
 def local_lipschitz(
     f: Callable[[Tensor], Tensor],
-    x: Tensor | AbstractMeasure,
+    x: object,
     *,
     rtol: float = 1e-4,
     confidence: float = 0.999,
     max_iterations: int = 200,
     seed: int | Sequence[int] = 0,
     method: str = "auto",
-) -> LipschitzEstimate:
+    memory: int | None = None,
+) -> LipschitzEstimate | LipschitzEstimates:
     """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
 
-    Batched Golub–Kahan bidiagonalisation of the Jacobian from a random start; each member stops when
-    its own interval is narrower than ``rtol``.
+    Lanczos' process on JᵀJ, J the Jacobian, from a random start (Golub–Kahan bidiagonalisation of J where it
+    comes from autodiff or stands at a measure); members run together, and each stops when its own interval is
+    narrower than ``rtol``.
 
     At a discrete measure Σ_i a_i δ_{x_i} it is the weighted norm sup |J E|_a / |E|_a of the mean-field map,
     |E|_a² = Σ_i a_i |e_i|² (Lemma C.5): how far the image moves in W₂ where the atoms move whole. Where they
@@ -132,8 +99,9 @@ def local_lipschitz(
         A map of this library (closed form), or any differentiable PyTorch map of tokens (..., n, d) to a
         tensor with the same leading axes (autodiff). Members of the batch must be independent.
     x
-        Tokens (..., n, d), float32 or float64, batched over the leading axes; or a measure with atoms, at
-        which a map of this library is measured, in float64.
+        Tokens (..., n, d), float32 or float64, batched over the leading axes; or a list or tuple of tokens
+        (n_i, d), n_i of their own: their projections share matrix products and nothing is padded; or a
+        measure with atoms, at which a map of this library is measured, in float64.
     rtol
         Relative width of the interval at which a member has converged.
     confidence
@@ -145,11 +113,15 @@ def local_lipschitz(
         own input and seed, not on the batch it stands in; with one seed, member i uses its own stream i.
     method
         "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
+    memory
+        Bytes that may be used; by default half of what is free. Where attention probabilities, n² a head, do
+        not fit, they are formed anew in each product, in memory O(n d). The numbers are the same to rounding.
+        It limits the closed form alone.
 
     Returns
     -------
-    LipschitzEstimate
-        With value, interval, status and directions.
+    LipschitzEstimate or LipschitzEstimates
+        With value, interval, status and directions; the latter for a list or tuple, of shape (len(x),).
 
     Raises
     ------
@@ -168,28 +140,23 @@ def local_lipschitz(
     """
     if isinstance(x, AbstractMeasure):
         return _at_measure(f, x, rtol, confidence, max_iterations, seed, method)
+    if isinstance(x, list | tuple):
+        return _at_sequences(f, x, rtol, confidence, max_iterations, seed, method, memory)
     _check_arguments(f, x, rtol, confidence, max_iterations)
+    assert isinstance(x, Tensor)
     chosen = _chosen_method(f, method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
-    lead = x.shape[:-2]
-    seeds = _member_seeds(seed, max(1, lead.numel()))
-    x = x.detach()
-
-    def solve(operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
-        start = _starts(operator, [seeds[i] for i in members])
-        return golub_kahan(operator, start, rtol=rtol, confidence=confidence, max_iterations=max_iterations)
-
+    lead, x = x.shape[:-2], x.detach()
+    flat = x.reshape(-1, *x.shape[-2:])
+    run = _Run(rtol, confidence, max_iterations, _member_seeds(seed, len(flat)))
     if chosen == "autodiff":
-        parts = [solve(AutodiffJacobian(f, x), range(len(seeds)))]
+        parts = [run.golub_kahan(AutodiffJacobian(f, x), range(len(flat)))]
     else:
         assert isinstance(f, TokenMap)
-        flat, double = x.reshape(-1, *x.shape[-2:]), in_double(f)
-        together = 1 if runs_members_alone(f) else _members_together(x.shape[-2] * (f.d + f.d_out), x.dtype)
-        parts = [
-            _closed_form(double, flat[i : i + together], range(i, min(i + together, len(flat))), solve, rtol)
-            for i in range(0, len(flat), together)
-        ]
+        budget = memory_budget(memory, x.device)
+        # Of one length, in the order given.
+        parts = [found for _, found in _closed_forms(in_double(f), flat, run, budget)]
     joined = {
         name: torch.cat([getattr(part, name) for part in parts]) for name in LeadingTriplet.__annotations__
     }
@@ -204,7 +171,95 @@ def local_lipschitz(
         input_direction=shaped["right"],
         output_direction=shaped["left"],
         method=chosen,
-        scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        scope=_scope(f),
+        rtol=rtol,
+        seed=seed if isinstance(seed, int) else tuple(seed),
+    )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """How :func:`local_lipschitz` would measure one sequence.
+
+    Attributes
+    ----------
+    streamed
+        Whether probabilities are formed anew in each product.
+    size
+        Bytes beside the solver's basis; 0 where that is not known.
+
+    """
+
+    streamed: bool
+    size: int
+
+
+def footprint(
+    f: object,
+    tokens: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: int | None = None,
+) -> Footprint:
+    """Tell beforehand how one sequence would be measured, and in what memory.
+
+    Parameters
+    ----------
+    f, memory
+        As for :func:`local_lipschitz`.
+    tokens
+        (n, d).
+    dtype, device
+        Of the tokens.
+
+    """
+    if not isinstance(f, TokenMap) or not has_closed_form(f):
+        return Footprint(streamed=False, size=0)
+    x = torch.empty((), dtype=dtype, device=device).expand(1, *tokens)
+    if _is_streamed(f, x, memory_budget(memory, device)):
+        size = max(_beside_the_basis(f, x), _beside_the_basis(f, _widened(x)))
+        return Footprint(streamed=True, size=size)
+    return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
+
+
+def _at_sequences(
+    f: Callable[[Tensor], Tensor],
+    xs: Sequence[object],
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    seed: int | Sequence[int],
+    method: str,
+    memory: int | None,
+) -> LipschitzEstimates:
+    """Measure at several sequences (n_i, d)."""
+    members = _checked_sequences(f, xs, rtol, confidence, max_iterations)
+    chosen = _chosen_method(f, method)
+    run = _Run(rtol, confidence, max_iterations, _member_seeds(seed, len(members)))
+    if chosen == "autodiff":
+        parts: list[_Part] = [
+            ([i], run.golub_kahan(AutodiffJacobian(f, x), [i])) for i, x in enumerate(members)
+        ]
+    else:
+        assert isinstance(f, TokenMap)
+        parts = _closed_forms(in_double(f), members, run, memory_budget(memory, members[0].device))
+    rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
+
+    def of_each(name: str) -> list[Tensor]:
+        return [getattr(found, name)[row] for found, row in (rows[i] for i in range(len(members)))]
+
+    return LipschitzEstimates(
+        value=torch.stack(of_each("sigma")),
+        lower=torch.stack(of_each("lower")),
+        upper=torch.stack(of_each("upper")),
+        confidence=confidence,
+        converged=torch.stack(of_each("converged")),
+        iterations=torch.stack(of_each("steps")),
+        input_direction=tuple(of_each("right")),
+        output_direction=tuple(of_each("left")),
+        method=chosen,
+        scope=_scope(f),
         rtol=rtol,
         seed=seed if isinstance(seed, int) else tuple(seed),
     )
@@ -263,44 +318,244 @@ def _at_measure(
     )
 
 
-def _closed_form(
-    double: TokenMap,
-    x: Tensor,
-    members: range,
-    solve: Callable[[LinearOperator, Sequence[int]], LeadingTriplet],
-    rtol: float,
-) -> LeadingTriplet:
-    """Solve with products in the dtype of x; for float32, with a verdict and if need be a run in float64.
+@dataclass(frozen=True)
+class _Run:
+    """What is asked of the solvers, and the seed of each member's start."""
+
+    rtol: float
+    confidence: float
+    max_iterations: int
+    seeds: Sequence[int]
+
+    def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
+        """Solve for an operator of these members, with both Krylov bases."""
+        return golub_kahan(
+            operator,
+            self._starts(operator, members),
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+        )
+
+    def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
+        """Solve with one basis, in the memory that is left for it."""
+        return lanczos(
+            operator,
+            self._starts(operator, members),
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+            basis_bytes=basis_bytes,
+        )
+
+    def together(
+        self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
+    ) -> list[LeadingTriplet]:
+        """Solve for Jacobians of one map at several lengths, which share products."""
+        return lanczos_together(
+            operators,
+            [self._starts(*parts) for parts in zip(operators, members, strict=True)],
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+            products=energy_products_together,
+        )
+
+    def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:
+        return _starts(operator, [self.seeds[i] for i in members])
+
+
+_Part = tuple[Sequence[int], LeadingTriplet]
+"""Numbers of members, and what was found at them."""
+
+
+def _closed_forms(
+    double: TokenMap, members: Sequence[Tensor] | Tensor, run: _Run, budget: int
+) -> list[_Part]:
+    """Measure at members (n_i, d): together where they fit in memory, each by itself that does not."""
+    parts: list[_Part] = []
+    for numbers in _together(double, members, budget):
+        groups = [list(group) for _, group in itertools.groupby(numbers, key=lambda i: members[i].shape[0])]
+        xs = [torch.stack([members[i] for i in group]) for group in groups]
+        if _is_streamed(double, xs[0], budget):
+            parts.append((numbers, _streamed(double, xs[0], numbers, run, budget)))
+        else:
+            parts += zip(groups, _cached(double, xs, groups, run), strict=True)
+    return parts
+
+
+def _together(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[int]]:
+    """Cut the members, from short to long, into those that are measured together."""
+    chosen: list[int] = []
+    bytes_used = basis = 0
+    for i in sorted(range(len(members)), key=lambda i: members[i].shape[0]):
+        n, dtype = members[i].shape[0], members[i].dtype
+        bytes_of_one = cached_bytes(double, n, dtype)
+        basis_of_one = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
+        full = bytes_used + bytes_of_one > budget or basis + basis_of_one > _BASIS_BYTES
+        alone = runs_members_alone(double) or _is_streamed(double, members[i][None], budget)
+        if chosen and (full or alone):
+            yield chosen
+            chosen, bytes_used, basis = [], 0, 0
+        chosen.append(i)
+        bytes_used, basis = bytes_used + bytes_of_one, basis + basis_of_one
+    yield chosen
+
+
+def _is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
+    """Tell whether probabilities are formed anew in each product: they do not fit, or that is faster."""
+    one = cached_bytes(double, x.shape[1], x.dtype)
+    if one > budget:
+        return True
+    faster = x.device.type == "cpu" and x.shape[1] >= _STREAMED_FROM and not runs_members_alone(double)
+    return faster and one > 0 and _least_streamed(double, x) <= budget
+
+
+def _cached(
+    double: TokenMap, groups: Sequence[Tensor], members: Sequence[Sequence[int]], run: _Run
+) -> list[LeadingTriplet]:
+    """Solve with products in the dtype of the groups (batch, n, d); for float32, with a verdict in float64.
 
     Float64 products along the float32 directions give the value, and show what rounding did: where the
     factors of the Jacobian cancel, float32 loses digits that no constant times epsilon foresees. Members
     that this leaves too wide, or that broke down at float32's rounding level (few distinct singular
     values), are measured again with float64 products.
     """
-    operator = closed_form_jacobian(double, x.double(), dtype=x.dtype)
-    found = solve(operator, members)
-    if x.dtype == torch.float64:
+    dtype, exact = groups[0].dtype, torch.float64
+    jacobians = closed_form_jacobians(
+        double, [x.double() for x in groups], (dtype, exact) if dtype != exact else (exact,)
+    )
+    found = run.together([at[dtype] for at in jacobians], members)
+    if dtype == exact:
         return found
-    exact = closed_form_jacobian(double, x.double())
-    right, left = (_unit(t.double()) for t in (found.right, found.left))
-    image = exact.product(right)
-    defect = _norms(operator.product(right.to(x.dtype)).double() - image)
-    defect += _norms(operator.adjoint_product(left.to(x.dtype)).double() - exact.adjoint_product(left))
+    return [
+        _verdict(at[dtype], at[exact], of_group, numbers, run)
+        for at, of_group, numbers in zip(jacobians, found, members, strict=True)
+    ]
+
+
+def _verdict(
+    operator: LinearOperator,
+    exact: LinearOperator,
+    found: LeadingTriplet,
+    members: Sequence[int],
+    run: _Run,
+) -> LeadingTriplet:
+    """Return what float64 says about the triplet that ``operator``, in float32, has given."""
+    right = _unit(found.right.double())
+    image, gram = exact.gram_product(right)
     sigma = _norms(image)
-    # To first order rounding moves σ by uᵀ(ΔJ)v, at most the defects; twice that is allowed for, beside
-    # the width of the float32 interval and what the float64 value moved.
-    upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect
-    lower = sigma * (1 - exact.rounding)
-    converged = upper - lower <= rtol * sigma
-    judged = replace(found, sigma=sigma, lower=lower, upper=upper, converged=converged)
-    stuck = torch.nonzero(~converged & (found.converged | found.broke_down)).flatten()
+
+    # Float32 has found σ̂² v for JᵀJ v, up to the residual of the Ritz vector, mostly far below the interval.
+    found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
+    defect = _defect(found_gram, gram, sigma)
+    judged = _judged(found, sigma, defect, exact.rounding, run.rtol)
+    if not bool(judged.converged.all()):
+        _, rounded = operator.energy_product(right.to(operator.dtype))
+        defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
+        judged = _judged(found, sigma, defect, exact.rounding, run.rtol)
+    stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
     if not len(stuck):
         return judged
-    again = solve(exact.select(stuck.to(x.device)), [members[i] for i in stuck.tolist()])
+    (again,) = run.together([exact.select(stuck.to(exact.device))], [[members[i] for i in stuck.tolist()]])
     for name in LeadingTriplet.__annotations__:
         kept = getattr(judged, name)
         kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
     return judged
+
+
+def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, budget: int) -> LeadingTriplet:
+    """Do the same for one member without its probabilities: no n × n matrix, JᵀJ in one pass.
+
+    Of the operators in float32 and in float64 one is alive at a time.
+    """
+
+    def operator(dtype: torch.dtype) -> LinearOperator:
+        return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True)
+
+    basis_bytes = _basis_bytes(double, x, budget)
+    if x.dtype == torch.float64:
+        return run.lanczos(operator(x.dtype), members, basis_bytes)
+    single = operator(x.dtype)
+    found = run.lanczos(single, members, basis_bytes)
+    right = _unit(found.right.double())
+    _, rounded = single.gram_product(right.to(x.dtype))
+    del single
+    exact = operator(torch.float64)
+    image, gram = exact.gram_product(right)
+    sigma = _norms(image)
+    judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact.rounding, run.rtol)
+    del image, gram, rounded, right
+    stuck = ~judged.converged & (found.converged | found.broke_down)
+    room = budget - _beside_the_basis(double, x.double())
+    if not bool(stuck.any()) or room < _fewest_vectors(x):
+        return judged
+    again = run.lanczos(exact, members, room)
+    return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
+
+
+def _judged(
+    found: LeadingTriplet, sigma: Tensor, defect: Tensor, rounding: Tensor, rtol: float
+) -> LeadingTriplet:
+    """Return float32's triplet with the value σ = ‖J v‖ of float64, and what rounding may have done.
+
+    To first order that moves σ by at most the defect; twice it is allowed for, beside the width of the
+    float32 interval and what the float64 value moved.
+    """
+    upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect
+    lower = sigma * (1 - rounding)
+    return replace(found, sigma=sigma, lower=lower, upper=upper, converged=upper - lower <= rtol * sigma)
+
+
+def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
+    """Return ‖Δv‖ / σ from both JᵀJ v: a perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order."""
+    return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _basis_bytes(double: TokenMap, x: Tensor, budget: int) -> int:
+    """Return what the budget leaves for the Krylov basis of one member of x.
+
+    Raises
+    ------
+    ArgumentError
+        If it is too small for this length.
+
+    """
+    least = min(_least_streamed(double, x), cached_bytes(double, x.shape[-2], x.dtype))
+    if budget < least:
+        gib = f"{least / 2**30:.3g} GiB"
+        raise ArgumentError(
+            "memory",
+            expected=f"at least {least} bytes ({gib}) for {x.shape[-2]} tokens in {_name(x)}",
+            got=f"{budget} bytes",
+            remedy="Measure a shorter sequence or one head alone, or free memory.",
+        )
+    return budget - _beside_the_basis(double, x)
+
+
+def _least_streamed(double: TokenMap, x: Tensor) -> int:
+    """Bytes for one member in the dtype of x with a small basis, and then for the verdict in float64."""
+    return max(_beside_the_basis(double, x) + _fewest_vectors(x), _beside_the_basis(double, _widened(x)))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return what has the sizes of x in float64, and no numbers."""
+    return x.new_empty((), dtype=torch.float64).expand(x.shape)
+
+
+def _beside_the_basis(double: TokenMap, x: Tensor) -> int:
+    """Bytes for one member in the dtype of x: its operator, four vectors of the solver, the tokens."""
+    n = x.shape[-2]
+    vectors = 5 * n * max(double.d, double.d_out) * x.itemsize
+    return streamed_bytes(double, n, x.dtype, x.device) + vectors
+
+
+def _fewest_vectors(x: Tensor) -> int:
+    return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _norms(t: Tensor) -> Tensor:
@@ -316,7 +571,7 @@ def _unit(t: Tensor) -> Tensor:
 
 
 def _check_arguments(
-    f: Callable[[Tensor], Tensor], x: Tensor, rtol: float, confidence: float, max_iterations: int
+    f: Callable[[Tensor], Tensor], x: object, rtol: float, confidence: float, max_iterations: int
 ) -> None:
     if not callable(f):
         raise ArgumentError("f", expected="a map of tokens, callable", got=type(f).__name__)
@@ -340,9 +595,48 @@ def _check_arguments(
         )
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
-    check_accuracy(rtol, confidence, str(x.dtype).removeprefix("torch."))
+    check_accuracy(rtol, confidence, _name(x))
     if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+
+
+def _checked_sequences(
+    f: Callable[[Tensor], Tensor], xs: Sequence[object], rtol: float, confidence: float, max_iterations: int
+) -> list[Tensor]:
+    """Return the sequences without their graphs, of one dtype and device, each (n_i, d)."""
+    if not xs:
+        raise ArgumentError("x", expected="at least one sequence", got="none")
+    checked: list[Tensor] = []
+    for i, x in enumerate(xs):
+        try:
+            _check_arguments(f, x, rtol, confidence, max_iterations)
+            assert isinstance(x, Tensor)
+            _check_sequence(f, x, checked)
+        except ArgumentError as error:
+            if error.argument not in ("x", "X"):
+                raise
+            words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
+            raise type(error)(f"x[{i}]", **words) from None
+        checked.append(x.detach())
+    return checked
+
+
+def _check_sequence(f: Callable[[Tensor], Tensor], x: Tensor, before: Sequence[Tensor]) -> None:
+    if x.ndim != 2:
+        raise ArgumentError("x", expected="tokens (n, d), as all in a list", got=f"shape {tuple(x.shape)}")
+    if before and (x.dtype, x.device) != (before[0].dtype, before[0].device):
+        raise ArgumentError(
+            "x",
+            expected=f"{before[0].dtype} on {before[0].device} as x[0]",
+            got=f"{x.dtype} on {x.device}",
+        )
+    if isinstance(f, TokenMap):
+        check_tokens(x, f)
+        f.check_length(x.shape[0])
+
+
+def _scope(f: Callable[[Tensor], Tensor]) -> str:
+    return f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
 
 
 def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
@@ -381,7 +675,3 @@ def _starts(operator: LinearOperator, seeds: Sequence[int]) -> Tensor:
         for seed in seeds
     ]
     return torch.stack(drawn).to(device=operator.device, dtype=operator.dtype)
-
-
-def _members_together(basis_row: int, dtype: torch.dtype) -> int:
-    return max(1, _BASIS_BYTES // (basis_row * dtype.itemsize * _EXPECTED_STEPS))

@@ -446,15 +446,4 @@ def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
     assert isinstance(f, SelfAttention)
     g = f.to(dtype=torch.float64)
     b = basis.to(f.device)
-    names = (
-        "output",
-        "query_bias",
-        "key_bias",
-        "value_bias",
-        "output_bias",
-        "scale",
-        "causal",
-        "mask",
-        "rotary",
-    )
-    return SelfAttention(g.query @ b, g.key @ b, g.value @ b, **{name: getattr(g, name) for name in names})
+    return g._rebuilt(query=g.query @ b, key=g.key @ b, value=g.value @ b)

@@ -81,6 +81,7 @@ def can_search_atoms(f: object, domain: Domain) -> bool:
         isinstance(f, SelfAttention)
         and f.rotary is None
         and f.mask is None
+        and f.window is None
         and not f.feature_names()
         and not isinstance(domain, Around)
     )

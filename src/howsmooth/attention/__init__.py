@@ -13,12 +13,15 @@ from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
-from howsmooth.attention.staged import Layer, SoftmaxCore, StagedAttention
-from howsmooth.attention.weighting import Weighting
+from howsmooth.attention.staged import CoreShape, Layer, SoftmaxCore, StagedAttention
+from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.weighting import EarlierAtoms, Weighting
 
 __all__ = [
     "AbstractMeasure",
     "Compose",
+    "CoreShape",
+    "EarlierAtoms",
     "L2Attention",
     "Layer",
     "LayerNorm",
@@ -31,5 +34,6 @@ __all__ = [
     "SoftmaxCore",
     "StagedAttention",
     "TokenMap",
+    "Visibility",
     "Weighting",
 ]

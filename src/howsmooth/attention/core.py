@@ -6,8 +6,8 @@ so that query heads which share a key head are one matrix product and no key is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,16 +16,18 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from howsmooth.attention.visibility import Visibility
+
 __all__ = [
     "NO_FEATURES",
     "ScoreFeatures",
+    "Visible",
     "attend",
     "attention_probabilities",
     "attention_scores",
     "cap_slope",
     "differentiated",
     "row_blocks",
-    "visible_keys",
     "weighted_values",
 ]
 
@@ -36,9 +38,21 @@ _ENTRIES_ELSEWHERE = 1 << 26
 # Number of entries above which the fused kernel is the faster one on a CPU.
 _FUSED_ABOVE = 1 << 16
 
-# Which keys the queries of some rows see: (rows, keys), the first keys only if no further one is seen;
-# None if all.
-Visible = Callable[[slice], Bool[Tensor, "rows keys"] | None]
+# Fewest rows of a block of a narrow window: smaller products cost more than what they leave out.
+_ROWS = 64
+
+
+@runtime_checkable
+class Visible(Protocol):
+    """Which keys the queries see; :class:`~howsmooth.attention.visibility.Visibility`, for one."""
+
+    def keys(self, rows: slice) -> slice:
+        """Return a range that holds all keys which the queries ``rows`` see."""
+
+    def block(
+        self, rows: slice, keys: slice, device: torch.device | None = None
+    ) -> Bool[Tensor, "rows keys"] | None:
+        """Return what the queries ``rows`` see of ``keys``; None if all of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,33 +110,16 @@ NO_FEATURES = ScoreFeatures()
 def _block(t: Tensor | None, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor | None:
     if t is None:
         return None
+    t = t[..., rows, keys]  # first: an index by tensors copies
     if t.ndim == 5:
-        t = t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
-    elif t.shape[0] > 1:
-        t = t[heads]
-    return t[..., rows, keys]
+        return t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
+    return t[heads] if t.shape[0] > 1 else t
 
 
 def cap_slope(scores: Float[Tensor, "*lead m n"], cap: float) -> Float[Tensor, "*lead m n"]:
     """Return the derivative 1 − tanh²(s/c) of s ↦ c tanh(s/c), right in all its digits where it is small."""
     decay = torch.exp(-2 * scores.abs() / cap)
     return 4 * decay / (1 + decay) ** 2
-
-
-def visible_keys(
-    n: int,
-    *,
-    causal: bool,
-    mask: Bool[Tensor, "queries n_mask"] | None,
-    device: torch.device,
-    rows: slice = slice(None),
-) -> Bool[Tensor, "rows keys"] | None:
-    """Return which keys (columns) the queries of ``rows`` see, causal ones up to the last; None if all."""
-    if not causal:
-        return None if mask is None else mask[rows]
-    order = torch.arange(n, device=device)
-    triangle = order[: rows.stop] <= order[rows, None]
-    return triangle if mask is None else triangle & mask[rows, : rows.stop]
 
 
 def attention_scores(
@@ -170,11 +167,17 @@ def weighted_values(
 
 
 def row_blocks(
-    lead: int, group: int, m: int, n: int, device: torch.device
+    lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut ``lead`` times (group, m, n) entries into blocks: some of the lead at a time, and of their rows."""
+    """Cut ``lead`` times (group, m, n) entries into blocks: some of the lead at a time, and of their rows.
+
+    A ``window`` leaves few keys to each row; blocks of few rows keep it so.
+    """
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
-    heads, length = max(1, entries // (group * m * n)), max(1, entries // (group * n))
+    longest = m if window is None else min(m, max(window, _ROWS))
+    keys = n if window is None else min(n, longest + 2 * (window - 1))
+    length = max(1, min(longest, entries // (group * keys)))
+    heads = max(1, entries // (group * length * keys))
     rows = [slice(i, min(i + length, m)) for i in range(0, m, length)]
     return [(slice(h, h + heads), rows) for h in range(0, lead, heads)]
 
@@ -187,15 +190,19 @@ def attend(
     visible: Visible,
     offsets: Float[Tensor, "*#heads 1 n"] | None = None,
     *,
-    triangle: bool | None = None,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
     """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
 
-    ``triangle`` tells of ``visible`` that it is all keys (False), or the causal triangle, no offsets (True):
-    long sequences on a CPU then go through PyTorch's fused kernel, unless there are ``features``, or a
+    With a window w it takes time O(n w). Where all keys are visible, or the causal triangle and there are no
+    offsets, long sequences on a CPU go through PyTorch's fused kernel, unless there are ``features``, or a
     derivative is asked for: it lacks some. A backward pass through the blocks keeps them.
     """
+    triangle, window = None, None
+    if isinstance(visible, Visibility):
+        triangle, window = visible.triangle, visible.window
+        if triangle and offsets is not None:
+            triangle = None
     group, m, n = q.shape[-3], q.shape[-2], k.shape[-2]
     lead, kv_heads = k.shape[:-2], k.shape[-3]
     if offsets is not None:
@@ -208,12 +215,12 @@ def attend(
     # One tensor for all rows: small results between large blocks would leave holes in the memory that the
     # next block does not fit into.
     out = q.new_empty((len(k), group, m, v.shape[-1]))
-    for some, all_rows in row_blocks(len(k), group, m, n, q.device):
+    for some, all_rows in row_blocks(len(k), group, m, n, q.device, window):
         members = torch.arange(len(k), device=q.device)[some]
         outer, heads = members // kv_heads, members % kv_heads
         for rows in all_rows:
-            seen = visible(rows)
-            keys = slice(n if seen is None else seen.shape[1])
+            keys = visible.keys(rows)
+            seen = visible.block(rows, keys, q.device)
             terms = None if offsets is None else offsets[some, ..., keys]
             part = features.block(outer, heads, rows, keys)
             p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, terms, part)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.attention.core import attend, visible_keys
+from howsmooth.attention.core import Visible, attend
 from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.visibility import Visibility
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
@@ -89,11 +87,6 @@ class L2Attention(HeadsAttention):
         """Return the same attention with parameters of another dtype or on another device."""
         return L2Attention(**self._arguments(dtype, device), causal=self.causal)
 
-    def _visible(self, n: int, weighting: Weighting | None, rows: slice) -> Bool[Tensor, "rows keys"] | None:
-        if weighting is not None:
-            return weighting.earlier(rows) if self.causal else None
-        return visible_keys(n, causal=self.causal, mask=None, device=self.device, rows=rows)
-
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         q, k, v = self._project(x)
         q = self._grouped(q)
@@ -104,6 +97,7 @@ class L2Attention(HeadsAttention):
         terms = -self.scale * (k * k).sum(dim=-1)[..., None, None, :]
         if weighting is not None:
             terms = terms + weighting.log_weights.to(terms.dtype)
-        visible = partial(self._visible, x.shape[-2], weighting)
-        triangle = None if self.causal else False
-        return self._projected(attend(q, k, v, 2 * self.scale, visible, terms, triangle=triangle))
+            visible: Visible = weighting.visibility(causal=self.causal)
+        else:
+            visible = Visibility(x.shape[-2], self.causal)
+        return self._projected(attend(q, k, v, 2 * self.scale, visible, terms))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.core import ScoreFeatures, attend, visible_keys
+from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
-from howsmooth.attention.weighting import Weighting
+from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.attention.weighting import EarlierAtoms, Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]
@@ -48,9 +48,12 @@ class SelfAttention(HeadsAttention):
         Factor of the scores; 1/sqrt(key_dim) by default.
     causal
         Token i sees the tokens j <= i only (masked self-attention, Definition 2.5).
+    window
+        w >= 1: token i sees the tokens j with |i − j| < w only, so that a causal window holds w tokens, its
+        own among them (sliding-window attention). Time grows with n w, not n².
     mask
-        Boolean (n, n), True where query i (row) sees key j (column); combined with ``causal`` by
-        "and". It fixes the length to n. Every query must see a key.
+        Boolean (n, n), True where query i (row) sees key j (column); combined with ``causal`` and ``window``
+        by "and". It fixes the length to n. Every query must see a key.
     rotary
         Rotary positions of queries and keys; they limit the length to ``rotary.n_max``.
     score_bias
@@ -88,6 +91,7 @@ class SelfAttention(HeadsAttention):
         output_bias: Tensor | None = None,
         scale: float | None = None,
         causal: bool = False,
+        window: int | None = None,
         mask: Tensor | None = None,
         rotary: Rotary | None = None,
         score_bias: Tensor | None = None,
@@ -108,7 +112,8 @@ class SelfAttention(HeadsAttention):
             scale=scale,
         )
         self.causal = bool(causal)
-        self.mask = None if mask is None else _check_mask(mask, self.causal, self.device)
+        self.window = check_window(window)
+        self.mask = None if mask is None else _check_mask(mask, self.causal, self.window, self.device)
         if rotary is not None:
             as_parameter("rotary.cos", rotary.cos, ("n", "rot_dim"), like=self.query)
             if rotary.rot_dim > self.key_dim:
@@ -178,10 +183,13 @@ class SelfAttention(HeadsAttention):
 
     def describe(self) -> str:
         """Return one phrase that says what the map is."""
-        masking = "causal" if self.causal else "unmasked"
+        rules = ["causal"] if self.causal else []
+        if self.window is not None:
+            rules.append(f"sliding window {self.window}")
         if self.mask is not None:
-            masking = "causal with a further mask" if self.causal else "masked"
-        return ", ".join((self._described("self-attention", masking), *self.feature_names()))
+            rules.append("with a further mask" if rules else "masked")
+        masking = " ".join(rules) if self.window is None else ", ".join(rules)
+        return ", ".join((self._described("self-attention", masking or "unmasked"), *self.feature_names()))
 
     def check_length(self, n: int) -> None:
         """Raise ArgumentError if the mask, the score bias or the rotary tables do not fit ``n`` tokens."""
@@ -202,27 +210,31 @@ class SelfAttention(HeadsAttention):
 
     # ---- the map
 
-    def visible_keys(
-        self, n: int, weighting: Weighting | None = None, rows: slice = slice(None)
-    ) -> Bool[Tensor, "rows keys"] | None:
-        """Return which keys (columns) each query (row) sees, up to the last that one of ``rows`` may see.
-
-        None if all queries see all keys.
+    def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
+        """Return which of n keys the queries see, known block by block.
 
         Raises
         ------
         ArgumentError
-            If the map does not act on measures, because of a mask, rotary positions, a score bias or sinks,
-            or is causal and the weighting has no positions.
+            If the map does not act on measures, because of a window, a mask, rotary positions, a score bias
+            or sinks, or is causal and the weighting has no positions.
 
         """
         if weighting is None:
-            return visible_keys(n, causal=self.causal, mask=self.mask, device=self.device, rows=rows)
+            return Visibility(n, self.causal, self.window, self.mask)
         self._check_acts_on_measures()
-        return weighting.earlier(rows) if self.causal else None
+        return weighting.visibility(causal=self.causal)
+
+    def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
+        """Return which keys (columns) each query (row) sees, as one matrix; None if all see all.
+
+        Errors are those of :meth:`visibility`.
+        """
+        return self.visibility(n, weighting).whole(self.device)
 
     def _check_acts_on_measures(self) -> None:
         named = {
+            "a window": self.window,
             "a boolean mask": self.mask,
             "rotary positions": self.rotary,
             "a score bias": self.score_bias,
@@ -252,23 +264,10 @@ class SelfAttention(HeadsAttention):
         return q, k, v
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        if weighting is not None:
-            self._check_acts_on_measures()
+        visible = self.visibility(x.shape[-2], weighting)
         q, k, v = self.projections(x)
         log_weights = None if weighting is None else weighting.log_weights[None, None]
-        # A boolean mask and positions show other keys than a triangle.
-        triangle = self.causal if self.mask is None and (weighting is None or not self.causal) else None
-        visible = partial(self.visible_keys, x.shape[-2], weighting)
-        heads = attend(
-            self._grouped(q),
-            k,
-            v,
-            self.scale,
-            visible,
-            log_weights,
-            triangle=triangle,
-            features=self.features,
-        )
+        heads = attend(self._grouped(q), k, v, self.scale, visible, log_weights, features=self.features)
         return self._projected(heads)
 
     # ---- related maps
@@ -281,6 +280,7 @@ class SelfAttention(HeadsAttention):
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         return super()._arguments(dtype, device) | {
             "causal": self.causal,
+            "window": self.window,
             "mask": mask,
             "rotary": rotary,
             "score_bias": bias,
@@ -355,7 +355,7 @@ def _normed(
     return norm._forward(rows.flatten(-2)).reshape(rows.shape).transpose(-2, -3)
 
 
-def _check_mask(mask: object, causal: bool, device: torch.device) -> Tensor:
+def _check_mask(mask: object, causal: bool, window: int | None, device: torch.device) -> Tensor:
     """Return the mask, after checking that it is boolean, square and leaves each query a key."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
         got = (
@@ -372,7 +372,8 @@ def _check_mask(mask: object, causal: bool, device: torch.device) -> Tensor:
         raise ArgumentError("mask", expected="shape (n, n)", got=f"shape {tuple(mask.shape)}")
     if mask.device != device:
         raise ArgumentError("mask", expected=f"a tensor on {device}, as query", got=str(mask.device))
-    seen = mask & torch.ones_like(mask).tril_() if causal else mask
+    rules = Visibility(n, causal, window).whole(device)
+    seen = mask if rules is None else mask & rules
     blind = torch.nonzero(~seen.any(dim=1)).flatten()
     if blind.numel():
         raise ArgumentError(

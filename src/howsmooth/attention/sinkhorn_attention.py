@@ -8,6 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention.core import attend, attention_scores, differentiated, row_blocks
 from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.visibility import Visibility
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -109,9 +110,7 @@ class SinkhornAttention(HeadsAttention):
         if differentiated(q) or differentiated(log_weights):
             for _ in range(2):
                 offsets = self._newton(q, k, offsets, log_weights)
-        return self._projected(
-            attend(q, k, v, self.scale, lambda rows: None, offsets.to(x.dtype), triangle=False)
-        )
+        return self._projected(attend(q, k, v, self.scale, Visibility(n), offsets.to(x.dtype)))
 
     def _potentials(
         self,

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.core import ScoreFeatures, Visible, attend, visible_keys
+from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import TokenMap
+from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["Core", "Layer", "SoftmaxCore", "StagedAttention"]
+__all__ = ["Core", "CoreShape", "Layer", "SoftmaxCore", "StagedAttention"]
 
 # Which softmax of the layer, its queries, keys and values, to the outputs of the heads.
 Core = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -41,9 +42,11 @@ class SoftmaxCore:
         Factor of the scores.
     causal
         Query i sees the keys j <= i only; then m = n.
+    window
+        w >= 1: query i sees the keys j with |i − j| < w only; then m = n.
     mask
         Boolean, broadcastable to (*lead, heads, m, n), True where the query sees the key; combined with
-        ``causal`` by "and". Without sinks every query must see a key.
+        ``causal`` and ``window`` by "and". Without sinks every query must see a key.
     score_bias
         Finite numbers, broadcastable likewise, added to the scores.
     softcap
@@ -66,12 +69,14 @@ class SoftmaxCore:
     score_bias: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
             raise ArgumentError("scale", expected="a finite number", got=str(self.scale))
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             raise ArgumentError("softcap", expected="a finite number > 0, or None", got=str(self.softcap))
+        check_window(self.window)
         mask = self.mask
         if mask is not None and not (mask.dtype == torch.bool and mask.ndim >= 2 and mask.numel()):
             raise ArgumentError(
@@ -98,7 +103,7 @@ class SoftmaxCore:
                     remedy="Give hidden keys as the mask." if name == "score_bias" else "",
                 )
         if mask is not None and self.sinks is None:
-            _check_seen(mask, self.causal)
+            _check_seen(mask, self.causal, self.window)
 
     def attend(
         self,
@@ -114,24 +119,21 @@ class SoftmaxCore:
             If a mask, a bias or the sinks do not fit the queries and keys.
 
         """
-        visible, triangle, features = self.rules(q, k)
+        visible, features = self.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
-        out = attend(grouped, k, v, self.scale, visible, triangle=triangle, features=features)
+        out = attend(grouped, k, v, self.scale, visible, features=features)
         return out.flatten(-4, -3)
 
-    def rules(self, q: Tensor, k: Tensor) -> tuple[Visible, bool | None, ScoreFeatures]:
-        """Return what ``core.attend`` needs to know beyond the operands.
-
-        Which keys some rows see, whether that is all of them (False) or a triangle (True), and the features.
-        """
+    def rules(self, q: Tensor, k: Tensor) -> tuple[Visibility, ScoreFeatures]:
+        """Return what ``core.attend`` needs to know besides: which keys are seen, and the features."""
         lead, heads, m, kv_heads, n = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3], k.shape[-2]
         if heads % kv_heads:
             raise ArgumentError(
                 "k", expected=f"a number of heads that divides the {heads} of q", got=f"{kv_heads} heads"
             )
-        if self.causal and m != n:
+        if (self.causal or self.window is not None) and m != n:
             raise ArgumentError(
-                "causal",
+                "causal" if self.causal else "window",
                 expected="as many queries as keys",
                 got=f"{m} queries, {n} keys",
                 remedy="Give which keys are seen as the mask.",
@@ -147,12 +149,9 @@ class SoftmaxCore:
         if seen is not None and seen.numel() == m * n:
             common, seen = seen.reshape(m, n), None
 
-        def visible(rows: slice) -> Tensor | None:
-            return visible_keys(n, causal=self.causal, mask=common, device=q.device, rows=rows)
-
         sinks = None if self.sinks is None else self.sinks.unflatten(0, (kv_heads, -1))
-        triangle = self.causal if self.mask is None else None
-        return visible, triangle, ScoreFeatures(self.softcap, bias, sinks, seen)
+        visible = Visibility(n, self.causal, self.window, common)
+        return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
         """Return the core of head ``h`` alone, whose q, k and v have one head."""
@@ -162,7 +161,7 @@ class SoftmaxCore:
 
         sinks = None if self.sinks is None else self.sinks[h : h + 1]
         return SoftmaxCore(
-            self.scale, self.causal, pick(self.mask), pick(self.score_bias), self.softcap, sinks
+            self.scale, self.causal, pick(self.mask), pick(self.score_bias), self.softcap, sinks, self.window
         )
 
     def feature_names(self) -> tuple[str, ...]:
@@ -177,7 +176,19 @@ class SoftmaxCore:
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
-        return SoftmaxCore(self.scale, self.causal, mask, bias, self.softcap, sinks)
+        return SoftmaxCore(self.scale, self.causal, mask, bias, self.softcap, sinks, self.window)
+
+
+class CoreShape(NamedTuple):
+    """Sizes of the operands of one core."""
+
+    lead: int  # of all leading axes together: windows, for one
+    heads: int
+    kv_heads: int
+    m: int
+    n: int
+    key_dim: int
+    value_dim: int
 
 
 @runtime_checkable
@@ -257,6 +268,7 @@ class StagedAttention(TokenMap):
         self._sizes = (d, d_out)
         self._placed = (dtype, device)
         self._origin: StagedAttention | None = None
+        self._shapes: list[CoreShape] = []  # once asked for
 
     @property
     def d(self) -> int:
@@ -305,6 +317,7 @@ class StagedAttention(TokenMap):
         cores = tuple(core.to(dtype=dtype, device=device) for core in self.cores)
         converted = self._rebuilt(layer, cores, dtype=dtype, device=device)
         converted._origin = self  # so that the way back loses nothing
+        converted._shapes = self._shapes
         return converted
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
@@ -423,6 +436,24 @@ class StagedAttention(TokenMap):
             _UpToCore(self.layer, h), cores, d_out=value_dim, heads=1, description=description
         )
 
+    def core_shapes(self) -> tuple[CoreShape, ...]:
+        """Return the sizes of each core, found by a run of the layer without its softmaxes."""
+        if self._shapes:
+            return tuple(self._shapes)
+        found: list[CoreShape] = []
+
+        def shaped(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            sizes = (q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+            found.append(CoreShape(math.prod(q.shape[:-3]), *sizes))
+            return v.new_zeros((*q.shape[:-1], v.shape[-1]))
+
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            x = torch.randn(self.n, self.d, generator=generator)
+            self.run(x.to(dtype=self.dtype, device=self.device), shaped)
+        self._shapes[:] = found
+        return tuple(found)
+
     def _value_dim(self, scope: str) -> int:
         """Return value_dim, after checking that heads of the layer are maps of its tokens."""
         if len(self.cores) > 1:
@@ -431,24 +462,14 @@ class StagedAttention(TokenMap):
                 expected="'attention' or wider, for a layer of several softmaxes",
                 got=f"{scope!r} of {len(self.cores)} softmaxes",
             )
-        shapes: list[tuple[torch.Size, int]] = []
-
-        def shaped(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            shapes.append((q.shape, v.shape[-1]))
-            return v.new_zeros((*q.shape[:-1], v.shape[-1]))
-
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            x = torch.randn(self.n, self.d, generator=generator)
-            self.run(x.to(dtype=self.dtype, device=self.device), shaped)
-        ((shape, value_dim),) = shapes
-        if math.prod(shape[:-3]) != 1:
+        (shape,) = self.core_shapes()
+        if shape.lead != 1:
             raise ArgumentError(
                 "scope",
                 expected="'attention' or wider, for a softmax over windows",
-                got=f"{scope!r} of a softmax with leading axes {tuple(shape[:-3])}",
+                got=f"{scope!r} of a softmax over {shape.lead} windows",
             )
-        return value_dim
+        return shape.value_dim
 
 
 class _UpToCore:
@@ -499,12 +520,12 @@ def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: i
     return t.expand(*lead, *t.shape[-4:]).flatten(0, -5)
 
 
-def _check_seen(mask: Tensor, causal: bool) -> None:
+def _check_seen(mask: Tensor, causal: bool, window: int | None) -> None:
     """Raise ArgumentError if a query sees no key."""
     seen = mask
-    if causal:
-        n = max(mask.shape[-2:])
-        seen = mask & torch.ones((n, n), dtype=torch.bool, device=mask.device).tril_()
+    rules = Visibility(max(mask.shape[-2:]), causal, window).whole(mask.device)
+    if rules is not None:
+        seen = mask & rules
     blind = torch.nonzero(~seen.any(dim=-1))
     if len(blind):
         raise ArgumentError(

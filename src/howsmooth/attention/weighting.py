@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Weighting"]
+__all__ = ["EarlierAtoms", "Weighting"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +42,17 @@ class Weighting:
         positions = None if self.positions is None else self.positions.to(device=device)
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
-    def earlier(self, rows: slice = slice(None)) -> Bool[Tensor, "rows n"]:
-        """Return which atoms (columns) each atom of ``rows`` sees under a causal map.
+    def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
+        """Return which atoms each atom sees: all, or under a causal map those of no later position.
 
         Raises
         ------
         ArgumentError
-            If there are no positions.
+            If the map is causal and there are no positions.
 
         """
+        if not causal:
+            return Visibility(self.n)
         if self.positions is None:
             raise ArgumentError(
                 "measure",
@@ -57,4 +60,25 @@ class Weighting:
                 got="a measure without positions",
                 remedy="Give positions in [0, 1]; DiscreteMeasure.sequence(X) puts tokens in their order.",
             )
-        return self.positions[None, :] <= self.positions[rows, None]
+        return EarlierAtoms(self.positions)
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierAtoms:
+    """Which atoms an atom sees under a causal map: those of no later position (Definition 2.6)."""
+
+    positions: Float[Tensor, " n"]
+
+    def keys(self, rows: slice) -> slice:
+        """Return the range of all atoms: positions need not be in order."""
+        return slice(0, self.positions.shape[0])
+
+    def block(
+        self, rows: slice, keys: slice, device: torch.device | None = None
+    ) -> Bool[Tensor, "rows keys"]:
+        """Return which of the atoms ``keys`` the atoms ``rows`` see."""
+        return self.positions[None, keys] <= self.positions[rows, None]
+
+    def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:
+        """Return what all atoms see of all."""
+        return self.block(slice(None), slice(None))

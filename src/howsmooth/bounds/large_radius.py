@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
 from howsmooth.bounds.masked import causal
-from howsmooth.bounds.parameters import Head
+from howsmooth.bounds.parameters import Head, largest_distance, row_blocks
 from howsmooth.bounds.unmasked import PAPER, log, log_product, log_sum, no_query_bias, one_head, unmasked
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -153,28 +153,32 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
     n = x.shape[0]
     keys, queries = x @ head.left, x @ head.right.mT
     y = queries @ head.left.mT  # rows A x_i
-    scores = queries @ keys.mT
     # |x̂ᵀAx − xᵀAx| of floats: products of (n, d), (d, k), (k, n), each relative to the norms of its factors.
     sizes = (head.left.abs().mT @ x.abs().mT).mT, x.abs() @ head.right.abs().mT
-    error = 2 * (2 * head.d + head.left.shape[1]) * sys.float_info.epsilon * (sizes[1] @ sizes[0].mT)
-    if masked:
-        hidden = ~torch.ones(n, n, dtype=torch.bool).tril()
-        scores, error = scores.masked_fill(hidden, -math.inf), error.masked_fill(hidden, 0.0)
-    top, best = scores.max(dim=1)
-    differences = top[:, None] - scores - error - error.gather(1, best[:, None])
-    gap = float(differences.scatter(1, best[:, None], math.inf).min())
-    count = int(torch.bincount(best, minlength=n).max())
+    relative = 2 * (2 * head.d + head.left.shape[1]) * sys.float_info.epsilon
+    order = torch.arange(n)
+    gap, chosen = math.inf, []
+    for rows in row_blocks(n):
+        scores, error = queries[rows] @ keys.mT, relative * (sizes[1][rows] @ sizes[0].mT)
+        if masked:
+            hidden = order > order[rows, None]
+            scores, error = scores.masked_fill(hidden, -math.inf), error.masked_fill(hidden, 0.0)
+        top, best = scores.max(dim=1)
+        differences = top[:, None] - scores - error - error.gather(1, best[:, None])
+        gap = min(gap, float(differences.scatter(1, best[:, None], math.inf).min()))
+        chosen.append(best)
+    count = int(torch.bincount(torch.cat(chosen), minlength=n).max())
     log_limit = log_product(log(head.V_norm), 0.5 * math.log(count))
     if n == 1:
         return LargeRadius(log_limit, -math.inf, math.inf)
-    diameter = float(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").max()) * (1 + 1e-12)
+    diameter = largest_distance(x) * (1 + 1e-12)
     longest = float(torch.linalg.vector_norm(y, dim=1).max()) * (1 + 1e-12)
     # log η, with t = log((n−1) e^{−δR²}): η = 1/(1 + e^{−t})
     t = math.log(n - 1) - gap * radius * radius  # in this order: no 0·∞
     log_eta = min(t, 0.0) - math.log1p(math.exp(-abs(t)))
     log_r2 = 2 * math.log(radius)
-    rows = log_sum(0.0, log_r2 + log(diameter) + log(longest))
-    inside = log_sum(0.5 * math.log(2 * n) + rows, log_r2 + 2 * log(diameter) + log(head.A_norm))
+    outside = log_sum(0.0, log_r2 + log(diameter) + log(longest))
+    inside = log_sum(0.5 * math.log(2 * n) + outside, log_r2 + 2 * log(diameter) + log(head.A_norm))
     return LargeRadius(log_limit, log_product(log(head.V_norm), log_eta, inside), gap)
 
 

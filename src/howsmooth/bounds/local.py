@@ -13,7 +13,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.parameters import Head, SiteLike, log_p_bar, parameters_of, spectral_norm
+from howsmooth.bounds.parameters import (
+    Head,
+    SiteLike,
+    largest_distance,
+    log_p_bar,
+    parameters_of,
+    spectral_norm,
+)
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["theorem_c_3", "theorem_c_3_sharp", "three_terms", "yudin"]
@@ -252,15 +259,12 @@ def _at(attention: object, X: object, name: str) -> _At:
         raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
     x = X.detach().to(dtype=torch.float64, device="cpu")
     n = len(x)
-    visible = torch.ones(n, n, dtype=torch.bool)
-    if parameters.masking == "causal":
-        visible = visible.tril()
-    elif parameters.mask is not None:
-        visible = parameters.mask
-        if len(visible) != n:
-            raise ArgumentError(
-                "X", expected=f"n = {len(visible)} tokens, the length of the mask", got=f"{n}"
-            )
+    if parameters.mask is not None and len(parameters.mask) != n:
+        raise ArgumentError(
+            "X", expected=f"n = {len(parameters.mask)} tokens, the length of the mask", got=f"{n}"
+        )
+    seen = parameters.visibility(n).whole()
+    visible = torch.ones(n, n, dtype=torch.bool) if seen is None else seen
     y = (x @ head.right.mT) @ head.left.mT + head.b
     transposed = _apply_transposed(head, x)
     if not bool(torch.isfinite(y).all() & torch.isfinite(transposed).all()):
@@ -284,9 +288,8 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
     """Largest distance between two rows, from differences: no cancellation; rounded up."""
-    exact = "donot_use_mm_for_euclid_dist"
     size = float(rows.abs().amax()) or 1.0
-    return size * float(torch.cdist(rows / size, rows / size, compute_mode=exact).amax()) * (1 + _MARGIN)
+    return size * largest_distance(rows / size) * (1 + _MARGIN)
 
 
 def _norms(rows: Float[Tensor, "n d"]) -> list[float]:

@@ -45,6 +45,9 @@ _PAGE = "docs/theory/worst-inputs.md"
 
 _MOST_DENSE_CESARO = 512
 
+# Rows of a window whose norm is taken: the rows at its ends have the largest.
+_DENSE_ROWS = 1024
+
 
 def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     """Lip(f|B_R^n) ≥ √(n−1) / (1 + (n−1) e^{−2R²γ}), γ = max(−γ_min, γ_max/8).
@@ -388,14 +391,17 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
     """
     p, n = parameters_of(attention), check_length(length)
     check_radius(radius)
-    if p.mask is not None and len(p.mask) != n:
-        raise ArgumentError("length", expected=f"{len(p.mask)}, the length of the mask", got=str(n))
-    norm = 1.0
-    if p.masking == "causal":
-        norm = _cesaro_norm(min(n, MOST_ROWS))
-    elif p.mask is not None:
-        seen = p.mask.double()
-        norm = float(torch.linalg.matrix_norm(seen / seen.sum(1, keepdim=True), 2))
+    seen, norm = p.visibility(n), 1.0  # what rows that sum to one have at least
+    wide = p.window is None or p.window > _DENSE_ROWS
+    if seen.causal and p.mask is None and wide:  # the first rows of a window are those of a triangle
+        norm = _cesaro_norm(min(n, MOST_ROWS if p.window is None else p.window))
+    elif p.masking == "other":
+        rows = slice(0, n if p.window is None else min(n, _DENSE_ROWS))
+        keys = seen.keys(rows)
+        shown = seen.block(rows, keys)
+        if shown is not None:
+            shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
+            norm = max(norm, float(torch.linalg.matrix_norm(shares, 2)))
     formula = norm * float(torch.linalg.matrix_norm(total_value(p), 2)) * (1 - 1e-12)
     return Bound.lower("repeated_token", _quantity(p), f"howsmooth, {_PAGE}", formula=formula)
 

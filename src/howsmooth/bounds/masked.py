@@ -6,9 +6,13 @@ Proofs: docs/theory/bounds-on-a-ball.md. As there, a = ‖A‖R² and a₃ = (�
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from howsmooth.attention.visibility import Visibility
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.parameters import Head, Parameters
 from howsmooth.bounds.unmasked import (
@@ -26,7 +30,6 @@ from howsmooth.bounds.unmasked import (
     softplus,
     upper,
 )
-from howsmooth.errors import ArgumentError
 
 __all__ = ["any_mask_theorem_a", "masked_n_free", "masked_theorem_a", "theorem_4_3", "theorem_4_4"]
 
@@ -35,6 +38,9 @@ _THEOREM_4_4_FROM = 0.4
 
 # Rows up to this one are summed one by one, the others by an integral.
 _SUMMED_ROWS = 20_000
+
+# Entries of a mask that are looked at together.
+_ENTRIES = 1 << 24
 
 
 def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
@@ -192,19 +198,9 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
     n, R = check_length(length), check_radius(radius)
     a, a3 = score_sizes(head, R)
     alone = n == 1
-    if parameters.mask is not None:
-        if parameters.mask.shape[0] != n:
-            raise ArgumentError(
-                "length", expected=f"{parameters.mask.shape[0]}, the length of the mask", got=str(n)
-            )
-        visible = parameters.mask.numpy()
-        sizes, size_of_row = np.unique(visible.sum(axis=1), return_inverse=True)
-        alone = int(sizes[-1]) == 1
-        log_rho = np.array([log_row(int(size), a3) for size in sizes])
-        top = float(log_rho.max())
-        log_rows = top
-        if math.isfinite(top):
-            log_rows += math.log(float((np.exp(log_rho - top)[size_of_row] @ visible).max()))
+    if parameters.masking == "other":
+        log_rows, largest = _log_rows_of_mask(parameters.visibility(n), a3)
+        alone = largest == 1
     elif parameters.masking == "causal":
         log_rows = log_causal_rows(n, a3)
     else:
@@ -215,6 +211,34 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
         f"howsmooth, Theorem A with any mask, {OURS}",
         log_product(log(head.V_norm), 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
     )
+
+
+def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
+    """Return log max_j Σ_{i sees j} ρ(number of keys that i sees), and the largest of these numbers."""
+    sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
+    distinct, size_of_row = torch.unique(sizes, return_inverse=True)
+    largest = int(distinct[-1])
+    log_rho = torch.tensor([log_row(int(size), a3) for size in distinct], dtype=torch.float64)
+    top = float(log_rho.max())
+    if not math.isfinite(top):
+        return top, largest
+    rho, columns = torch.exp(log_rho - top)[size_of_row], torch.zeros(seen.n, dtype=torch.float64)
+    for (rows, keys), block in _blocks(seen):
+        columns[keys] += rho[rows] @ block.double()
+    return top + math.log(float(columns.max())), largest
+
+
+def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Give the mask block by block of rows, with all keys that they see."""
+    longest = seen.n if seen.window is None else max(seen.window, 64)
+    step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
+    for start in range(0, seen.n, step):
+        rows = slice(start, min(start + step, seen.n))
+        keys = seen.keys(rows)
+        block = seen.block(rows, keys)
+        if block is None:
+            block = torch.ones(rows.stop - start, keys.stop - keys.start, dtype=torch.bool)
+        yield (rows, keys), block
 
 
 def masked_n_free(attention: object, radius: object) -> Bound:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -209,7 +210,7 @@ def multi_head_folded(
         rows, triangle = torch.linalg.qr(head.V.mT)  # V = triangleᵀ rowsᵀ
         heads.append(Head((head.left, head.right), rows.mT, head.b))
         maps.append(W @ triangle.mT)
-    balanced = Parameters(tuple(heads), tuple(maps), parameters.masking, parameters.mask)
+    balanced = replace(parameters, heads=tuple(heads), outputs=tuple(maps))
     logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
     return upper(
         "multi_head_folded",
@@ -240,7 +241,7 @@ def _bounds_of_heads(
     holds: dict[str, bool] = {}
     for head in parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)
-        alone = Parameters((head,), (identity,), parameters.masking, parameters.mask)
+        alone = replace(parameters, heads=(head,), outputs=(identity,))
         bound = head_bound(alone, n, R)
         if bound.side != "upper":
             raise ArgumentError("head_bound", expected="an upper bound", got=repr(bound))

@@ -7,6 +7,7 @@ shifts every score of a row alike and has no effect; value and output biases hav
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
@@ -17,13 +18,26 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["Attention", "Head", "Parameters", "SiteLike", "log_p_bar", "parameters_of", "spectral_norm"]
+__all__ = [
+    "Attention",
+    "Head",
+    "Parameters",
+    "SiteLike",
+    "largest_distance",
+    "log_p_bar",
+    "parameters_of",
+    "row_blocks",
+    "spectral_norm",
+]
 
 # Relative error that a float64 spectral norm may have, for matrices of up to some thousands of rows: with
 # it norms are rounded up. LAPACK's own bound has a factor of the dimension, which errors never reach.
 _NORM_MARGIN = 1e-12
+# Pairs of tokens that are looked at together: of long sequences no n × n matrix is formed.
+_PAIRS = 1 << 22
 
 
 def spectral_norm(matrix: Tensor) -> float:
@@ -31,6 +45,19 @@ def spectral_norm(matrix: Tensor) -> float:
     if matrix.numel() == 0:
         return 0.0
     return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+
+
+def row_blocks(n: int) -> Iterator[slice]:
+    """Cut n rows of an n × n matrix into blocks of a bounded number of entries."""
+    length = max(1, _PAIRS // n)
+    for start in range(0, n, length):
+        yield slice(start, min(start + length, n))
+
+
+def largest_distance(x: Tensor) -> float:
+    """Return the largest distance between two rows of x (n, d), from differences: no cancellation."""
+    exact = "donot_use_mm_for_euclid_dist"
+    return max(float(torch.cdist(x[rows], x, compute_mode=exact).amax()) for rows in row_blocks(len(x)))
 
 
 class Head:
@@ -150,6 +177,9 @@ class Parameters:
         "none", "causal" (token i sees the tokens j <= i), or "other".
     mask
         Which keys (columns) each query (row) sees, for "other"; it fixes the length.
+    window, causal
+        For "other" without a mask: token i sees the tokens j with |i − j| < ``window`` at every length, those
+        j <= i only if ``causal``.
 
     """
 
@@ -157,6 +187,23 @@ class Parameters:
     outputs: tuple[Tensor, ...]
     masking: Masking
     mask: Bool[Tensor, "n n"] | None
+    window: int | None = None
+    causal: bool = False
+
+    def visibility(self, n: int) -> Visibility:
+        """Return which of n tokens each token sees.
+
+        Raises
+        ------
+        ArgumentError
+            If there is a mask of another length.
+
+        """
+        if self.mask is not None and self.mask.shape[0] != n:
+            raise ArgumentError(
+                "length", expected=f"{self.mask.shape[0]}, the length of the mask", got=str(n)
+            )
+        return Visibility(n, self.masking == "causal" or self.causal, self.window, self.mask)
 
     @property
     def W(self) -> Tensor:
@@ -254,11 +301,12 @@ def parameters_of(attention: object) -> Parameters:
         heads.append(Head((key.mT, f.scale * f.query[h]), f.value[h // group], bias))
     width = f.heads * f.value_dim
     output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
-    masking: Masking = "causal" if f.causal and f.mask is None else "none" if f.mask is None else "other"
-    mask = None
+    outputs = output.split(f.value_dim, dim=1)
     if f.mask is not None:
-        mask = f.visible_keys(f.mask.shape[0])
-    return Parameters(tuple(heads), output.split(f.value_dim, dim=1), masking, mask)
+        return Parameters(tuple(heads), outputs, "other", f.visible_keys(f.mask.shape[0]))
+    if f.window is not None:
+        return Parameters(tuple(heads), outputs, "other", None, f.window, f.causal)
+    return Parameters(tuple(heads), outputs, "causal" if f.causal else "none", None)
 
 
 def _of_site(site: SiteLike) -> Parameters:

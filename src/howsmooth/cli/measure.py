@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from howsmooth.cli.forecast import CalibrateOption, DryRunOption, check_calibrate, tell_forecast
 from howsmooth.cli.options import (
     HOW,
     OUTPUT,
@@ -18,13 +19,17 @@ from howsmooth.cli.options import (
     DeviceOption,
     Dtype,
     DtypeOption,
+    ExecutorOption,
     HeadsOption,
     JsonOption,
     LayersOption,
     PartOption,
     QuietOption,
     RandomInitOption,
+    SchedulerOption,
     SeedOption,
+    WorkersOption,
+    refuse_workers,
 )
 from howsmooth.cli.progress import choose
 from howsmooth.cli.watch import INTERRUPTED, Watch
@@ -50,6 +55,8 @@ _EXAMPLES = (
     "[cyan]howsmooth measure ./model --embeddings sentences.safetensors --lengths 4,8 --samples 2[/]  "
     "tokens that were embedded elsewhere",
     "[cyan]howsmooth measure builtin-encoder --as-published all[/]  beside what the paper's code computes",
+    "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  how long that would take",
+    "[cyan]howsmooth measure builtin-decoder --executor processes --workers 2[/]  two processes at a time",
     "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  for a machine",
     "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
     "layers, heads, scopes, texts and models can be added to a folder at any time.",
@@ -177,19 +184,36 @@ def measure(
         int | None,
         typer.Option(
             min=1,
-            help="CPU threads; fewer can be faster on a machine that is busy. Default: what PyTorch chooses.",
+            help="CPU threads, with --executor of each worker; fewer can be faster on a busy machine. "
+            "Default: what PyTorch chooses, or the cores shared out among the workers.",
             show_default=False,
             rich_help_panel=HOW,
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that one measurement may use, such as 8GiB. Sequences whose attention probabilities "
+            "do not fit are measured without them. Default: half of what is free.",
+            show_default=False,
+            rich_help_panel=HOW,
+        ),
+    ] = None,
+    executor: ExecutorOption = None,
+    workers: WorkersOption = None,
+    scheduler: SchedulerOption = None,
     out: Annotated[
         Path, typer.Option(help="Folder for the store, tables, figures and report.", rich_help_panel=OUTPUT)
     ] = Path("howsmooth-out"),
+    dry_run: DryRunOption = False,
+    calibrate: CalibrateOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
     from howsmooth.cli.parsing import build_inputs, build_plan, use_threads
+    from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.publish import publish
     from howsmooth.study.run import run
     from howsmooth.study.tools import default_tools
@@ -213,8 +237,21 @@ def measure(
         bounds=not no_bounds,
         inputs=build_inputs(tokens=tokens, embeddings=embeddings, images=images, audio=audio),
         part=part,
+        memory=memory,
     )
     use_threads(threads)
+    check_calibrate(calibrate=calibrate, dry_run=dry_run)
+    if dry_run:
+        refuse_workers(executor, "--dry-run")
+        tell_forecast(
+            plan,
+            out,
+            calibrate=calibrate,
+            as_json=json,
+            quiet=quiet,
+            published=as_published is not None,
+        )
+        return 0
     command = encodable(shlex.join(["howsmooth", *TYPED.get()]))
     display = choose(quiet=quiet)
     watch = Watch(display, command)
@@ -222,13 +259,32 @@ def measure(
         if as_published is not None:
             from howsmooth.cli.published import measure_as_published
 
-            measure_as_published(
-                plan, as_published, out, display, watch, command=command, as_json=json, quiet=quiet
-            )
+            with opened_executor(executor, workers=workers, scheduler=scheduler) as pool:
+                measure_as_published(
+                    plan,
+                    as_published,
+                    out,
+                    display,
+                    watch,
+                    command=command,
+                    as_json=json,
+                    quiet=quiet,
+                    executor=pool,
+                    threads=threads_each(pool, threads),
+                )
             return 0
         with display:
-            display.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
-            outcome = run(plan, out, default_tools(), command=command, on_progress=watch)
+            with opened_executor(executor, workers=workers, scheduler=scheduler) as pool:
+                display.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
+                outcome = run(
+                    plan,
+                    out,
+                    default_tools(),
+                    command=command,
+                    on_progress=watch,
+                    executor=pool,
+                    threads=threads_each(pool, threads),
+                )
             watch.finished = outcome
             display.phase("Drawing figures")
             published = publish(

@@ -9,6 +9,8 @@ from typing import Annotated, get_args
 import typer
 from typer.models import OptionInfo
 
+from howsmooth.errors import ArgumentError
+
 __all__ = [
     "HOW",
     "OUTPUT",
@@ -17,18 +19,23 @@ __all__ = [
     "DeviceOption",
     "Dtype",
     "DtypeOption",
+    "Executor",
+    "ExecutorOption",
     "HeadsOption",
     "JsonOption",
     "LayersOption",
     "PartOption",
     "QuietOption",
     "RandomInitOption",
+    "SchedulerOption",
     "Scope",
     "ScopeOption",
     "SeedOption",
     "SourceArgument",
     "TextOption",
     "ThreadsOption",
+    "WorkersOption",
+    "refuse_workers",
     "under",
 ]
 
@@ -38,6 +45,7 @@ OUTPUT = "Output"
 
 Scope = StrEnum("Scope", ["head", "heads", "attention"])
 Dtype = StrEnum("Dtype", ["float32", "float64"])
+Executor = StrEnum("Executor", ["threads", "processes", "dask"])
 
 SourceArgument = Annotated[
     str,
@@ -105,6 +113,32 @@ ThreadsOption = Annotated[
         rich_help_panel=HOW,
     ),
 ]
+ExecutorOption = Annotated[
+    Executor | None,
+    typer.Option(
+        metavar="threads|processes|dask",
+        help="Measure on workers: threads or processes of this machine, or those of a Dask cluster.",
+        show_default=False,
+        rich_help_panel=HOW,
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        help="How many threads or processes. Default: one a CPU core.",
+        show_default=False,
+        rich_help_panel=HOW,
+    ),
+]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
+        show_default=False,
+        rich_help_panel=HOW,
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
@@ -112,6 +146,21 @@ JsonOption = Annotated[
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
 ]
+
+
+def refuse_workers(executor: Executor | None, option: str) -> None:
+    """Refuse ``--executor`` beside an option with which nothing is measured.
+
+    Raises
+    ------
+    howsmooth.errors.ArgumentError
+        If there is one.
+
+    """
+    if executor is not None:
+        raise ArgumentError(
+            "executor", expected=f"none beside {option}, which measures nothing", got=str(executor)
+        )
 
 
 def under(panel: str | None, option: object) -> OptionInfo:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from howsmooth.errors import ArgumentError
+from howsmooth.memory import parse_bytes
 from howsmooth.study.plan import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 
@@ -60,6 +61,7 @@ def build_plan(
     bounds: bool = True,
     inputs: tuple[InputSpec, ...] = (),
     part: str | None = None,
+    memory: str | None = None,
 ) -> Plan:
     """Build a plan of the command line's words; what was left out (``None`` or empty) gets its default.
 
@@ -98,6 +100,7 @@ def build_plan(
         device=device,
         dtype=dtype,
         bounds=bounds,
+        memory=None if memory is None else parse_bytes(memory),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Executor
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -36,6 +37,8 @@ def measure_as_published(
     command: str,
     as_json: bool,
     quiet: bool,
+    executor: Executor | None = None,
+    threads: int | None = None,
 ) -> None:
     """Measure, write and print; the words of ``items`` are those of the option.
 
@@ -52,7 +55,14 @@ def measure_as_published(
     with display:
         display.phase("Reading texts and models")
         outcome = watch.finished = run_as_published(
-            plan, chosen, folder, default_tools(), command=command, on_progress=watch
+            plan,
+            chosen,
+            folder,
+            default_tools(),
+            command=command,
+            on_progress=watch,
+            executor=executor,
+            threads=threads,
         )
         display.phase("Drawing figures")
         with Store.open(folder, write=False) as store:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from concurrent.futures import Executor as Pool
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from howsmooth.cli.forecast import CalibrateOption, DryRunOption, check_calibrate, tell_forecast
 from howsmooth.cli.measure import TYPED
-from howsmooth.cli.options import JsonOption, QuietOption, under
+from howsmooth.cli.options import (
+    Executor,
+    ExecutorOption,
+    JsonOption,
+    QuietOption,
+    SchedulerOption,
+    WorkersOption,
+    refuse_workers,
+    under,
+)
 from howsmooth.cli.progress import choose
 from howsmooth.cli.watch import INTERRUPTED, Watch
 from howsmooth.errors import ArgumentError, StoreError
@@ -28,8 +42,10 @@ _EXAMPLES = (
     "A plan names models, texts, lengths, samples, scopes, layers and heads; the guide explains its keys.",
     "Examples:",
     "[cyan]howsmooth study sweep.toml[/]  begin",
+    "[cyan]howsmooth study sweep.toml --dry-run[/]  how long it would take",
     "[cyan]howsmooth study sweep.toml --status[/]  how far it is, also while it runs",
     "[cyan]howsmooth study sweep.toml --resume[/]  go on, and try again what failed",
+    "[cyan]howsmooth study sweep.toml --executor dask --scheduler tcp://10.0.0.1:8786[/]  on a cluster",
     "[cyan]howsmooth study --merge a-out b-out --out all[/]  put the stores of two machines together",
     "What fails is recorded and stops nothing else; the exit code is 3 then.",
 )
@@ -55,28 +71,66 @@ def study(
         bool,
         typer.Option("--merge", help="Measure nothing: put the measurements of several folders into --out."),
     ] = False,
+    dry_run: Annotated[bool, under(None, DryRunOption)] = False,
+    calibrate: Annotated[bool, under(None, CalibrateOption)] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the study. Default: what the plan says.", show_default=False),
     ] = None,
+    executor: Annotated[Executor | None, under(None, ExecutorOption)] = None,
+    workers: Annotated[int | None, under(None, WorkersOption)] = None,
+    scheduler: Annotated[str | None, under(None, SchedulerOption)] = None,
     json: Annotated[bool, under(None, JsonOption)] = False,
     quiet: Annotated[bool, under(None, QuietOption)] = False,
 ) -> int:
     """Carry out a study that is written down in a plan file."""
+    idle = "--merge" if merge else "--dry-run" if dry_run else "--status" if status else ""
+    if idle:
+        refuse_workers(executor, idle)
     if merge:
-        if resume or status:
-            raise ArgumentError("merge", expected="--merge alone", got="it with --resume or --status")
+        if resume or status or dry_run:
+            raise ArgumentError("merge", expected="--merge alone", got="it with another of these options")
         return _merge(paths, out, as_json=json, quiet=quiet)
     if len(paths) != 1:
         raise ArgumentError(
             "plan", expected="one plan file", got=str(len(paths)), remedy="Several stores need --merge."
         )
+    check_calibrate(calibrate=calibrate, dry_run=dry_run)
+    if dry_run:
+        if status:
+            raise ArgumentError("dry-run", expected="--dry-run alone", got="it with --status")
+        return _dry_run(paths[0], out, calibrate=calibrate, as_json=json, quiet=quiet)
     if status:
         return _status(paths[0], out, as_json=json)
-    return _carry_out(paths[0], out, resume=resume, as_json=json, quiet=quiet)
+    kind = None if executor is None else str(executor)
+    return _carry_out(
+        paths[0],
+        out,
+        partial(_opened, kind, workers, scheduler),
+        resume=resume,
+        as_json=json,
+        quiet=quiet,
+    )
 
 
-def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, quiet: bool) -> int:
+def _opened(
+    kind: str | None, workers: int | None, scheduler: str | None
+) -> AbstractContextManager[Pool | None]:
+    from howsmooth.study.executors import opened_executor
+
+    return opened_executor(kind, workers=workers, scheduler=scheduler)
+
+
+def _carry_out(
+    path: Path,
+    out: Path | None,
+    workers: Callable[[], AbstractContextManager[Pool | None]],
+    *,
+    resume: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    from howsmooth.study.executors import threads_each
     from howsmooth.study.plan_file import read_plan
     from howsmooth.study.store import Store
 
@@ -101,13 +155,22 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
     watch = Watch(display, again)
     try:
         with display:
-            display.phase("Reading texts and models")
-            # First, as items that apply to no model are to be refused before anything is measured.
-            values = _as_published(asked, folder, command, watch)
-            watch = Watch(display, again)
-            outcome = run(
-                asked.plan, folder, default_tools(), command=command, keep_going=True, on_progress=watch
-            )
+            with workers() as pool:
+                display.phase("Reading texts and models")
+                each = threads_each(pool, asked.threads)
+                # First, as items that apply to no model are to be refused before anything is measured.
+                values = _as_published(asked, folder, command, watch, pool, each)
+                watch = Watch(display, again)
+                outcome = run(
+                    asked.plan,
+                    folder,
+                    default_tools(),
+                    command=command,
+                    keep_going=True,
+                    on_progress=watch,
+                    executor=pool,
+                    threads=each,
+                )
             watch.finished = outcome
             display.phase("Drawing figures")
             published = publish(
@@ -132,7 +195,9 @@ def _carry_out(path: Path, out: Path | None, *, resume: bool, as_json: bool, qui
     return 0
 
 
-def _as_published(asked: Study, folder: Path, command: str, watch: Watch) -> Outcome | None:
+def _as_published(
+    asked: Study, folder: Path, command: str, watch: Watch, pool: Pool | None, threads: int | None
+) -> Outcome | None:
     """Measure the published quantities, if the plan asks for them."""
     if not asked.as_published:
         return None
@@ -148,7 +213,27 @@ def _as_published(asked: Study, folder: Path, command: str, watch: Watch) -> Out
         command=command,
         keep_going=True,
         on_progress=watch,
+        executor=pool,
+        threads=threads,
     )
+
+
+def _dry_run(path: Path, out: Path | None, *, calibrate: bool, as_json: bool, quiet: bool) -> int:
+    from howsmooth.cli.parsing import use_threads
+    from howsmooth.study.plan_file import read_plan
+
+    asked = read_plan(path)
+    use_threads(asked.threads)
+    tell_forecast(
+        asked.plan,
+        out or asked.out,
+        calibrate=calibrate,
+        as_json=as_json,
+        quiet=quiet,
+        keep_going=True,
+        published=bool(asked.as_published),
+    )
+    return 0
 
 
 def _status(path: Path, out: Path | None, *, as_json: bool) -> int:

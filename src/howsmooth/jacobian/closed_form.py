@@ -7,10 +7,10 @@ run in the dtype that was asked for.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -27,6 +27,8 @@ from howsmooth.attention import (
 )
 from howsmooth.attention.core import attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian, norm_jacobian
+from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,
     WeightedSoftmaxDerivative,
@@ -34,9 +36,16 @@ from howsmooth.jacobian.softmax import (
     stacked,
 )
 from howsmooth.jacobian.staged import StagedJacobian
+from howsmooth.jacobian.streamed_attention import StreamedAttentionJacobian
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["closed_form_jacobian", "has_closed_form", "in_double", "runs_members_alone"]
+__all__ = [
+    "closed_form_jacobian",
+    "closed_form_jacobians",
+    "has_closed_form",
+    "in_double",
+    "runs_members_alone",
+]
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -60,7 +69,12 @@ def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
 
 
 def closed_form_jacobian(
-    f: TokenMap, x: Tensor, *, weighting: Weighting | None = None, dtype: torch.dtype | None = None
+    f: TokenMap,
+    x: Tensor,
+    *,
+    weighting: Weighting | None = None,
+    dtype: torch.dtype | None = None,
+    streamed: bool = False,
 ) -> LinearOperator:
     """Return the Jacobian of ``f`` at each member of ``x`` (batch, n, d).
 
@@ -77,6 +91,8 @@ def closed_form_jacobian(
         Weights and positions that make each member's tokens the atoms of a measure.
     dtype
         Dtype of the products, float32 or float64; that of ``x`` by default.
+    streamed
+        Keep no probabilities but form them in each product anew: memory O(n d), not n². Not at measures.
 
     Raises
     ------
@@ -86,10 +102,40 @@ def closed_form_jacobian(
         If an entry √(a_i/a_j) P_ij is beyond the range of the products' dtype.
 
     """
+    dtype = dtype or x.dtype
+    (of_dtype,) = _linearised(f, [x], weighting, (dtype,), streamed=streamed)
+    return of_dtype[dtype]
+
+
+def closed_form_jacobians(
+    f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> list[dict[torch.dtype, LinearOperator]]:
+    """Return the Jacobian of ``f`` at each of some batches (batch, n, d), n of its own, in each dtype.
+
+    As :func:`closed_form_jacobian`. Those in one dtype share what they hold of the parameters, and the map is
+    linearised once for all dtypes.
+    """
+    return _linearised(f, xs, None, dtypes, streamed=False)
+
+
+def _linearised(
+    f: TokenMap,
+    xs: Sequence[Tensor],
+    weighting: Weighting | None,
+    dtypes: Sequence[torch.dtype],
+    *,
+    streamed: bool,
+) -> list[dict[torch.dtype, LinearOperator]]:
     if not has_closed_form(f):
         raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
-    f.check_length(x.shape[-2])
-    return _linearise(in_double(f), x.double(), weighting, dtype or x.dtype)
+    for x in xs:
+        f.check_length(x.shape[-2])
+    double, rows = in_double(f), sum(x.shape[0] * x.shape[1] for x in xs)
+    made = [Projections(dtype, rows) for dtype in dtypes]
+    return [
+        dict(zip(dtypes, _linearise(double, x.double(), weighting, made, streamed=streamed), strict=True))
+        for x in xs
+    ]
 
 
 def in_double(f: TokenMap) -> TokenMap:
@@ -108,44 +154,46 @@ def in_double(f: TokenMap) -> TokenMap:
             got="mps",
             remedy="Use x.cpu(): MPS has no float64.",
         )
-    return f.to(dtype=torch.float64)
+    return f if f.dtype == torch.float64 else f.to(dtype=torch.float64)
 
 
-def _linearise(f: TokenMap, x: Tensor, weighting: Weighting | None, dtype: torch.dtype) -> LinearOperator:
-    """Linearise a float64 map at float64 tokens; products in ``dtype``."""
+def _linearise(
+    f: TokenMap, x: Tensor, weighting: Weighting | None, made: Sequence[Projections], *, streamed: bool
+) -> list[LinearOperator]:
+    """Linearise a float64 map at float64 tokens; products in the dtype of each of the projections."""
+    dtypes = [projections.dtype for projections in made]
     match f:
+        case SelfAttention() if streamed and weighting is None:
+            return [StreamedAttentionJacobian.at(f, x, dtype) for dtype in dtypes]
         case SelfAttention():
-            return AttentionJacobian.at(f, x, weighting, dtype)
+            return AttentionJacobian.at(f, x, weighting, made)
         case StagedAttention():
             f.refuse_measures(weighting)
-            return StagedJacobian.at(f, x, dtype)
+            return [StagedJacobian.at(f, x, dtype, streamed=streamed) for dtype in dtypes]
         case LayerNorm() | RMSNorm():
             # Token by token: both roots of a weight cancel.
-            return NormJacobian.at(f, x, dtype)
+            return [NormJacobian.at(f, x, dtype) for dtype in dtypes]
         case LayerScale():
-            return ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1])
+            return [ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1]) for dtype in dtypes]
         case Residual():
-            return ResidualJacobian(_linearise(f.inner, x, weighting, dtype))
+            inner = _linearise(f.inner, x, weighting, made, streamed=streamed)
+            return [ResidualJacobian(operator) for operator in inner]
         case Compose():
             image = f.inner._forward(x, weighting)
-            outer = _linearise(f.outer, image, weighting, dtype)
-            return ComposedJacobian(outer, _linearise(f.inner, x, weighting, dtype))
+            outer = _linearise(f.outer, image, weighting, made, streamed=streamed)
+            inner = _linearise(f.inner, x, weighting, made, streamed=streamed)
+            return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
         case _:  # pragma: no cover - has_closed_form was asked first
             raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
 
 
 class AttentionJacobian(LinearOperator):
-    """Jacobian of multi-head self-attention: projections, softmax derivative, output projection.
-
-    The three input projections are one matrix product, rows (queries, keys, values), the scale folded
-    into the query rows.
-    """
+    """Jacobian of multi-head self-attention: projections, softmax derivative, output projection."""
 
     def __init__(
         self,
         attention: SelfAttention,
-        weight: Tensor,
-        output: Tensor | None,
+        projection: Projection,
         core: SoftmaxDerivative | WeightedSoftmaxDerivative,
         norms: tuple[NormJacobian | None, NormJacobian | None],
     ) -> None:
@@ -155,43 +203,53 @@ class AttentionJacobian(LinearOperator):
             batch,
             (n, attention.d),
             (n, attention.d_out),
-            weight.dtype,
-            weight.device,
+            projection.weight.dtype,
+            projection.weight.device,
             sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch)),
         )
         self.attention = attention
-        self.weight = weight
-        self.output = output
+        self.projection = projection
         self.core = core
         self.norms = norms
-        rotary = attention.rotary
-        self.rotary = None if rotary is None else rotary.to(dtype=weight.dtype)
 
     @classmethod
     def at(
-        cls, f: SelfAttention, x: Tensor, weighting: Weighting | None, dtype: torch.dtype
-    ) -> AttentionJacobian:
+        cls, f: SelfAttention, x: Tensor, weighting: Weighting | None, made: Sequence[Projections]
+    ) -> list[LinearOperator]:
         """Linearise float64 attention at float64 tokens (batch, n, d), or at a measure on them."""
         visible = f.visible_keys(x.shape[1], weighting)
         q, k, v = f.projections(x)
         q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
-        weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
-        norms = (
-            _norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
-            _norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
-        )
-        output = None if f.output is None else f.output.to(dtype)
-        core = (
-            softmax_derivative(q, k, v, f.scale, visible, f.features, dtype)
-            if weighting is None
-            else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
-        )
-        return cls(f, weight.to(dtype), output, core, norms)
+
+        def in_dtype(projections: Projections) -> AttentionJacobian:
+            dtype = projections.dtype
+            norms = (
+                norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
+                norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
+            )
+            core = (
+                softmax_derivative(q, k, v, f.scale, visible, f.features, dtype)
+                if weighting is None
+                else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
+            )
+            return cls(f, projections.of(f), core, norms)
+
+        return [in_dtype(projections) for projections in made]
 
     def _product(self, e: Tensor) -> Tensor:
-        f, (b, n, _) = self.attention, e.shape
+        return self.projection.out(self.heads(self.projection.into(e)))
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.projection.into_adjoint(self.heads_adjoint(self.projection.out_adjoint(u)))
+
+    def _energy_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        energy, through = self.projection.through(self.heads(self.projection.into(e)))
+        return energy.sum(dim=1), self.projection.into_adjoint(self.heads_adjoint(through))
+
+    def heads(self, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "batch n out"]:
+        """Return the tangent of all heads, side by side, for tangents of the projections, side by side."""
+        f, (b, n, _) = self.attention, rows.shape
         q_rows, kv_rows = f.heads * f.key_dim, f.kv_heads * f.key_dim
-        rows = (e.view(b * n, f.d) @ self.weight.mT).view(b, n, -1)
         dq, dk, dv = rows.split((q_rows, kv_rows, f.kv_heads * f.value_dim), dim=-1)
         query_norm, key_norm = self.norms
         if query_norm is not None:
@@ -201,30 +259,31 @@ class AttentionJacobian(LinearOperator):
         dq = dq.view(b, n, f.heads, f.key_dim).transpose(1, 2)
         dk = dk.view(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
         dv = dv.view(b, n, f.kv_heads, f.value_dim).transpose(1, 2)
-        if self.rotary is not None:
-            dq, dk = self.rotary.rotate(dq), self.rotary.rotate(dk)
+        rotary = self.projection.rotary
+        if rotary is not None:
+            dq, dk = rotary.rotate(dq), rotary.rotate(dk)
         bh = b * f.kv_heads
         dk, dv = dk.reshape(bh, n, f.key_dim), dv.reshape(bh, n, f.value_dim)
         if self.sinks:  # one more key that does not move
             dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
         do = self.core.product(dq.reshape(bh, -1, f.key_dim), dk, dv)
-        heads = do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
-        return heads if self.output is None else heads @ self.output.mT
+        return do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
 
-    def _adjoint_product(self, u: Tensor) -> Tensor:
-        f, (b, n, _) = self.attention, u.shape
-        heads = u if self.output is None else u @ self.output
+    def heads_adjoint(self, heads: Float[Tensor, "batch n out"]) -> Float[Tensor, "batch n rows"]:
+        """Return the adjoint of :meth:`heads`."""
+        f, (b, n, _) = self.attention, heads.shape
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         dq, dk, dv = self.core.adjoint(do.reshape(b * f.kv_heads, -1, f.value_dim))
         dq = dq.view(b, f.heads, n, f.key_dim)
         dk, dv = (t[:, :n].unflatten(0, (b, f.kv_heads)) for t in (dk, dv))
-        if self.rotary is not None:
-            dq, dk = self.rotary.rotate_adjoint(dq), self.rotary.rotate_adjoint(dk)
+        rotary = self.projection.rotary
+        if rotary is not None:
+            dq, dk = rotary.rotate_adjoint(dq), rotary.rotate_adjoint(dk)
         parts = [part.transpose(1, 2).reshape(b, n, -1) for part in (dq, dk, dv)]
         for i, norm in enumerate(self.norms):
             if norm is not None:  # queries, then keys
                 parts[i] = norm.adjoint_product(parts[i].view(b, *norm.in_shape)).view(b, n, -1)
-        return torch.cat(parts, dim=-1) @ self.weight
+        return torch.cat(parts, dim=-1)
 
     def select(self, members: Tensor) -> AttentionJacobian:
         """Return the operator of some members."""
@@ -233,19 +292,7 @@ class AttentionJacobian(LinearOperator):
         rows = (members[:, None] * kv_heads + heads).flatten().to(self.device)
         query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
         core = self.core.select(rows)
-        return AttentionJacobian(self.attention, self.weight, self.output, core, (query_norm, key_norm))
-
-
-def _norm_jacobian(
-    norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> NormJacobian | None:
-    """Linearise a norm of queries or keys at tokens x, rows (batch, n times heads, d) or (batch, n, d)."""
-    if norm is None:
-        return None
-    rows = x @ weight.flatten(0, 1).mT
-    if bias is not None:
-        rows = rows + bias.flatten()
-    return NormJacobian.at(norm, rows.reshape(x.shape[0], -1, norm.d), dtype)
+        return AttentionJacobian(self.attention, self.projection, core, (query_norm, key_norm))
 
 
 def _weighted_softmax_derivative(
@@ -281,66 +328,6 @@ def _weighted_softmax_derivative(
         slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
     q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
     return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
-
-
-class NormJacobian(LinearOperator):
-    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²), H the centring or the identity."""
-
-    def __init__(self, gain: Tensor, unit: Tensor, factor: Tensor, *, centred: bool) -> None:
-        batch, n, d = unit.shape
-        super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device)
-        self.gain = gain
-        self.unit = unit  # h / s
-        self.factor = factor  # √d / s
-        self.centred = centred
-
-    @classmethod
-    def at(cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype) -> NormJacobian:
-        """Linearise a float64 norm at float64 tokens (batch, n, d)."""
-        h, s = f.direction_and_length(x)
-        if bool((s == 0).any()):
-            raise ArgumentError(
-                "x",
-                expected="tokens at which the norm is differentiable",
-                got="a token of zero length after centring, with eps = 0",
-                remedy="Use a norm with eps > 0.",
-            )
-        return cls(f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred)
-
-    def _symmetric(self, e: Tensor) -> Tensor:
-        if self.centred:
-            e = e - e.mean(dim=-1, keepdim=True)
-        return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
-
-    def _product(self, e: Tensor) -> Tensor:
-        return self.gain * self._symmetric(e)
-
-    def _adjoint_product(self, u: Tensor) -> Tensor:
-        return self._symmetric(self.gain * u)
-
-    def select(self, members: Tensor) -> NormJacobian:
-        """Return the operator of some members."""
-        members = members.to(self.device)
-        return NormJacobian(self.gain, self.unit[members], self.factor[members], centred=self.centred)
-
-
-class ScaleJacobian(LinearOperator):
-    """Jacobian of a layer scale: the same diagonal for each token."""
-
-    def __init__(self, weight: Tensor, batch: int, n: int) -> None:
-        shape = (n, weight.shape[0])
-        super().__init__(batch, shape, shape, weight.dtype, weight.device)
-        self.weight = weight
-
-    def _product(self, e: Tensor) -> Tensor:
-        return self.weight * e
-
-    def _adjoint_product(self, u: Tensor) -> Tensor:
-        return self.weight * u
-
-    def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the operator of some members."""
-        return ScaleJacobian(self.weight, len(members), self.in_shape[0])
 
 
 class ResidualJacobian(LinearOperator):
@@ -383,6 +370,10 @@ class ComposedJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.inner.adjoint_product(self.outer.adjoint_product(u))
+
+    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image, gram = self.outer.gram_product(self.inner.product(e))
+        return image, self.inner.adjoint_product(gram)
 
     def select(self, members: Tensor) -> ComposedJacobian:
         """Return the operator of some members."""

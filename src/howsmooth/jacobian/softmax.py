@@ -16,7 +16,14 @@ from torch.nn.functional import pad
 
 from howsmooth.attention.core import ScoreFeatures, attention_scores, cap_slope, row_blocks, weighted_values
 
-__all__ = ["SoftmaxDerivative", "WeightedSoftmaxDerivative", "softmax_derivative", "stacked"]
+__all__ = [
+    "SoftmaxDerivative",
+    "WeightedSoftmaxDerivative",
+    "largest_score",
+    "rounding_of",
+    "softmax_derivative",
+    "stacked",
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class SoftmaxDerivative:
         of order one: with that factor κ the errors measured stay below eps (2 + κ / 100), over
         saturated and unsaturated, causal and unmasked heads with κ up to 2000.
         """
-        return _rounding(_kappa(self.q, self.k, batch), self.q.dtype)
+        return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
 
     def product(
         self,
@@ -121,9 +128,9 @@ class WeightedSoftmaxDerivative:
         small too, and its logarithm is a float64 number of size κ + ``log_range``. Against 60 digits, errors
         measured stay below (κ + log_range) eps, over weights down to e^-1400 and κ up to 14,000.
         """
-        kappa = _kappa(self.q, self.k, batch)
+        kappa = largest_score(self.q, self.k, batch)
         exponents = 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
-        return _rounding(kappa, self.q.dtype) + exponents
+        return rounding_of(kappa, self.q.dtype) + exponents
 
     def product(
         self,
@@ -218,7 +225,7 @@ def stacked(
     return q, k if features.softcap is not None else k - key_shift, v - value_shift
 
 
-def _kappa(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
+def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
     """max|q| max|k| of each member, float64 on the CPU."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).amax(dim=-1).view(batch, -1) for t in (q, k)
@@ -227,5 +234,6 @@ def _kappa(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
     return kappa
 
 
-def _rounding(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    """Relative error of a derivative's norm by rounding in ``dtype``, at scores of size ``kappa``."""
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

@@ -27,6 +27,7 @@ from howsmooth.jacobian.autodiff import (
     one_backend,
 )
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
+from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["StagedJacobian"]
@@ -43,8 +44,12 @@ class StagedJacobian(LinearOperator):
         self.members = members
 
     @classmethod
-    def at(cls, f: StagedAttention, x: Tensor, dtype: torch.dtype) -> StagedJacobian:
+    def at(
+        cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
+    ) -> StagedJacobian:
         """Linearise a float64 map at float64 tokens (batch, n, d).
+
+        If ``streamed``, its softmaxes keep no probabilities: memory O(n d), not n².
 
         Raises
         ------
@@ -57,7 +62,7 @@ class StagedJacobian(LinearOperator):
 
         """
         rounded = f.to(dtype=dtype)
-        return cls(tuple(_Member.at(f, rounded, member, dtype) for member in x))
+        return cls(tuple(_Member.at(f, rounded, member, dtype, streamed=streamed) for member in x))
 
     def _product(self, e: Tensor) -> Tensor:
         return torch.stack([member.product(part) for member, part in zip(self.members, e, strict=True)])
@@ -85,13 +90,15 @@ class _Member:
         self.rounding = torch.zeros((), dtype=torch.float64)
 
     @classmethod
-    def at(cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype) -> _Member:
+    def at(
+        cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
+    ) -> _Member:
         """Linearise ``f``, which ``rounded`` is in the dtype of the products, at float64 tokens (n, d)."""
         found: list[_CoreAt] = []
 
         def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = f.cores[i].attend(q, k, v)
-            found.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype))
+            found.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype, streamed=streamed))
             return o
 
         with torch.no_grad(), one_backend():
@@ -188,31 +195,43 @@ class _CoreAt:
     """One softmax at the point of linearisation: its output, and its derivative in closed form."""
 
     output: Tensor
-    derivative: SoftmaxDerivative
+    derivative: SoftmaxDerivative | StreamedDerivative
     scale: float
-    sinks: bool
+    further_key: bool  # a sink that the derivative knows as one more key
     rounding: Tensor
 
     @classmethod
-    def at(cls, core: SoftmaxCore, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dtype: torch.dtype) -> _CoreAt:
+    def at(
+        cls,
+        core: SoftmaxCore,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        dtype: torch.dtype,
+        *,
+        streamed: bool,
+    ) -> _CoreAt:
         q, k, v = (t.detach().double() for t in (q, k, v))
-        visible, _, features = core.rules(q, k)
+        visible, features = core.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
-        derivative = softmax_derivative(
+        operands = (
             grouped.reshape(-1, *grouped.shape[-4:]),
             k.reshape(-1, *k.shape[-3:]),
             v.reshape(-1, *v.shape[-3:]),
-            core.scale,
-            visible(slice(0, q.shape[-2])),
-            features,
-            dtype,
         )
+        derivative: SoftmaxDerivative | StreamedDerivative
+        if streamed:
+            derivative = streamed_derivative(*operands, core.scale, visible, features, dtype)
+        else:
+            seen = visible.whole(q.device)
+            derivative = softmax_derivative(*operands, core.scale, seen, features, dtype)
         return cls(
             o.detach().to(dtype, copy=True),
             derivative,
             core.scale,
-            core.sinks is not None,
-            derivative.rounding(1)[0],
+            core.sinks is not None and not streamed,
+            derivative.rounding(1).amax(),
         )
 
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -220,7 +239,7 @@ class _CoreAt:
         dq, dk, dv = (t.to(self.output.dtype) for t in (dq, dk, dv))
         dq = (self.scale * dq).reshape(rows, -1, dq.shape[-1])
         dk, dv = (t.reshape(rows, *t.shape[-2:]) for t in (dk, dv))
-        if self.sinks:  # one more key that does not move
+        if self.further_key:  # one more key that does not move
             dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
         return self.derivative.product(dq, dk, dv).reshape(self.output.shape)
 
@@ -228,7 +247,7 @@ class _CoreAt:
         rows = self.derivative.k.shape[0]
         do = do.to(self.output.dtype).reshape(rows, -1, do.shape[-1])
         dq, dk, dv = self.derivative.adjoint(do)
-        if self.sinks:
+        if self.further_key:
             dk, dv = dk[:, :-1], dv[:, :-1]
         return self.scale * dq, dk, dv
 

@@ -186,7 +186,8 @@ def _attention_action(
     f: SelfAttention | L2Attention, mean: Tensor, covariance: Tensor
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
     if f.causal or (
-        isinstance(f, SelfAttention) and (f.mask is not None or f.rotary is not None or f.feature_names())
+        isinstance(f, SelfAttention)
+        and (f.mask is not None or f.window is not None or f.rotary is not None or f.feature_names())
     ):
         raise _not_gaussian(f.describe() + (", rotary positions" if getattr(f, "rotary", None) else ""))
     group = f.heads // f.kv_heads

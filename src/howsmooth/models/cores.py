@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.borrow import own_attention
-from howsmooth.models.watching import CoreCall, Watch
+from howsmooth.models.watching import CoreCall, Watch, triangle
 
 __all__ = ["OnCore", "intercepted", "plain_attention"]
 
@@ -28,6 +30,9 @@ _WITHOUT_EFFECT = frozenset({
     "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "position_ids",
     "return_dict", "sliding_window", "use_cache",
 })  # fmt: skip
+
+# Scores that are formed at a time.
+_ENTRIES = 1 << 22
 
 #: Keywords that choose keys by the tokens.
 _SPARSE = frozenset({"block_indices", "indices"})
@@ -88,10 +93,11 @@ def _core(
     bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
     sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
     obstacle = _unread(keywords) or _shapes(query, key, value)
-    if mask is None and implementation.startswith("sdpa"):
-        causal = getattr(owner, "is_causal", True) if causal is None else causal
-        if causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    # What the user's implementation would do without a mask.
+    causal = getattr(owner, "is_causal", True) if causal is None else causal
+    ordered = mask is None and implementation.startswith("sdpa") and bool(causal)
+    if ordered and query.shape[-2] != key.shape[-2]:
+        mask, ordered = triangle(query, key), False
     if isinstance(bias, Tensor):
         mask = bias if mask is None else _added(bias, mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -101,8 +107,8 @@ def _core(
     if obstacle or not compute:
         output = query.new_zeros(*query.shape[:-1], value.shape[-1]) if compute else None
         return CoreCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
-    output = plain_attention(query, key, value, mask, scale, cap, sink)
-    return CoreCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "")
+    output = plain_attention(query, key, value, mask, scale, cap, sink, causal=ordered)
+    return CoreCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "", ordered)
 
 
 def _unread(keywords: dict[str, Any]) -> str:
@@ -145,19 +151,60 @@ def plain_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> Tensor:
     """Softmax attention (batch, heads, m, value_dim) in the operands' own precision, nothing else.
 
     Written out here, apart from the library's attention maps, because the two are held against each other.
+    Long sequences go through PyTorch's fused kernel, or are taken in blocks of heads and rows.
     """
-    groups = query.shape[-3] // key.shape[-3]
+    heads, m, n = query.shape[-3], query.shape[-2], key.shape[-2]
+    groups = heads // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    batch = query.shape[:-3].numel()
+    together = max(1, min(heads, _ENTRIES // (batch * m * n)))
+    length = max(1, min(m, _ENTRIES // (batch * together * n)))
+    if together == heads and length == m:
+        return _block(query, key, value, mask, scale, softcap, sinks, slice(m) if causal else None)
+    plain = mask is None and softcap is None and sinks is None
+    if plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which forms no matrix of n² numbers
+            return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
+    whole = None if mask is None else mask.expand(*query.shape[:-1], n)
+    out = value.new_empty((*query.shape[:-1], value.shape[-1]))
+    for h in range(0, heads, together):
+        some = slice(h, h + together)
+        sink = None if sinks is None else sinks[some]
+        for start in range(0, m, length):
+            rows = slice(start, min(start + length, m))
+            keys = slice(min(n, rows.stop) if causal else n)
+            part = None if whole is None else whole[..., some, rows, keys]
+            operands = query[..., some, rows, :], key[..., some, keys, :], value[..., some, keys, :]
+            out[..., some, rows, :] = _block(*operands, part, scale, softcap, sink, rows if causal else None)
+    return out
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    causal_rows: slice | None,
+) -> Tensor:
+    """Attention of some rows, ``causal_rows`` their places where the order of the tokens counts."""
     scores = query @ key.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         boolean = mask.dtype == torch.bool
         scores = scores.masked_fill(mask.logical_not(), float("-inf")) if boolean else scores + mask
+    if causal_rows is not None:
+        order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)
+        scores = scores.masked_fill(order[: scores.shape[-1]] > order[causal_rows, None], float("-inf"))
     if sinks is None:
         return scores.softmax(dim=-1) @ value
     column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

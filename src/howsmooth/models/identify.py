@@ -18,7 +18,7 @@ from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.cores import intercepted
 from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
-from howsmooth.models.masking import HIDDEN, describe_mask, split_mask
+from howsmooth.models.masking import HIDDEN, Masking, describe_mask, order_and_window, split_mask
 from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.projections import read_projections, rows, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
@@ -189,7 +189,7 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
     if not queries == keys == n:
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
     visible, bias = split_mask(layer, core.mask)
-    triangle, mask, _ = describe_mask(_common(layer, visible, n), n)
+    seen = _described(core, _common(layer, visible, n), n)
     if isinstance(layer.owner, nn.MultiheadAttention):
         projections, weight, output_bias = multihead_parameters(layer.owner, core)
     else:
@@ -205,8 +205,9 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         value_bias=projections.value.bias,
         output_bias=None if output_bias is None else output_bias.clone(),
         scale=core.scale * projections.factor,
-        causal=causal if n == 1 else triangle,
-        mask=mask,
+        causal=causal if n == 1 else seen.causal,
+        window=seen.window,
+        mask=seen.mask,
         rotary=projections.rotary,
         query_norm=projections.query_norm,
         key_norm=projections.key_norm,
@@ -223,9 +224,10 @@ def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) 
         visible, bias = split_mask(record.layer, core.mask)
         bias = None if bias is None else bias.to(record.x.dtype)
         sinks = None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone()
-        triangle = visible is not None and _is_triangle(visible)  # which needs no n² numbers
-        mask = None if triangle else visible
-        cores.append(SoftmaxCore(core.scale, triangle, mask, bias, core.softcap, sinks))
+        rules = None if visible is None else order_and_window(visible)  # which need no n² numbers
+        ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
+        mask = visible if rules is None else None
+        cores.append(SoftmaxCore(core.scale, core.causal or ordered, mask, bias, core.softcap, sinks, window))
     tail = _projection(output) if output.is_projection else Tail()
     return StagedAttention(
         OwnerLayer.of(owner.alone, tail, owner.implementation, len(cores)),
@@ -305,8 +307,9 @@ def _of_one_sequence(core: CoreCall) -> CoreCall | None:
         return None
     query, key, value, output = (t.reshape(1, *t.shape[-3:]) for t in operands if t is not None)
     return CoreCall(
-        query, key, value, core.scale, core.mask, core.softcap, core.sinks, output, None, core.kind, ""
-    )
+        query, key, value, core.scale, core.mask, core.softcap, core.sinks, output, None, core.kind, "",
+        core.causal,
+    )  # fmt: skip
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
@@ -314,18 +317,18 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
     if visible is None:
         return None
     each = visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
-    if not bool((each == each[:1]).all()):
+    if len(each) > 1 and not bool((each == each[:1]).all()):
         raise CaptureError(f"{layer} masks its heads differently.")
     return each[0]
 
 
-def _is_triangle(visible: Tensor) -> bool:
-    m, n = visible.shape[-2:]
-    return (
-        m == n
-        and visible.numel() == n * n
-        and torch.equal(visible.reshape(n, n), torch.ones_like(visible.reshape(n, n)).tril_())
-    )
+def _described(core: CoreCall, visible: Tensor | None, n: int) -> Masking:
+    """Describe the mask that all heads have in common, with the order of the tokens."""
+    if not core.causal:
+        return describe_mask(visible, n)
+    if visible is None:
+        return Masking(True, None, None, "causal")
+    return describe_mask(visible.tril(), n)
 
 
 def _by_head(bias: Tensor, n: int) -> Tensor:
@@ -351,16 +354,16 @@ def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
             found.append((f"{m} queries see {n} keys", False))
             continue
         each = None if visible is None else visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
-        if each is not None and not bool((each == each[:1]).all()):
-            found.append(("a mask of its own for each head", not bool(each.triu(1).any())))
+        if each is not None and len(each) > 1 and not bool((each == each[:1]).all()):
+            found.append(("a mask of its own for each head", core.causal or not bool(each.triu(1).any())))
             continue
         seen = None if each is None else each[0]
         if (n == 1 and core.mask is None and getattr(owner.repeated.module, "is_causal", False) is True) or (
             n == 1 and core.mask is not None
         ):
             seen = torch.ones(1, 1, dtype=torch.bool, device=core.value.device)
-        causal, _, words = describe_mask(seen, n)
-        found.append((words, causal))
+        masking = _described(core, seen, n)
+        found.append((masking.words, masking.causal))
     words = ", ".join(dict.fromkeys(words for words, _ in found))
     return words, all(causal for _, causal in found)
 
@@ -371,8 +374,8 @@ def _masking_of_weights(core: CoreCall) -> tuple[str, bool]:
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
     n = p.shape[-1]
-    causal, _, words = describe_mask((p != 0).reshape(-1, n, n).any(dim=0), n)
-    return words, causal
+    masking = describe_mask((p != 0).reshape(-1, n, n).any(dim=0), n)
+    return masking.words, masking.causal
 
 
 def _condition(core: CoreCall) -> float:

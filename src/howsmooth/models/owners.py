@@ -178,8 +178,10 @@ def _moved(a: CoreCall, b: CoreCall) -> set[str]:
 
 
 def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is b:
+        return False
     if a is None or b is None:
-        return a is not b
+        return True
     return a.shape != b.shape or not torch.equal(a, b)
 
 
@@ -213,12 +215,14 @@ def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCal
         if _differ(a.sinks, b.sinks):
             return "its sinks depend on the tokens"
         _refuse_sparsity(layer, a, b)
-        if _differ(a.mask, b.mask):
+        if _differ(a.mask, b.mask) or a.causal != b.causal:
             return "its scores have a bias that depends on the tokens"
     return ""
 
 
 def _refuse_sparsity(layer: AttentionLayer, a: CoreCall, b: CoreCall) -> None:
+    if a.mask is b.mask:
+        return
     hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
     if _differ(hidden[0], hidden[1]):
         raise CaptureError(

@@ -2,8 +2,8 @@
 
 A file holds the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
 ``key``, ``value``, and if there are any ``output``, ``query_bias``, ``key_bias``, ``value_bias``,
-``output_bias``, ``scale``, ``causal``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. One head may be
-written without the axis of heads.
+``output_bias``, ``scale``, ``causal``, ``window``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. One head
+may be written without the axis of heads.
 
 Or it holds the paper's matrices: ``A`` (d, d), ``V`` (d_v, d), and if there are any ``b`` (d,), ``W``
 (d_out, d_v) and ``causal``; with a leading axis for several heads. Scores are ⟨A x_i + b, x_j⟩, values V x_j,
@@ -37,8 +37,8 @@ __all__ = ["ParameterFile", "is_parameter_file", "load_parameters", "read_parame
 SUFFIXES = (".safetensors", ".npz")
 _MATRICES = ("query", "key", "value")
 _BIASES = ("query_bias", "key_bias", "value_bias", "output_bias")
-_OWN = (*_MATRICES, "output", *_BIASES, "mask", "rotary_cos", "rotary_sin", "scale", "causal", "X")
-_SETTINGS = ("scale", "causal", "mask")
+_OWN = (*_MATRICES, "output", *_BIASES, "mask", "rotary_cos", "rotary_sin", "scale", "causal", "window", "X")
+_SETTINGS = ("scale", "causal", "window", "mask")
 _PAPER = ("A", "V", "b", "W", "causal", "X")
 
 
@@ -138,6 +138,7 @@ def save_parameters(
     named |= {
         "scale": torch.tensor(attention.scale, dtype=torch.float64),
         "causal": torch.tensor(attention.causal),
+        "window": None if attention.window is None else torch.tensor(attention.window),
         "X": _tokens(X, attention),
     }
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items() if t is not None}
@@ -245,6 +246,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
         **biases,
         scale=_number("scale", tensors.get("scale")),
         causal=causal,
+        window=_whole("window", tensors.get("window")),
         mask=tensors.get("mask"),
         rotary=_rotary(numbers),
     )
@@ -300,6 +302,15 @@ def _number(name: str, t: Tensor | None) -> float | None:
     if t.numel() != 1:
         raise ArgumentError(name, expected="one number", got=f"shape {tuple(t.shape)}")
     return float(_as_floats(name, t))
+
+
+def _whole(name: str, t: Tensor | None) -> int | None:
+    if t is None:
+        return None
+    if t.numel() != 1 or t.dtype == torch.bool or t.is_complex() or float(t) != int(t):
+        got = f"shape {tuple(t.shape)}" if t.numel() != 1 else str(t.item())
+        raise ArgumentError(name, expected="a whole number", got=got)
+    return int(t)
 
 
 def _flag(t: Tensor | None) -> bool:

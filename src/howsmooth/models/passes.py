@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.models.masking import hides_later_keys
 from howsmooth.models.recording import (
     AttentionLayer,
     ModuleCall,
@@ -273,10 +273,8 @@ def _causal(core: CoreCall) -> bool:
         m, n = p.shape[-2:]
     if m != n:
         return False
+    if core.causal:
+        return True
     if core.mask is None:
         return p is not None and n > 1 and not bool(p.triu(1).any())
-    if core.mask.shape[-2] != n:
-        return False
-    hidden = core.mask.logical_not() if core.mask.dtype == torch.bool else core.mask < 0
-    ahead = torch.ones(n, n, dtype=torch.bool, device=hidden.device).triu(1)
-    return n == 1 or bool(hidden.broadcast_to(*hidden.shape[:-2], n, n)[..., ahead].all())
+    return core.mask.shape[-2] == n and hides_later_keys(core.mask)

@@ -22,7 +22,7 @@ from howsmooth.models.contractions import Contraction
 from howsmooth.models.following import HIDES, Follower, Probabilities
 from howsmooth.models.scores import Opaque, Unreadable, holds, read
 
-__all__ = ["CoreCall", "Watch"]
+__all__ = ["CoreCall", "Watch", "triangle"]
 
 _ROWS = 32  # rows of the probabilities that are recomputed to check a reading
 
@@ -47,6 +47,7 @@ class CoreCall:
     probabilities: Tensor | None  # (*lead, heads, m, n) where the code has them
     kind: str  # "sdpa" or "softmax"
     obstacle: str  # why the operands could not be read, in a phrase; "" where they were
+    causal: bool = False  # query i sees the keys j <= i only, besides what the mask says: no n² numbers
 
 
 class Watch(Follower):
@@ -107,16 +108,16 @@ class Watch(Follower):
             return run()
         shape = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
         q, k, v = (t.expand(*shape, *t.shape[-3:]) if t.ndim > 2 else t[None] for t in (query, key, value))
-        mask = given.get("attn_mask")
-        if given.get("is_causal", False):
-            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+        if causal and q.shape[-2] != k.shape[-2]:
+            mask, causal = triangle(q, k), False
         if mask is not None:
             mask = mask[(None,) * (q.ndim - mask.ndim)]
         scale = given.get("scale")
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         result = None if self._ahead else run()
         output = result if result is None or query.ndim > 2 else result[None]
-        call = CoreCall(q, k, v, scale, mask, None, None, output, None, "sdpa", "")
+        call = CoreCall(q, k, v, scale, mask, None, None, output, None, "sdpa", "", causal)
         if given.get("dropout_p", 0.0) > 0:
             call = _unreadable(v, output, None, "its probabilities are dropped at random")
         replacement = self._report(call)
@@ -192,6 +193,11 @@ class _Layout:
     def _sorted(tensor: Tensor, labels: Sequence[Any], order: Sequence[Any]) -> Tensor:
         positions = [labels.index(label) for label in order]
         return tensor if positions == list(range(tensor.ndim)) else tensor.permute(positions)
+
+
+def triangle(query: Tensor, key: Tensor) -> Tensor:
+    """Return the mask of PyTorch's ``is_causal``: query i sees the keys j <= i, as many as there are."""
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
 
 def _length(sizes: dict[Any, int], labels: Sequence[Any]) -> int:

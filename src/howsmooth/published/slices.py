@@ -70,6 +70,7 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
         output_bias=f.output_bias,
         scale=f.scale,
         causal=f.causal,
+        window=f.window,
         mask=f.mask,
         rotary=f.rotary,
     )

@@ -133,7 +133,7 @@ def bilinear(site: SiteLike, label: str) -> SelfAttention:
     """
     f = site.map
     require_plain_scores(f, "constructed tokens", argument="model")
-    if not isinstance(f, SelfAttention) or f.rotary is not None or f.mask is not None:
+    if not isinstance(f, SelfAttention) or f.rotary is not None or f.mask is not None or f.window:
         got = "rotary positions" if isinstance(f, SelfAttention) and f.rotary is not None else site.masking
         raise ArgumentError(
             "model",

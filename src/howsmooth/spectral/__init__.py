@@ -3,6 +3,7 @@
 from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
 from howsmooth.spectral.interval import a_posteriori_upper, a_priori_upper, start_quantile
+from howsmooth.spectral.lanczos import lanczos, lanczos_together
 from howsmooth.spectral.operator import LinearOperator, Scaled, Subset
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "a_posteriori_upper",
     "a_priori_upper",
     "golub_kahan",
+    "lanczos",
+    "lanczos_together",
     "start_quantile",
     "to_dense",
     "to_scipy",

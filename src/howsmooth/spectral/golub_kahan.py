@@ -8,6 +8,7 @@ step; what it returns does not depend on the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +17,10 @@ from jaxtyping import Bool, Float, Int
 from scipy import linalg
 from torch import Tensor
 
-from howsmooth.errors import NonFiniteError
 from howsmooth.spectral.interval import a_posteriori_upper, start_quantile
 from howsmooth.spectral.operator import LinearOperator
+from howsmooth.spectral.refusals import check_finite, checked_rounding
+from howsmooth.spectral.sums import PIECE, inner_products, squared_lengths
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 
@@ -78,13 +80,17 @@ class _Basis:
         """Take from w (member, size), in place, its projection on the basis; twice where needed."""
         if self.count == 0:
             return w
+        length: Callable[[Tensor], Tensor] = _length
+        products: Callable[[Tensor, Tensor], Tensor] = inner_products
+        if w.shape[1] <= PIECE:
+            length, products = torch.linalg.vector_norm, torch.mv
         for member, vector in enumerate(w):
             rows = self.rows[: self.count, member]
             for _ in range(2):
-                before = torch.linalg.vector_norm(vector)
-                vector.addmv_(rows.mT, torch.mv(rows, vector), alpha=-1)
+                before = length(vector)
+                vector.addmv_(rows.mT, products(rows, vector), alpha=-1)
                 # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
-                if float(torch.linalg.vector_norm(vector)) > 0.7 * float(before):
+                if float(length(vector)) > 0.7 * float(before):
                     break
         return w
 
@@ -130,14 +136,7 @@ def golub_kahan(
     cannot tell from zero, the interval does not take for zero.
 
     """
-    slack = operator.rounding.numpy()
-    if not (slack < 0.1).all():
-        raise NonFiniteError(
-            "f",
-            expected=f"a Jacobian of which {operator.dtype} products keep a digit",
-            got=f"a relative rounding of {slack.max():.1e}",
-            remedy="The attention scores are too large for it; measure in float64 or at smaller tokens.",
-        )
+    slack = checked_rounding(operator)
     quantile = start_quantile(operator.in_size, confidence)
     total = operator.batch
     steps_allowed = min(max_iterations, operator.in_size, operator.out_size + 1)
@@ -154,7 +153,7 @@ def golub_kahan(
     running = np.ones(total, dtype=bool)
 
     z = start.reshape(total, -1)
-    beta = torch.linalg.vector_norm(z, dim=1)
+    beta = _lengths(z)
     v_basis = _Basis(total, operator.in_size, z)
     u_basis = _Basis(total, operator.out_size, z)
     u: Tensor | None = None
@@ -165,16 +164,16 @@ def golub_kahan(
         if u is not None:
             w = torch.addcmul(w, beta[:, None], u, value=-1)
         w = u_basis.orthogonalise_(w)
-        alpha = torch.linalg.vector_norm(w, dim=1)
-        _check_finite(alpha)
+        alpha = _lengths(w)
+        check_finite(alpha)
         largest = np.maximum(alphas[active].max(axis=1), betas[active].max(axis=1))
         alpha = _zero_below(alpha, slack[active] * largest)
         u = u_basis.append(w, alpha)
 
         z = operator.adjoint_product(u.view(len(active), *operator.out_shape)).reshape(len(active), -1)
         z = v_basis.orthogonalise_(torch.addcmul(z, alpha[:, None], v, value=-1))
-        beta = torch.linalg.vector_norm(z, dim=1)
-        _check_finite(beta)
+        beta = _lengths(z)
+        check_finite(beta)
         alphas[active, k - 1] = alpha.double().cpu().numpy()
         betas[active, k - 1] = beta.double().cpu().numpy()
 
@@ -254,16 +253,18 @@ def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np
     return left / (np.linalg.norm(left) or 1.0), right
 
 
+def _lengths(x: Tensor) -> Tensor:
+    """Lengths of rows (member, size), in their dtype."""
+    if x.shape[1] > PIECE:
+        return squared_lengths(x).sqrt().to(x.dtype)
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=1)
+    return lengths
+
+
+def _length(x: Tensor) -> Tensor:
+    return _lengths(x[None])[0]
+
+
 def _zero_below(values: Tensor, floor: np.ndarray) -> Tensor:
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)
-
-
-def _check_finite(norms: Tensor) -> None:
-    if not bool(torch.isfinite(norms).all()):
-        raise NonFiniteError(
-            "f",
-            expected="finite Jacobian products",
-            got="NaN or infinity",
-            remedy="Look for overflow: tokens or parameters too large for their dtype.",
-        )

@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.spectral.sums import squared_lengths
 
-__all__ = ["LinearOperator", "Scaled", "Subset"]
+__all__ = ["LinearOperator", "Scaled", "Subset", "squared_lengths"]
 
 
 class LinearOperator(abc.ABC):
@@ -72,6 +73,28 @@ class LinearOperator(abc.ABC):
         self._check("U", U, self.out_shape)
         return self._adjoint_product(U)
 
+    def gram_product(
+        self, E: Float[Tensor, "batch *in_shape"]
+    ) -> tuple[Float[Tensor, "batch *out_shape"], Float[Tensor, "batch *in_shape"]]:
+        """Return J_b E_b and J_bᵀ J_b E_b for each member; E (batch, *in_shape).
+
+        The default makes one product after the other; a subclass that can share work between them overrides
+        ``_gram_product``.
+        """
+        self._check("E", E, self.in_shape)
+        return self._gram_product(E)
+
+    def energy_product(
+        self, E: Float[Tensor, "batch *in_shape"]
+    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch *in_shape"]]:
+        """Return |J_b E_b|² in float64, and J_bᵀ J_b E_b: what a step of Lanczos needs; E (batch, *in_shape).
+
+        The default takes the length of J E; a subclass that knows it without forming J E overrides
+        ``_energy_product``.
+        """
+        self._check("E", E, self.in_shape)
+        return self._energy_product(E)
+
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
         """Return the operator of the members named by a 1-D integer tensor, in that order.
 
@@ -79,6 +102,14 @@ class LinearOperator(abc.ABC):
         work overrides it.
         """
         return Subset(self, members)
+
+    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image = self._product(e)
+        return image, self._adjoint_product(image)
+
+    def _energy_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image, gram = self._gram_product(e)
+        return squared_lengths(image.flatten(1)), gram
 
     @abc.abstractmethod
     def _product(self, e: Tensor) -> Tensor: ...
@@ -125,6 +156,10 @@ class Subset(LinearOperator):
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.whole.adjoint_product(self._scattered(u))[self.members]
 
+    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image, back = self.whole.gram_product(self._scattered(e))
+        return image[self.members], back[self.members]
+
 
 class Scaled(LinearOperator):
     """An operator times a positive number: a power of two that brings its norm near to one loses no digit."""
@@ -139,6 +174,10 @@ class Scaled(LinearOperator):
     def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
         """Return some of the members."""
         return Scaled(self.whole.select(members), self.factor)
+
+    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image, gram = self.whole.gram_product(e)
+        return self.factor * image, self.factor**2 * gram
 
     def _product(self, e: Tensor) -> Tensor:
         return self.factor * self.whole.product(e)

@@ -23,6 +23,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attack_plan import AttackPlan, AttackProgress, AttackTools
 from howsmooth.study.attack_store import Attack, AttackStore, HeadRow
+from howsmooth.study.cost import measurement_cost
 from howsmooth.study.names import file_stem
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.progress import Outcome
@@ -51,7 +52,7 @@ class _Job:
     @property
     def cost(self) -> float:
         """The time it takes, in no particular unit."""
-        return 20.0 + self.n + self.n * self.n / 400.0
+        return measurement_cost(self.n, self.found.attention.heads)
 
 
 class _Teller:
@@ -180,7 +181,9 @@ def _jobs(plan: AttackPlan, source: Source) -> list[_Job]:
 
 def _at(one: Found, own: Found | None, n: int) -> Found:
     """Put the map and the tokens of a length together, sharing the parameters that do not depend on it."""
-    if own is not None and (own.attention.mask is not None or own.attention.rotary is not None):
+    # Short tokens do not show a window, which is then not in the map of the reference either.
+    parts = () if own is None else (own.attention.mask, own.attention.rotary, own.attention.window)
+    if own is not None and any(part is not None for part in parts):
         return own
     return replace(one, attention=shortened(one.attention, n), x=None if own is None else own.x)
 
@@ -296,7 +299,7 @@ def _attacked(
 def _constructed(
     job: _Job, f: SelfAttention, seed: int, tools: AttackTools, make: _Maker
 ) -> Iterator[tuple[str, Tensor, Attack]]:
-    if f.rotary is not None or f.mask is not None:
+    if f.rotary is not None or f.mask is not None or f.window is not None:
         return
     began = time.perf_counter()
     named = named_constructions(tools.constructions(f, job.n, job.radius))

@@ -14,7 +14,7 @@ from howsmooth.study.sequences import SCHEMES, Sequences
 from howsmooth.study.store import Store
 from howsmooth.study.tools import Tools
 
-__all__ = ["Begun", "Impossible", "begun_study"]
+__all__ = ["Begun", "Consulted", "Impossible", "begun_study", "consulted_study"]
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
 """Models, or texts with a model, that cannot be used, and why."""
@@ -41,6 +41,26 @@ class Begun:
 
     plan: Plan
     store: Store
+    models: Models
+    placed: list[tuple[Subject, Sequences]]
+    impossible: Impossible
+
+
+@dataclass(frozen=True)
+class Consulted:
+    """A study that could be carried out; nothing was written.
+
+    Attributes
+    ----------
+    plan, models, placed, impossible
+        As for :class:`Begun`.
+    store
+        Open for reading; ``None`` if there is none yet.
+
+    """
+
+    plan: Plan
+    store: Store | None
     models: Models
     placed: list[tuple[Subject, Sequences]]
     impossible: Impossible
@@ -102,6 +122,39 @@ def begun_study(
         yield Begun(plan, store, models, placed, impossible)
 
 
+@contextmanager
+def consulted_study(plan: Plan, folder: Path, tools: Tools, *, keep_going: bool) -> Iterator[Consulted]:
+    """Check a study as :func:`begun_study` does, without making or changing its store.
+
+    Parameters
+    ----------
+    plan, folder, tools, keep_going
+        As for :func:`howsmooth.study.run.run`.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        As :func:`begun_study`.
+
+    """
+    with ExitStack() as stack:
+        store = stack.enter_context(Store.open(folder, write=False)) if Store.exists(folder) else None
+        if store is not None:
+            plan = _as_stored(plan, store)
+            store.check(plan.identity)
+        models = Models(plan, tools)
+        impossible: Impossible = []
+        skipped = impossible if keep_going else None
+        subjects = prepare(plan, tools, models, skipped)
+        if store is not None:
+            for one in subjects:
+                store.check_input(one.model, one.text, one.fingerprint, tokenizer_source=one.tokenizer_source)
+        placed = list(_placed(plan, subjects, store, skipped))
+        if not placed:
+            raise impossible[0][2]
+        yield Consulted(plan, store, models, placed, impossible)
+
+
 def _passes(
     subject: Subject,
     models: Models,
@@ -128,12 +181,12 @@ def _as_stored(plan: Plan, store: Store) -> Plan:
 def _placed(
     plan: Plan,
     subjects: list[Subject],
-    store: Store,
+    store: Store | None,
     impossible: Impossible | None,
 ) -> Iterator[tuple[Subject, Sequences]]:
     """Say where the sequences of each subject lie; without room for them, it is impossible."""
     for subject in subjects:
-        held = store.sequences(subject.model.label, subject.text.name)
+        held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
         try:
             yield subject, place_sequences(plan, subject, held)
         except TextError as error:

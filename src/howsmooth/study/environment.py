@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from concurrent.futures import Executor
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
@@ -17,8 +18,8 @@ _PACKAGES = ("howsmooth", "torch", "transformers", "tokenizers", "numpy", "scipy
 _SOURCE = Path(__file__).parent
 
 
-def environment(device: str) -> dict[str, str]:
-    """Describe what numbers are computed with on a device."""
+def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
+    """Describe what numbers are computed with on a device, and by which workers."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
         try:
@@ -32,6 +33,10 @@ def environment(device: str) -> dict[str, str]:
     if torch.device(device).type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(device)
         found["cuda"] = str(torch.version.cuda)
+    if executor is not None:
+        workers = getattr(executor, "workers", None)
+        found["executor"] = type(executor).__name__ + (f" of {workers} workers" if workers else "")
+        found["threads"] = "as the workers have" if threads is None else f"{threads} a worker"
     return found
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from howsmooth.study.names import encodable
 from howsmooth.study.records import Failure
-from howsmooth.study.store import Store
 
 __all__ = ["FailureLog"]
 
 
 class FailureLog:
-    """Records what fails, and says whether to go on."""
+    """Records what fails, and says whether to go on.
 
-    def __init__(self, store: Store, run: int, *, keep_going: bool) -> None:
-        self._store = store
-        self._run = run
+    Parameters
+    ----------
+    record
+        Takes the failures: it writes them into a store, or a worker gathers them.
+    keep_going
+        Whether to go on after a failure.
+
+    """
+
+    def __init__(self, record: Callable[[list[Failure]], None], *, keep_going: bool) -> None:
+        self._record = record
         self._keep_going = keep_going
         self.count = 0
         self.first = ""
@@ -39,7 +46,7 @@ class FailureLog:
         """Record a failure of a model, of a text with it, of a layer and head, or of some samples there."""
         words = encodable(" ".join(str(error).split())) or "no reason given"
         layer, head = place or (None, None)
-        self._store.fail(
+        self._record(
             [
                 Failure(
                     model=model,
@@ -55,11 +62,19 @@ class FailureLog:
                     what=what,
                 )
                 for sample in samples or (None,)
-            ],
-            self._run,
+            ]
         )
         self.count += len(samples) or 1
         self.first = self.first or words
         # Bounds come after the measurements, which are all there: a report is better than none.
         if not self._keep_going and what != "bounds":
             raise error
+
+    def adopt(self, failures: Iterable[Failure], unusable: Iterable[str]) -> None:
+        """Record what a worker gathered; that a model cannot be loaded is recorded once."""
+        new = [one for one in failures if one.text is not None or one.model not in self.unusable]
+        self.unusable.update(unusable)
+        if new:
+            self._record(new)
+            self.count += len(new)
+            self.first = self.first or new[0].error

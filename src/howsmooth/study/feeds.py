@@ -6,7 +6,7 @@ tokens is the business of :mod:`howsmooth.models.feeding`; where their sequences
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from howsmooth.study.sequences import Sequences, arrange, draw_distinct
 from howsmooth.study.tools import Model, TokenizerLike, Tools
 from howsmooth.study.words import pieces
 
-__all__ = ["Feed", "Inputs", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
+__all__ = ["Feed", "HeldFeed", "Inputs", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
 
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
@@ -113,6 +113,65 @@ class TextFeed:
     def place(self, start: int) -> int | None:
         """Return the first letter of a sequence."""
         return int(self.places[start]) if len(self.places) else None
+
+
+@dataclass(frozen=True, eq=False)
+class HeldFeed:
+    """The inputs of some sequences of one length, taken out of another feed: what travels to a worker.
+
+    They are NumPy's arrays, since PyTorch would send tensors between processes through shared memory, one
+    open file each.
+    """
+
+    starts: tuple[int, ...]
+    n: int
+    arrays: Mapping[str, Any]
+    """By the names of the model's inputs; of a single tensor the name is empty."""
+    texts: Mapping[int, tuple[int | None, tuple[str, ...]]]
+    """For some of the sequences the first letter in the text, and the words."""
+    count: int
+    parts: tuple[tuple[int, int], ...] | None
+    beyond: int
+    lengths: tuple[int, ...]
+    usual: tuple[int, ...]
+    preparation: str
+
+    @classmethod
+    def of(cls, feed: Feed, starts: Sequence[int], n: int, worded: Sequence[int]) -> HeldFeed:
+        """Take the inputs of the sequences that begin at ``starts`` out of a feed, and the words of some."""
+        inputs = feed.inputs(starts, n)
+        named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
+        return cls(
+            starts=tuple(starts),
+            n=n,
+            arrays={name: value.cpu().numpy().copy() for name, value in named.items()},
+            texts={start: (_place(feed, start), feed.words(start, n)) for start in worded},
+            count=feed.count,
+            parts=feed.parts,
+            beyond=feed.beyond,
+            lengths=feed.lengths,
+            usual=feed.usual,
+            preparation=feed.preparation,
+        )
+
+    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
+        """Return what the feed returned for these sequences; there are no others."""
+        if (tuple(starts), n) != (self.starts, self.n):
+            raise ValueError(f"sequences {list(starts)} of {n} tokens were not sent along")
+        tensors = {name: torch.tensor(array) for name, array in self.arrays.items()}
+        return tensors.get("", tensors)
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return the words of a sequence."""
+        return self.texts[start][1]
+
+    def place(self, start: int) -> int | None:
+        """Return the first letter of a sequence."""
+        return self.texts[start][0]
+
+
+def _place(feed: Feed, start: int) -> int | None:
+    return feed.place(start) if isinstance(feed, TextFeed) else None
 
 
 def open_source(spec: InputSpec, tools: Tools) -> Source:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 
 from howsmooth.study.failure_log import FailureLog
-from howsmooth.study.feeds import TextFeed
+from howsmooth.study.feeds import HeldFeed, TextFeed
 from howsmooth.study.plan import Plan, derive_seed
 from howsmooth.study.prepare import Models, Subject, capture_sites, on_device
 from howsmooth.study.records import Bounding, Measurement, Sensitivity, SequenceRecord, SiteBounds
 from howsmooth.study.tools import Estimate, Model, SiteLike, Tools
 from howsmooth.study.work import Batch, Bounds
 
-__all__ = ["Measured", "bounds_of", "measured"]
+__all__ = ["Measured", "bounded", "measured"]
 
 # Sensitivities are kept of the first sample, up to this many tokens: more could not be shown.
 _MOST_TOKENS = 512
@@ -135,6 +135,7 @@ def _estimate(plan: Plan, batch: Batch, tools: Tools, site: SiteLike, samples: l
         max_iterations=plan.max_iterations,
         seed=seeds,
         method=plan.identity.method,
+        memory=plan.memory,
     )
     seconds = (time.perf_counter() - began) / len(samples)
     rows = [
@@ -219,22 +220,19 @@ def _sensitivity(row: Measurement, estimate: Estimate, slot: int) -> Sensitivity
 
 def _words(subject: Subject, n: int, sample: int, start: int) -> SequenceRecord:
     feed = subject.feed
-    place = feed.place(start) if isinstance(feed, TextFeed) else None
+    place = feed.place(start) if isinstance(feed, TextFeed | HeldFeed) else None
     return SequenceRecord(
         subject.model.label, subject.text.name, n, sample, start, place, feed.words(start, n)
     )
 
 
-def bounds_of(
-    plan: Plan,
-    task: Bounds,
-    tools: Tools,
-    models: Models,
-    bound: Callable[..., SiteBounds],
-    failed: FailureLog,
+def bounded(
+    plan: Plan, task: Bounds, tools: Tools, models: Models, failed: FailureLog
 ) -> Iterator[list[Bounding]]:
     """Compute the bounds of one sequence, one layer and head after another."""
-    subject, n = task.subject, task.n
+    subject, n, bound = task.subject, task.n, tools.bound
+    if bound is None:
+        return
     label, text = subject.model.label, subject.text.name
     model = _loaded(subject, models, failed)
     if model is None:

@@ -174,6 +174,9 @@ class Plan:
         Where and in what precision (``"float32"`` or ``"float64"``) to compute.
     bounds
         Whether bounds are computed beside the measurements.
+    memory
+        Bytes that one measurement may use, as for :func:`howsmooth.local_lipschitz`: by default half of what
+        is free. It changes no number.
     inputs
         What else to measure on than texts. All that a plan measures on is text to a model (texts, token ids,
         embedded tokens), or all images, or all sound.
@@ -203,6 +206,7 @@ class Plan:
     dtype: str = "float32"
     windows: str = DISJOINT
     bounds: bool = True
+    memory: int | None = None
     inputs: tuple[InputSpec, ...] = ()
 
     def __post_init__(self) -> None:

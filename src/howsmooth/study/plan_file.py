@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ArgumentError
+from howsmooth.memory import parse_bytes
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 
@@ -35,6 +36,7 @@ KEYS = {
     "device": "such as cpu or cuda",
     "dtype": "float32 or float64",
     "threads": "CPU threads",
+    "memory": "bytes that one measurement may use, such as 8GiB",
     "out": "folder of the store, tables, figures and report",
 }
 """The keys of a plan file, and what they mean."""
@@ -109,6 +111,8 @@ def read_plan(path: Path) -> Study:
         key: _number(path, key, values[key], kind) for key, kind in _NUMBERS.items() if key in values
     }
     plain |= {key: _words(path, key, values[key]) for key in ("device", "dtype") if key in values}
+    if "memory" in values:
+        plain["memory"] = _bytes(path, values["memory"])
     if "bounds" in values:
         plain["bounds"] = _flag(path, "bounds", values["bounds"])
     as_published = ""
@@ -220,6 +224,15 @@ def _flag(path: Path, key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _error(path, key, expected="true or false", got=_shown(value))
     return value
+
+
+def _bytes(path: Path, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    try:
+        return parse_bytes(_words(path, "memory", value))
+    except ArgumentError as error:
+        raise _error(path, "memory", expected=error.expected, got=error.got) from None
 
 
 def _list(path: Path, key: str, value: object) -> list[object]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from howsmooth.errors import ArgumentError, NonFiniteError, StoreError
 from howsmooth.models import LoadedModel
@@ -27,9 +29,13 @@ from howsmooth.study.progress import Outcome, Progress
 from howsmooth.study.published_rows import quantities
 from howsmooth.study.records import PublishedKey, PublishedValue
 from howsmooth.study.sequences import Sequences
+from howsmooth.study.spread import Means, carried
 from howsmooth.study.store import Store
 from howsmooth.study.tools import Tools
 from howsmooth.study.work import batch_size
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["run_as_published"]
 
@@ -51,6 +57,16 @@ class _Batch:
     missing: frozenset[PublishedKey]
 
     @property
+    def scope(self) -> str:
+        """That of the corrected quantity."""
+        return "attention"
+
+    @property
+    def what(self) -> str:
+        """What a failure of it is a failure of."""
+        return "published"
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layers with something left to measure."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
@@ -58,7 +74,7 @@ class _Batch:
     @property
     def cost(self) -> float:
         """An estimate of the time it takes, in no particular unit."""
-        return len(self.missing) * measurement_cost(self.n)
+        return len(self.missing) * measurement_cost(self.n, self.subject.model.heads)
 
 
 def run_as_published(
@@ -70,6 +86,8 @@ def run_as_published(
     command: str = "",
     keep_going: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    executor: Executor | None = None,
+    threads: int | None = None,
 ) -> Outcome:
     """Measure what the store in ``folder`` does not have yet; all values of a layer are written together.
 
@@ -79,7 +97,7 @@ def run_as_published(
         What to measure, with the scope ``attention``: that of the corrected quantity.
     items
         Of ``howsmooth.published.ITEMS``; None for all that apply to each model.
-    folder, tools, command, keep_going, on_progress
+    folder, tools, command, keep_going, on_progress, executor, threads
         As for :func:`howsmooth.study.run.run`.
 
     Raises
@@ -121,9 +139,10 @@ def run_as_published(
         cost_planned = sum(batch.cost for batch in batches)
         kept, done, cost, unsettled, failures, reason = asked - planned, 0, 0.0, 0, 0, ""
         if batches or begun.impossible:
-            number = store.start_run(command, plan.device, environment(plan.device))
+            number = store.start_run(command, plan.device, environment(plan.device, executor, threads))
             started = time.monotonic()
-            failed = FailureLog(store, number, keep_going=keep_going)
+            failed = FailureLog(lambda rows: store.fail(rows, number), keep_going=keep_going)
+            means = Means(begun.plan, tools, begun.models, failed, keep_going, executor, threads)
             for spec, text, error in begun.impossible:
                 failed.add(error, spec.label, text, what="published")
 
@@ -132,14 +151,19 @@ def run_as_published(
                 on_progress(Progress(done, planned, kept, cost, cost_planned, *where, failed.count))
 
             try:
-                for batch in batches:
-                    tell(batch)
-                    for rows in _measured(begun.plan, batch, begun.models, failed):
+                if batches:
+                    tell(batches[0])
+                # Dropout draws from the random state that all threads of a process share.
+                with closing(carried(_measured, batches, means, alone=True)) as steps:
+                    for batch, rows in steps:
+                        if rows is None:
+                            cost += batch.cost
+                            tell(batch)
+                            continue
                         store.add_published(rows, number, worked=time.monotonic() - started)
                         done += len(rows)
                         unsettled += sum(not row.settled and row.lower is not None for row in rows)
                         tell(batch, rows[0].layer)
-                    cost += batch.cost
             except KeyboardInterrupt:
                 # It may have come after rows were written and before that was told.
                 done = planned - sum(len(batch.missing) for batch in left())
@@ -205,7 +229,7 @@ def _work(plan: Plan, subject: Subject, wanted: Wanted, places: Sequences, store
 
 
 def _measured(
-    plan: Plan, batch: _Batch, models: Models, failed: FailureLog
+    plan: Plan, batch: _Batch, tools: Tools, models: Models, failed: FailureLog
 ) -> Iterator[list[PublishedValue]]:
     subject, n = batch.subject, batch.n
     if subject.model.label in failed.unusable:
@@ -237,7 +261,7 @@ def _measured(
 def _captured(plan: Plan, batch: _Batch, model: LoadedModel, failed: FailureLog) -> Iterator[PublishedLayer]:
     """Capture all layers together or, if that fails, those that can be captured."""
     subject, n = batch.subject, batch.n
-    tokens = cast("TextFeed", subject.feed).inputs(list(batch.starts.values()), n)
+    tokens = cast("torch.Tensor", subject.feed.inputs(list(batch.starts.values()), n))
     passes = [derive_seed(purpose="dropout", sample=one, **_axes(plan, batch)) for one in batch.starts]
     training = any("dropout" in items.split(",") for *_, items in batch.missing)
 

@@ -7,17 +7,20 @@ run it again.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from howsmooth.study.begin import begun_study
-from howsmooth.study.cost import measurement_cost
 from howsmooth.study.environment import environment
 from howsmooth.study.failure_log import FailureLog
-from howsmooth.study.measuring import bounds_of, measured
+from howsmooth.study.measuring import bounded, measured
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome, Progress
+from howsmooth.study.spread import Means, carried
 from howsmooth.study.tools import Tools
 from howsmooth.study.work import Batch, Bounds, bounds_left, count_planned, work
 
@@ -32,6 +35,8 @@ def run(
     command: str = "",
     keep_going: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    executor: Executor | None = None,
+    threads: int | None = None,
 ) -> Outcome:
     """Measure what the plan asks for and the store in ``folder`` does not have.
 
@@ -51,9 +56,17 @@ def run(
         Go on with the rest of the plan after a failure, instead of raising it.
     on_progress
         Called before the first and after every batch is written.
+    executor
+        Where to measure: an executor in the sense of ``concurrent.futures``, such as one of
+        :mod:`howsmooth.study.executors`; it is not shut down. By default here, one batch after the other. The
+        store is written here either way.
+    threads
+        CPU threads of PyTorch for each task of the executor; by default what its workers have.
 
     Raises
     ------
+    WorkerError
+        If the workers of the executor are lost.
     howsmooth.errors.HowsmoothError
         If the plan is impossible, before anything is measured, or with ``keep_going`` if all of it is; if
         the store cannot be written; or without ``keep_going`` if measuring fails. What was measured until
@@ -70,9 +83,10 @@ def run(
         done = unconverged = failures = 0
         reason = ""
         if batches or bounds or begun.impossible:
-            number = store.start_run(command, plan.device, environment(plan.device))
+            number = store.start_run(command, plan.device, environment(plan.device, executor, threads))
             started = time.monotonic()
-            failed = FailureLog(store, number, keep_going=keep_going)
+            failed = FailureLog(lambda rows: store.fail(rows, number), keep_going=keep_going)
+            means = Means(plan, tools, models, failed, keep_going, executor, threads)
             for spec, text, error in begun.impossible:
                 failed.add(error, spec.label, text)
             cost_planned = sum(batch.cost for batch in batches) + sum(task.cost for task in bounds)
@@ -84,11 +98,15 @@ def run(
                 on_progress(replace(told, bounding=isinstance(task, Bounds)))
 
             try:
-                for batch in batches:
-                    if batch is batches[0]:
-                        tell(batch)
-                    cost_after = cost_done + batch.cost
-                    for found in measured(plan, batch, tools, models, failed):
+                if batches:
+                    tell(batches[0])
+                # What a batch counted for so far; the rest of it when nothing more comes.
+                counted: defaultdict[int, float] = defaultdict(float)
+                with closing(carried(measured, batches, means)) as steps:
+                    for batch, found in steps:
+                        if found is None:
+                            cost_done += batch.cost - counted[id(batch)]
+                            continue
                         rows = found.rows
                         store.add(
                             rows,
@@ -99,18 +117,27 @@ def run(
                         )
                         done += len(rows)
                         unconverged += sum(not row.converged for row in rows)
-                        cost_done += len(rows) * measurement_cost(batch.n)
+                        cost = len(rows) * batch.cost_of_one
+                        counted[id(batch)] += cost
+                        cost_done += cost
                         tell(batch, rows[0].layer)
-                    cost_done = cost_after
-                for task in bounds:
-                    tell(task)
-                    # Bounds stand beside measurements; what failed has none.
-                    there = task.among(store.known(task.subject.model.label, task.subject.text.name))
-                    if there.missing and tools.bound is not None:
-                        for found_bounds in bounds_of(plan, there, tools, models, tools.bound, failed):
-                            store.add_bounds(found_bounds, number)
-                    cost_done += task.cost
-                if bounds:
+                # Bounds stand beside measurements; what failed has none.
+                there = [
+                    task.among(store.known(task.subject.model.label, task.subject.text.name))
+                    for task in bounds
+                ]
+                cost_done += sum(task.cost for task in bounds) - sum(task.cost for task in there)
+                there = [task for task in there if task.missing]
+                if there:
+                    tell(there[0])
+                with closing(carried(bounded, there, means)) as more:
+                    for task, rows in more:
+                        if rows is not None:
+                            store.add_bounds(rows, number)
+                        else:
+                            cost_done += task.cost
+                            tell(task)
+                if bounds and not there:
                     tell(bounds[-1])
             except KeyboardInterrupt:
                 # It may have come after a batch was written and before that was told.

@@ -13,7 +13,7 @@ from howsmooth.bounds.statements import statements_about
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.records import SiteBound, SiteBounds
 
-__all__ = ["BOUNDED_SCOPES", "bound_site", "bounded_lengths"]
+__all__ = ["BOUNDED_SCOPES", "bound_site", "bounded_lengths", "most_tokens"]
 
 BOUNDED_SCOPES = ("head", "heads", "attention")
 """The scopes that are attention alone, which the theorems speak of."""
@@ -22,6 +22,9 @@ BOUNDED_SCOPES = ("head", "heads", "attention")
 _SEARCHES = frozenset({"tie", "masked_tie", "no_real_eigenvalue"})
 _SLOW = frozenset({"certificate_joint", "certificate_n", "certificate_r", "certificate_cheap", "three_terms"})
 _MOST_TOKENS = 256
+# A singular value decomposition of the probabilities.
+_CUBIC = frozenset({"yudin"})
+_MOST_TOKENS_IF_CUBIC = 1024
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 
 
@@ -31,12 +34,17 @@ def bounded_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}))
 
 
+def most_tokens(d: int, heads: int) -> int:
+    """Return the number of tokens of dimension d above which the costliest certificate is left out."""
+    return _MOST_TOKENS_IF_WIDE if d >= _WIDE and heads > 1 else _MOST_TOKENS
+
+
 def bound_site(site: Any) -> SiteBounds:
     """Compute all bounds on a captured attention at its tokens, one sequence.
 
     Left out are searches over inputs (``howsmooth attack`` makes them), at more than 256 tokens the
-    certificates and ``three_terms``, and in 512 or more dimensions the joint certificate of several heads at
-    more than 64 tokens.
+    certificates and ``three_terms``, in 512 or more dimensions the joint certificate of several heads at
+    more than 64 tokens, and ``yudin`` at more than 1,024. The others form no matrix of all pairs of tokens.
 
     Parameters
     ----------
@@ -110,7 +118,9 @@ def _check_cost(name: str, question: Question) -> None:
         raise _LeftOutError("left out: a search over inputs, which howsmooth bound carries out")
     wide = name == "certificate_joint" and d >= _WIDE
     most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS
-    if name in _SLOW and n > most:
+    if name in _CUBIC:
+        most = _MOST_TOKENS_IF_CUBIC
+    if name in _SLOW | _CUBIC and n > most:
         where = f" in {_WIDE} or more dimensions" if wide else ""
         raise _LeftOutError(
             f"left out: it takes long at more than {most} tokens{where}; howsmooth bound computes it"

@@ -243,6 +243,8 @@ class FileSource:
         if x is not None and x.shape[0] != length:
             x = None
         masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"
+        if f.window is not None and f.mask is None:
+            masking = f"sliding window {f.window}" + (", causal" if f.causal else "")
         parts: list[tuple[int | None, SelfAttention]] = [(None, f)]
         if scope == "heads":
             parts = [(None, f.without_output())]

@@ -116,7 +116,8 @@ def status(plan: Plan, texts: Iterable[str], folder: Path, as_published: str = "
                     continue
                 asked = _asked(plan, spec, scope, *known[label])
                 missing = asked - done
-                cost_left += sum(measurement_cost(key[3]) for key in missing)
+                heads = 1 if scope == "head" else known[label][1]
+                cost_left += sum(measurement_cost(key[3], heads) for key in missing)
                 failed = sum(failures.holds(label, text, key) for key in missing)
                 parts.append(Part(label, text, scope, len(asked), len(asked) - len(missing), failed))
             if as_published:
@@ -181,7 +182,11 @@ def _pace(contents: Contents) -> tuple[float | None, float | None]:
         return None, None
     last = worked.iloc[-1]
     mine = rows[rows["run"] == last["id"]]
-    cost = sum(measurement_cost(int(n)) for n in mine["n"])
+    heads = dict(zip(contents.models["label"], contents.models["heads"].astype(int), strict=True))
+    columns = mine[["model", "scope", "n"]].itertuples(index=False)
+    cost = sum(
+        measurement_cost(int(n), 1 if scope == "head" else heads[model]) for model, scope, n in columns
+    )
     return len(mine) / float(last["worked"]), cost / float(last["worked"])
 
 

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
-from howsmooth.study.cost import measurement_cost
+from howsmooth.study.cost import bounds_cost, measurement_cost, usual_layer
 from howsmooth.study.plan import Plan
 from howsmooth.study.prepare import Subject
 from howsmooth.study.records import Key
 from howsmooth.study.sequences import Sequences
-from howsmooth.study.site_bounds import BOUNDED_SCOPES, bounded_lengths
-from howsmooth.study.store import Store
+from howsmooth.study.site_bounds import BOUNDED_SCOPES, bounded_lengths, most_tokens
 
-__all__ = ["Batch", "Bounds", "batch_size", "bounds_left", "count_planned", "work"]
+__all__ = ["Batch", "Bounds", "Held", "Task", "batch_size", "bounds_left", "count_planned", "work"]
 
 # Attention probabilities and their companions of one batch may take about this much memory.
 _BATCH_BYTES = 2**31
 _ARRAYS_A_HEAD = 6
 
 
-# The bounds at one sequence take about as long as this many measurements.
-_MEASUREMENTS_A_BOUND = 15.0
+@runtime_checkable
+class Task(Protocol):
+    """What a run is made of: something to compute at some sequences of one subject and length."""
+
+    @property
+    def subject(self) -> Subject:
+        """The model on its text."""
+
+    @property
+    def n(self) -> int:
+        """How many tokens each sequence has."""
+
+    @property
+    def scope(self) -> str:
+        """What is called attention."""
+
+    @property
+    def starts(self) -> Mapping[int, int]:
+        """First tokens of the samples, in the order in which they are captured."""
+
+    @property
+    def what(self) -> str:
+        """What a failure is a failure of, see :class:`~howsmooth.study.records.Failure`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,11 @@ class Batch:
     missing: frozenset[Key]
 
     @property
+    def what(self) -> str:
+        """What a failure of it is a failure of."""
+        return "measurement"
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layers with something left to measure."""
         return tuple(sorted({layer for _, layer, _, _, _ in self.missing}))
@@ -43,7 +69,12 @@ class Batch:
     @property
     def cost(self) -> float:
         """An estimate of the time it takes, in no particular unit."""
-        return len(self.missing) * measurement_cost(self.n)
+        return len(self.missing) * self.cost_of_one
+
+    @property
+    def cost_of_one(self) -> float:
+        """That of one measurement."""
+        return measurement_cost(self.n, _heads(self))
 
 
 @dataclass(frozen=True)
@@ -55,6 +86,16 @@ class Bounds:
     scope: str
     start: int
     missing: frozenset[Key]
+
+    @property
+    def what(self) -> str:
+        """What a failure of them is a failure of."""
+        return "bounds"
+
+    @property
+    def starts(self) -> Mapping[int, int]:
+        """The first token of sample 0."""
+        return {0: self.start}
 
     def among(self, measured: frozenset[Key]) -> Bounds:
         """Keep what is measured."""
@@ -68,10 +109,27 @@ class Bounds:
     @property
     def cost(self) -> float:
         """An estimate of the time it takes, in the unit of :attr:`Batch.cost`."""
-        return len(self.missing) * _MEASUREMENTS_A_BOUND * measurement_cost(self.n)
+        heads = _heads(self)
+        most = most_tokens(usual_layer(heads).d, heads)
+        return len(self.missing) * bounds_cost(self.n, heads, most=most)
 
 
-def work(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Batch]:
+def _heads(task: Task) -> int:
+    return 1 if task.scope == "head" else task.subject.model.heads
+
+
+@runtime_checkable
+class Held(Protocol):
+    """What has been done: a store, as far as it is asked here."""
+
+    def known(self, model: str, text: str) -> frozenset[Key]:
+        """Return the measurements of a model on a text."""
+
+    def bounded(self, model: str, text: str) -> frozenset[Key]:
+        """Return where bounds are known."""
+
+
+def work(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Held) -> Iterator[Batch]:
     """List what is left to do, subject by subject, from short to long."""
     for subject, places in placed:
         known = store.known(subject.model.label, subject.text.name)
@@ -106,7 +164,7 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
     return max(1, _BATCH_BYTES // size)
 
 
-def bounds_left(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Store) -> Iterator[Bounds]:
+def bounds_left(plan: Plan, placed: Sequence[tuple[Subject, Sequences]], store: Held) -> Iterator[Bounds]:
     """List the bounds that the store does not have, at three lengths of each subject."""
     if not plan.bounds:
         return

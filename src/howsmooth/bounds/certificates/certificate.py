@@ -124,7 +124,7 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
         query[h, :rank], key[h, :rank], value[h, : head.V.shape[0]] = head.right, head.left.mT, head.V
         key[h, rank], bias[h, rank] = head.b, 1.0
     outputs = [torch.nn.functional.pad(w, (0, width - w.shape[1])) for w in heads.outputs]
-    causal = heads.masking == "causal"
+    causal = heads.masking == "causal" or heads.causal
     return SelfAttention(
         query,
         key,
@@ -133,7 +133,8 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
         query_bias=bias,
         scale=1.0,
         causal=causal,
-        mask=None if causal else heads.mask,
+        window=heads.window,
+        mask=heads.mask,
     )
 
 

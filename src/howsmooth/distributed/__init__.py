@@ -1,0 +1,6 @@
+"""One sequence that is too long for one device, its rows shared among the processes of torch.distributed."""
+
+from howsmooth.distributed.cost import Device, StepCost, step_cost
+from howsmooth.distributed.measure import local_lipschitz, own_rows
+
+__all__ = ["Device", "StepCost", "local_lipschitz", "own_rows", "step_cost"]

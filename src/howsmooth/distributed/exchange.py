@@ -1,0 +1,167 @@
+"""What the processes that share a sequence tell each other; the only module with torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.distributed.shares import RowShares
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """The three operations that all processes of a group carry out together."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process in the group."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+
+    def all_gather(self, out: Tensor, t: Tensor) -> None:
+        """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
+
+    def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
+        """Write into ``out`` the sum over processes of their ``t[rank]``, t (world, ...)."""
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the small objects of all processes."""
+
+
+class ProcessGroupCollectives:
+    """A group of torch.distributed, of any backend (gloo on processors, NCCL on CUDA devices).
+
+    Parameters
+    ----------
+    group
+        A process group; None for all processes.
+
+    Raises
+    ------
+    ArgumentError
+        If torch.distributed has not been started, or this process is not in the group.
+
+    """
+
+    def __init__(self, group: object) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError(
+                "group",
+                expected="a group of processes",
+                got="none: torch.distributed has not been started",
+                remedy="Start the program with torchrun and call torch.distributed.init_process_group first.",
+            )
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise ArgumentError(
+                "group",
+                expected="a process group of torch.distributed, or None",
+                got=type(group).__name__,
+                remedy="torch.distributed.new_group makes one.",
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError(
+                "group", expected="a group that this process belongs to", got="one without it"
+            )
+
+    def all_gather(self, out: Tensor, t: Tensor) -> None:
+        """Write the tensors of all processes into ``out``."""
+        _newest("all_gather_single", "all_gather_into_tensor")(out.flatten(), t.flatten(), group=self.group)
+
+    def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
+        """Write into ``out`` the sum over processes of their part for this one."""
+        _newest("reduce_scatter_single", "reduce_scatter_tensor")(
+            out.flatten(), t.flatten(), group=self.group
+        )
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the small objects of all processes."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def _newest(*names: str) -> Callable[..., Any]:
+    """Return the first of some functions that this PyTorch has: 2.13 renamed two."""
+    found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return found
+
+
+class Exchange:
+    """Rows gathered, sums of rows scattered, and small sums, among the processes that share a sequence."""
+
+    def __init__(self, collectives: Collectives, shares: RowShares, device: torch.device) -> None:
+        self.collectives = collectives
+        self.shares = shares
+        self.device = device
+        self.ranges = shares.ranges(collectives.rank)
+        self.own = shares.count(collectives.rank)
+
+    def gather(
+        self, first: Float[Tensor, "b own dim_1"], second: Float[Tensor, "b own dim_2"]
+    ) -> tuple[Float[Tensor, "b n dim_1"], Float[Tensor, "b n dim_2"]]:
+        """Return the rows of all processes, of two tensors at once, in their order in the sequence."""
+        b, own, width = first.shape[0], first.shape[1], first.shape[2]
+        sent = first.new_zeros(b, self.shares.longest, width + second.shape[2])
+        sent[:, :own, :width] = first
+        sent[:, :own, width:] = second
+        received = sent.new_empty(self.shares.world, *sent.shape)
+        self.collectives.all_gather(received, sent)
+        whole = sent.new_empty(b, self.shares.n, sent.shape[2])
+        for rank, place, part in self._places():
+            whole[:, part] = received[rank, :, place]
+        return whole[..., :width], whole[..., width:]
+
+    def scatter_sum(
+        self, first: Float[Tensor, "b n dim_1"], second: Float[Tensor, "b n dim_2"]
+    ) -> tuple[Float[Tensor, "b own dim_1"], Float[Tensor, "b own dim_2"]]:
+        """Return this process's rows of the sums over processes: the adjoint of ``gather``."""
+        b, width = first.shape[0], first.shape[2]
+        sent = first.new_zeros(self.shares.world, b, self.shares.longest, width + second.shape[2])
+        for rank, place, part in self._places():
+            sent[rank, :, place, :width] = first[:, part]
+            sent[rank, :, place, width:] = second[:, part]
+        summed = torch.empty_like(sent[0])
+        self.collectives.reduce_scatter(summed, sent)
+        return summed[:, : self.own, :width], summed[:, : self.own, width:]
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over processes of a small tensor, with the same last digit in each of them.
+
+        Decisions hang on these numbers: were they to differ by rounding, one process would stop while the
+        others wait for it.
+        """
+        return self._all(values).sum(dim=0)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest over processes of each entry of a small tensor."""
+        return self._all(values).amax(dim=0)
+
+    def _all(self, values: Tensor) -> Tensor:
+        sent = values.to(self.device).contiguous()
+        received = sent.new_empty(self.shares.world, *sent.shape)
+        self.collectives.all_gather(received, sent)
+        return received.to(values.device)
+
+    def _places(self) -> list[tuple[int, slice, slice]]:
+        """Return, for each range of each process, where it lies in the share and in the sequence."""
+        places = []
+        for rank in range(self.shares.world):
+            first = 0
+            for part in self.shares.ranges(rank):
+                length = part.stop - part.start
+                places.append((rank, slice(first, first + length), part))
+                first += length
+        return places

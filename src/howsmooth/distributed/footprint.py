@@ -1,0 +1,121 @@
+"""How many bytes a process takes for its share of a sequence, and how many heads it gathers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
+from howsmooth.distributed.exchange import Collectives
+from howsmooth.distributed.shares import RowShares
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import streamed_bytes
+from howsmooth.jacobian.streamed import working_bytes
+
+__all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
+
+GATHERED = 7
+"""Tensors of one number for each token and entry of a key and a value of the heads taken at a time: keys and
+values, their tangents, what is received, cotangents of two ranges, what is sent; in float32 also those that
+scores are formed of."""
+
+# As in one process: more vectors than most runs need are kept in the operator's precision, else in half.
+_ENOUGH_VECTORS = 64
+_FEWEST_VECTORS = 2
+
+
+@dataclass(frozen=True)
+class Room:
+    """What all processes agreed on: heads gathered at a time, vectors of the Krylov basis, their dtype."""
+
+    heads_together: int
+    vectors: int
+    basis_dtype: torch.dtype
+
+    def basis_bytes(self, own: int, d: int) -> int:
+        """Bytes of the basis in a process that holds ``own`` tokens."""
+        return self.vectors * own * d * self.basis_dtype.itemsize
+
+
+def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
+    match f:
+        case SelfAttention():
+            yield f
+        case Residual():
+            yield from _attentions(f.inner)
+        case Compose():
+            yield from _attentions(f.outer)
+            yield from _attentions(f.inner)
+
+
+def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype) -> int:
+    """Bytes of a process for one gathered key head, of the attention that needs most."""
+    return max((GATHERED * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
+
+
+def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a process for its own rows: operator, tiles, five vectors of the solver."""
+    tiles = sum(
+        working_bytes(a.heads, own, n, dtype.itemsize, device, capped=a.softcap is not None)
+        for a in _attentions(f)
+    )
+    return streamed_bytes(f, own, dtype, device) + tiles + 5 * own * max(f.d, f.d_out) * dtype.itemsize
+
+
+def check_budget(
+    f: TokenMap,
+    shares: RowShares,
+    dtypes: Iterable[torch.dtype],
+    device: torch.device,
+    budget: int,
+    collectives: Collectives,
+) -> None:
+    """Raise ArgumentError in every process if the budget of one is too small for one head and two vectors."""
+    own = shares.count(collectives.rank)
+    least = max(
+        fixed_bytes(f, own, shares.n, dtype, device)
+        + bytes_per_head(f, shares.n, dtype)
+        + _FEWEST_VECTORS * own * f.d * torch.float16.itemsize
+        for dtype in dtypes
+    )
+    said = collectives.all_gather_objects((budget, least))
+    short = [rank for rank, (given, needed) in enumerate(said) if given < needed]
+    if short:
+        rank = max(short, key=lambda one: said[one][1])
+        given, needed = said[rank]
+        raise ArgumentError(
+            "memory",
+            expected=f"at least {needed} bytes ({needed / 2**30:.3g} GiB) in process {rank}, for {shares.n} "
+            f"tokens among {shares.world} processes",
+            got=f"{given} bytes",
+            remedy="Use more processes, or free memory.",
+        )
+
+
+def room(
+    f: TokenMap,
+    shares: RowShares,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget: int,
+    max_iterations: int,
+    collectives: Collectives,
+) -> Room:
+    """Share out the memory of this process, which is enough, and agree with the others on the least."""
+    own, n = shares.count(collectives.rank), shares.n
+    per_head, vector = bytes_per_head(f, n, dtype), own * f.d
+    kv_heads = max((a.kv_heads for a in _attentions(f)), default=1)
+    left = budget - fixed_bytes(f, own, n, dtype, device)
+    # Half of what is left for the basis, the other half for heads; one head at least.
+    heads = min(kv_heads, max(1, left // 2 // per_head)) if per_head else kv_heads
+    basis = left - heads * per_head
+    answers = collectives.all_gather_objects(
+        (heads, basis // (vector * dtype.itemsize), basis // (vector * torch.float16.itemsize))
+    )
+    heads, whole, halves = (min(answer[i] for answer in answers) for i in range(3))
+    limit = min(max_iterations, n * f.d)
+    if whole >= min(_ENOUGH_VECTORS, limit):
+        return Room(heads, min(whole, limit), dtype)
+    return Room(heads, min(halves, limit), torch.float16)

@@ -1,0 +1,174 @@
+"""The Jacobian of a map at one sequence whose rows are shared among processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import (
+    Compose,
+    LayerNorm,
+    LayerScale,
+    Residual,
+    RMSNorm,
+    Rotary,
+    SelfAttention,
+    TokenMap,
+)
+from howsmooth.attention.core import ScoreFeatures
+from howsmooth.attention.visibility import Visibility
+from howsmooth.distributed.exchange import Collectives, Exchange
+from howsmooth.distributed.softmax import SharedSoftmax, shared_softmax
+from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian, norm_jacobian
+from howsmooth.jacobian.streamed_attention import StreamedAttentionJacobian
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["SharedMap", "check_shareable", "together"]
+
+T = TypeVar("T")
+
+
+def check_shareable(f: object) -> None:
+    """Raise ArgumentError unless the rows of ``f`` can be shared out among processes."""
+    match f:
+        case SelfAttention() if f.mask is not None or f.score_bias is not None:
+            raise ArgumentError(
+                "f",
+                expected="attention whose order is causal, a window or none, to share it among processes",
+                got="a mask" if f.mask is not None else "a score bias",
+                remedy="A matrix of n × n entries in every process would be the larger part of the memory.",
+            )
+        case SelfAttention() | LayerNorm() | RMSNorm() | LayerScale():
+            return
+        case Residual():
+            check_shareable(f.inner)
+        case Compose():
+            check_shareable(f.outer)
+            check_shareable(f.inner)
+        case _:
+            raise ArgumentError(
+                "f",
+                expected="SelfAttention, a norm, a LayerScale, or a Residual or Compose of them",
+                got=type(f).__name__,
+                remedy="Measure it in one process, with howsmooth.local_lipschitz.",
+            )
+
+
+def together(collectives: Collectives, compute: Callable[[], T]) -> T:
+    """Compute in every process, or raise in every process what one of them refuses.
+
+    A process that raised alone would leave the others waiting for it.
+    """
+    result, problem = None, None
+    try:
+        result = compute()
+    except HowsmoothError as error:
+        problem = error
+    said = collectives.all_gather_objects(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, words in enumerate(said):
+        if words is not None:
+            raise ArgumentError(
+                "group",
+                expected="a share that every process can take",
+                got=f"process {rank}: {words.removesuffix('.')}",
+            )
+    assert result is not None
+    return result
+
+
+@dataclass(frozen=True)
+class SharedMap:
+    """A map at one sequence of which each process holds some rows.
+
+    Parameters
+    ----------
+    exchange
+        Between the processes, which all call every method alike.
+    heads_together
+        Key heads whose keys and values are gathered at a time.
+
+    """
+
+    exchange: Exchange
+    heads_together: int
+
+    def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
+        """Linearise a float64 map at this process's float64 tokens (1, own, d); products in ``dtype``.
+
+        The operator takes and gives this process's rows; its products are made by all processes together.
+
+        Raises
+        ------
+        ArgumentError
+            If a norm is not differentiable at a token of some process.
+
+        """
+        match f:
+            case SelfAttention():
+                return self._attention(f, x, dtype)
+            case LayerNorm() | RMSNorm():
+                return together(self.exchange.collectives, lambda: NormJacobian.at(f, x, dtype))
+            case LayerScale():
+                return ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1])
+            case Residual():
+                return ResidualJacobian(self.jacobian(f.inner, x, dtype))
+            case Compose():
+                outer = self.jacobian(f.outer, self.image(f.inner, x), dtype)
+                return ComposedJacobian(outer, self.jacobian(f.inner, x, dtype))
+        raise AssertionError(type(f))  # pragma: no cover - check_shareable comes first
+
+    def image(self, f: TokenMap, x: Tensor) -> Tensor:
+        """Return this process's rows of f(X) at its float64 tokens (1, own, d)."""
+        match f:
+            case SelfAttention():
+                local = self._placed(f)
+                core = self._softmax(f, *local.projections(x), torch.float64)
+                return local._projected(core.image()[None])
+            case Residual():
+                return x + self.image(f.inner, x)
+            case Compose():
+                return self.image(f.outer, self.image(f.inner, x))
+            case _:
+                return f._forward(x)
+
+    def _attention(self, f: SelfAttention, x: Tensor, dtype: torch.dtype) -> LinearOperator:
+        local = self._placed(f)
+        for norm, weight, bias in (
+            (f.query_norm, f.query, f.query_bias),
+            (f.key_norm, f.key, f.key_bias),
+        ):
+            if norm is not None:
+                together(self.exchange.collectives, partial(norm_jacobian, norm, x, weight, bias, dtype))
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> SharedSoftmax:
+            return self._softmax(f, q, k, v, dtype)
+
+        return StreamedAttentionJacobian.at(local, x, dtype, core)
+
+    def _placed(self, f: SelfAttention) -> SelfAttention:
+        """Return the attention whose rotations are those of this process's rows."""
+        if f.rotary is None:
+            return f
+        shares = self.exchange.shares
+        rows = shares.rows(self.exchange.collectives.rank).to(f.device)
+        return f._rebuilt(rotary=Rotary(f.rotary.cos[rows], f.rotary.sin[rows]))
+
+    def _softmax(
+        self, f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype
+    ) -> SharedSoftmax:
+        n = self.exchange.shares.n
+        visibility = Visibility(n, f.causal, f.window)
+        features = ScoreFeatures(f.features.softcap, None, f.features.sinks)
+        q = q.reshape(f.kv_heads, f.heads // f.kv_heads, *q.shape[-2:])
+        return shared_softmax(
+            q, k[0], v[0], f.scale, visibility, features, dtype, self.exchange, self.heads_together
+        )

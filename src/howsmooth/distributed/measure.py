@@ -1,0 +1,292 @@
+"""The local Lipschitz constant at one long sequence, its rows shared among processes."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.attention.map import check_tokens
+from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCollectives
+from howsmooth.distributed.footprint import Room, check_budget, room
+from howsmooth.distributed.linearise import SharedMap, check_shareable, together
+from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.start import own_start
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import in_double
+from howsmooth.lipschitz import LipschitzEstimate, _check_arguments, _judged
+from howsmooth.memory import memory_budget
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.lanczos import lanczos
+from howsmooth.spectral.sums import squared_lengths
+
+__all__ = ["local_lipschitz", "measure", "own_rows"]
+
+# What a map makes of a few tokens must be the same in all processes, to rounding.
+_PROBE_TOKENS = 4
+_PROBE_RTOL = 1e-9
+
+
+def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
+    """Return the numbers of the tokens that this process holds, of a sequence of ``n``.
+
+    Two ranges, one from either end of the sequence: under a causal map all processes then have the same work.
+
+    Parameters
+    ----------
+    n
+        Tokens of the sequence, at least two for each process.
+    group
+        Process group of torch.distributed; all processes by default.
+
+    Raises
+    ------
+    ArgumentError
+        If torch.distributed has not been started, or there are fewer tokens.
+
+    """
+    collectives = ProcessGroupCollectives(group)
+    return RowShares(n, collectives.world).rows(collectives.rank)
+
+
+def local_lipschitz(
+    f: TokenMap,
+    x: Tensor,
+    n: int,
+    *,
+    group: object = None,
+    rtol: float = 1e-4,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int = 0,
+    memory: int | None = None,
+) -> LipschitzEstimate:
+    """Measure ‖D_X f‖₂ at one sequence of ``n`` tokens of which each process holds its own rows.
+
+    It is :func:`howsmooth.local_lipschitz` with the work and the memory shared: the same start, the same
+    steps, the same interval, and numbers that differ by rounding only. Every process of the group calls it
+    with the same arguments, but for ``x`` and ``memory``.
+
+    Parameters
+    ----------
+    f
+        :class:`~howsmooth.attention.SelfAttention` without mask and score bias, a norm, a LayerScale, or a
+        Residual or Compose of them.
+    x
+        The rows :func:`own_rows` of the tokens, (own, d), float32 or float64.
+    n
+        Tokens of the whole sequence.
+    group
+        Process group of torch.distributed; all processes by default.
+    rtol, confidence, max_iterations, seed
+        As for one process.
+    memory
+        Bytes that this process may use; by default half of what is free on its device, shared evenly with
+        other processes of the group there. It decides how many heads are gathered at a time and what the
+        Krylov basis is kept in.
+
+    Returns
+    -------
+    LipschitzEstimate
+        The same in every process, but for the directions, which are of its own rows.
+
+    Raises
+    ------
+    ArgumentError
+        In every process, if an argument of one does not fit or differs from that of the others.
+    NonFiniteError
+        In every process, if tokens or a product are not finite.
+
+    References
+    ----------
+    docs/guide/many-machines.md, which says what is sent and what it costs.
+
+    """
+    collectives = ProcessGroupCollectives(group)
+    return measure(
+        f,
+        x,
+        n,
+        collectives,
+        rtol=rtol,
+        confidence=confidence,
+        max_iterations=max_iterations,
+        seed=seed,
+        memory=memory,
+    )
+
+
+def measure(
+    f: TokenMap,
+    x: Tensor,
+    n: int,
+    collectives: Collectives,
+    *,
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    seed: int,
+    memory: int | None,
+) -> LipschitzEstimate:
+    """Do what :func:`local_lipschitz` does, over any collectives."""
+    shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
+    budget = together(collectives, lambda: memory_budget(memory, x.device))
+    if memory is None:
+        budget //= _neighbours(collectives, x.device)
+    exchange = Exchange(collectives, shares, x.device)
+    dtypes = (x.dtype, torch.float64)
+    check_budget(double, shares, dtypes, x.device, budget, collectives)
+    rooms = {
+        dtype: room(double, shares, dtype, x.device, budget, max_iterations, collectives) for dtype in dtypes
+    }
+    start = own_start(n, f.d, exchange.ranges, seed)[None]
+    tokens = x.detach().double()[None]
+
+    def operator(dtype: torch.dtype) -> LinearOperator:
+        return SharedMap(exchange, rooms[dtype].heads_together).jacobian(double, tokens, dtype)
+
+    def solve(at: LinearOperator) -> LeadingTriplet:
+        held: Room = rooms[at.dtype]
+        return lanczos(
+            at,
+            start.to(device=at.device, dtype=at.dtype),
+            rtol=rtol,
+            confidence=confidence,
+            max_iterations=max_iterations,
+            basis_dtype=held.basis_dtype,
+            basis_bytes=held.basis_bytes(exchange.own, f.d),
+            reduce=exchange.total,
+        )
+
+    found = solve(operator(x.dtype)) if x.dtype == torch.float64 else _single(operator, solve, exchange, rtol)
+    return LipschitzEstimate(
+        value=found.sigma[0],
+        lower=found.lower[0],
+        upper=found.upper[0],
+        confidence=confidence,
+        converged=found.converged[0],
+        iterations=found.steps[0],
+        input_direction=found.right[0].to(x.dtype),
+        output_direction=found.left[0].to(x.dtype),
+        method="closed form",
+        scope=f"{f.describe()}, {n} tokens shared among {collectives.world} processes",
+        rtol=rtol,
+        seed=seed,
+    )
+
+
+def _single(
+    operator: Callable[[torch.dtype], LinearOperator],
+    solve: Callable[[LinearOperator], LeadingTriplet],
+    exchange: Exchange,
+    rtol: float,
+) -> LeadingTriplet:
+    """Solve in float32, with the verdict of float64 products, and in float64 where that is not enough."""
+    single = operator(torch.float32)
+    found = solve(single)
+    right = found.right.double()
+    right /= _length(right, exchange)
+    _, rounded = single.gram_product(right.to(torch.float32))
+    del single
+    exact = operator(torch.float64)
+    image, gram = exact.gram_product(right)
+    sigma = _length(image, exchange).cpu()
+    # A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order.
+    defect = _length(rounded.double() - gram, exchange).cpu() / sigma.clamp_min(
+        torch.finfo(torch.float64).tiny
+    )
+    judged = _judged(found, sigma, defect, exact.rounding, rtol)
+    del image, gram, rounded, right
+    if bool(judged.converged) or not bool(found.converged | found.broke_down):
+        return judged
+    return solve(exact)
+
+
+def _length(t: Tensor, exchange: Exchange) -> Tensor:
+    """Frobenius norm of a tensor (1, own, ·) over all processes, (1,)."""
+    return exchange.total(squared_lengths(t.flatten(1))).sqrt()
+
+
+def _agreed(
+    f: TokenMap,
+    x: Tensor,
+    n: int,
+    collectives: Collectives,
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    seed: int,
+) -> tuple[RowShares, TokenMap]:
+    """Check the arguments of every process, and that they are one call."""
+
+    def checked() -> tuple[RowShares, TokenMap, dict[str, object], list[float]]:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise ArgumentError("n", expected="the number of tokens of the sequence", got=repr(n))
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ArgumentError("seed", expected="an integer", got=repr(seed))
+        check_shareable(f)
+        _check_arguments(f, x, rtol, confidence, max_iterations)
+        shares = RowShares(n, collectives.world)
+        own = shares.count(collectives.rank)
+        if x.ndim != 2 or x.shape[0] != own:
+            raise ArgumentError(
+                "x",
+                expected=f"the {own} rows of process {collectives.rank}, shape ({own}, {f.d})",
+                got=f"shape {tuple(x.shape)}",
+                remedy="Take x[own_rows(n)] of the sequence.",
+            )
+        check_tokens(x, f)
+        f.check_length(n)
+        double = in_double(f)
+        said = {
+            "n": n,
+            "rtol": rtol,
+            "confidence": confidence,
+            "max_iterations": max_iterations,
+            "seed": seed,
+            "dtype": str(x.dtype),
+            "f": f.describe(),
+        }
+        return shares, double, said, _probe(double, n)
+
+    shares, double, said, probe = together(collectives, checked)
+    for rank, (theirs, numbers) in enumerate(collectives.all_gather_objects((said, probe))):
+        for name, value in said.items():
+            if theirs[name] != value:
+                raise ArgumentError(
+                    name,
+                    expected="one value in all processes",
+                    got=f"{value!r} here, {theirs[name]!r} in process {rank}",
+                )
+        if not all(map(_alike, probe, numbers)):
+            raise ArgumentError(
+                "f",
+                expected="one map in all processes",
+                got=f"other parameters in process {rank}",
+                remedy="Load or draw them alike: the same file, the same seed.",
+            )
+    return shares, double
+
+
+def _alike(a: float, b: float) -> bool:
+    """Tell whether two numbers differ by rounding only; what is no number is found by the products."""
+    return math.isclose(a, b, rel_tol=_PROBE_RTOL, abs_tol=1e-300) or (math.isnan(a) and math.isnan(b))
+
+
+def _probe(double: TokenMap, n: int) -> list[float]:
+    """Return the lengths of the images of a few tokens, from which another map would differ."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(min(n, _PROBE_TOKENS), double.d, generator=generator, dtype=torch.float64)
+    lengths: list[float] = double._forward(tokens.to(double.device)).norm(dim=-1).tolist()
+    return lengths
+
+
+def _neighbours(collectives: Collectives, device: torch.device) -> int:
+    """Return how many processes of the group share this one's device."""
+    here = (socket.gethostname(), str(device))
+    return collectives.all_gather_objects(here).count(here)

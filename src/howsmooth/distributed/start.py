@@ -1,0 +1,44 @@
+"""A process's rows of the random start that one process alone would draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["own_start"]
+
+# Numbers drawn at a time.
+_CHUNK = 1 << 22
+# PyTorch draws normal numbers in groups of this many, the last group of a tensor anew.
+_GROUP = 16
+
+
+def own_start(
+    n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
+) -> Float[Tensor, "own d"]:
+    """Return the rows ``ranges`` of the Gaussian start (n, d) of ``seed``, float64 on the CPU.
+
+    Bit for bit the rows of ``torch.randn(n, d)`` from this seed, so that the result does not depend on the
+    number of processes. All numbers are drawn in turn, in memory of the own rows and one chunk.
+    """
+    seed %= 2**64
+    generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
+    step = max(1, chunk // (d * _GROUP)) * _GROUP
+    own = torch.empty(sum(part.stop - part.start for part in ranges), d, dtype=torch.float64)
+    first = 0
+    while first < n:
+        last = first + step
+        if (n - last) * d < _GROUP:  # too little for a group of its own
+            last = n
+        drawn = torch.randn(last - first, d, generator=generator, dtype=torch.float64)
+        place = 0
+        for part in ranges:
+            low, high = max(part.start, first), min(part.stop, last)
+            if low < high:
+                own[place + low - part.start : place + high - part.start] = drawn[low - first : high - first]
+            place += part.stop - part.start
+        first = last
+    return own

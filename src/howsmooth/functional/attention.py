@@ -1,0 +1,191 @@
+"""Attention as a function of queries, keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.errors import ArgumentError
+from howsmooth.functional.blocks import Grid, Shape, apply
+from howsmooth.functional.maps import attention_map
+from howsmooth.functional.softmax import Scores
+
+__all__ = ["attention"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def attention(
+    q: object,
+    k: object,
+    v: object,
+    mask: object = None,
+    *,
+    causal: object = False,
+    window: object = None,
+    scale: object = None,
+    score_bias: object = None,
+    softcap: object = None,
+    sinks: object = None,
+) -> Float[Tensor, "*lead m value_dim"]:
+    """Softmax attention, exact, with derivatives of every kind and order, in memory O(m + n).
+
+    O = P v, with P the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, where s is
+    scale · q kᵀ (and S = s + mask + score_bias without a cap). PyTorch's autograd and all of torch.func go
+    through it: forward and reverse mode, one over the other, vmap. Scores are formed in blocks of query rows,
+    anew in every derivative, and never kept; blocks that causal order or a window hide are not formed.
+
+    A query that sees no key has output zero, and so have its derivatives.
+
+    Parameters
+    ----------
+    q
+        Queries (..., heads, m, key_dim), or (m, key_dim) for one head, in float16, bfloat16, float32 or
+        float64. Products of the half precisions are summed in float32.
+    k
+        Keys (..., kv_heads, n, key_dim), or (n, key_dim); ``kv_heads`` divides ``heads``, and successive
+        heads of queries share a key head. Axes in front broadcast.
+    v
+        Values (..., kv_heads, n, value_dim), or (n, value_dim).
+    mask
+        Which keys each query sees, True where it does; or numbers that are added to the scores, −∞ to hide a
+        key. Broadcast to (..., heads, m, n).
+    causal
+        Query i sees keys j <= i only. Needs m = n.
+    window
+        Query i sees keys with |i − j| < window only. Needs m = n.
+    scale
+        Factor of the products; 1/√key_dim by default.
+    score_bias
+        Numbers that are added to the scores, broadcast to (..., heads, m, n), such as a bias by distance.
+    softcap
+        c > 0: scores become c tanh(s / c), before mask and bias.
+    sinks
+        (heads,): the score, in every row, of one further key without value.
+
+    Returns
+    -------
+    O, (..., heads, m, value_dim), or (m, value_dim), in the dtype of ``q``.
+
+    Raises
+    ------
+    ArgumentError
+        A shape, dtype, device or option does not fit the others.
+
+    """
+    q, k, v = _tensor("q", q), _tensor("k", k, like=q), _tensor("v", v, like=q)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim < 2 or (t.ndim == 2) != (q.ndim == 2):
+            raise ArgumentError(
+                name,
+                expected="queries, keys and values (..., heads, tokens, entries), or all (tokens, entries)",
+                got=f"shape {tuple(t.shape)} beside queries {tuple(q.shape)}",
+            )
+    one_head = q.ndim == 2
+    if one_head:
+        q, k, v = q[None], k[None], v[None]
+    lead = _check_shapes(q, k, v)
+    (heads, m, key_dim), (kv_heads, n), value_dim = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
+    group, size = heads // kv_heads, math.prod(lead)
+
+    if not isinstance(causal, bool):
+        raise ArgumentError("causal", expected="True or False", got=repr(causal))
+    width = check_window(window)
+    if (causal or width is not None) and m != n:
+        raise ArgumentError(
+            "causal" if causal else "window",
+            expected="as many queries as keys, which are numbered alike",
+            got=f"{m} queries and {n} keys",
+            remedy="Say with a mask which keys each query sees.",
+        )
+    names = ["q", "k", "v"]
+    tensors = [
+        q.expand(*lead, heads, m, key_dim).reshape(size, kv_heads, group, m, key_dim),
+        k.expand(*lead, kv_heads, n, key_dim).reshape(size, kv_heads, 1, n, key_dim),
+        v.expand(*lead, kv_heads, n, value_dim).reshape(size, kv_heads, 1, n, value_dim),
+    ]
+    axes = (*lead, heads, m, n)
+    if mask is not None:
+        boolean = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        names.append("seen" if boolean else "mask")
+        tensors.append(_as_scores("mask", _tensor("mask", mask, like=q, boolean=True), axes, group))
+    if score_bias is not None:
+        names.append("bias")
+        tensors.append(_as_scores("score_bias", _tensor("score_bias", score_bias, like=q), axes, group))
+    if sinks is not None:
+        column = _tensor("sinks", sinks, like=q)
+        if column.shape != (heads,):
+            raise ArgumentError("sinks", expected=f"shape ({heads},)", got=str(tuple(column.shape)))
+        names.append("sinks")
+        tensors.append(column.reshape(1, kv_heads, group, 1, 1))
+
+    grid = Grid(size, kv_heads, group, m, Visibility(n, causal, width))
+    factor = 1 / math.sqrt(key_dim) if scale is None else _number("scale", scale)
+    cap = None if softcap is None else _number("softcap", softcap, positive=True)
+    shape: Shape = (grid.lead, kv_heads, group, m, value_dim)
+    (out,) = apply(attention_map(Scores(grid, factor, cap, tuple(names)), shape), *tensors)
+    return out.reshape(m, value_dim) if one_head else out.reshape(*lead, heads, m, value_dim)
+
+
+def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
+    """Check that an argument is a tensor of floating-point numbers, of dtype and device of ``like``."""
+    if not isinstance(t, Tensor):
+        raise ArgumentError(name, expected="a torch.Tensor", got=type(t).__name__)
+    if like is None and t.dtype not in _DTYPES:
+        raise ArgumentError(name, expected="float16, bfloat16, float32 or float64", got=str(t.dtype))
+    if like is not None and t.dtype != like.dtype and not (boolean and t.dtype == torch.bool):
+        expected = f"{like.dtype}, as q" if not boolean else f"torch.bool, or {like.dtype} as q"
+        raise ArgumentError(name, expected=expected, got=str(t.dtype))
+    if like is not None and t.device != like.device:
+        raise ArgumentError(name, expected=f"a tensor on {like.device}, as q", got=f"one on {t.device}")
+    return t
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """Check heads, tokens and entries of queries, keys and values; return their leading axes, broadcast."""
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        expected = (
+            f"keys of the {q.shape[-1]} entries of the queries" if q.shape[-1] else "entries in queries"
+        )
+        raise ArgumentError("k", expected=expected, got=f"shape {tuple(k.shape)}")
+    if v.shape[-3:-1] != k.shape[-3:-1]:
+        raise ArgumentError(
+            "v",
+            expected=f"values for the {k.shape[-3]} heads and {k.shape[-2]} tokens of the keys",
+            got=f"shape {tuple(v.shape)}",
+        )
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0:
+        raise ArgumentError(
+            "k",
+            expected=f"a number of key heads that divides the {q.shape[-3]} heads of the queries",
+            got=f"{k.shape[-3]} heads",
+        )
+    try:
+        return tuple(torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v))))
+    except RuntimeError:
+        got = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ArgumentError("q, k, v", expected="leading axes that broadcast", got=f"shapes {got}") from None
+
+
+def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
+    """Return (lead, kv_heads, group, m, n), any of them 1, of a tensor that broadcasts to ``axes``."""
+    if t.ndim > len(axes) or any(
+        size not in (1, full) for size, full in zip(t.shape[::-1], axes[::-1], strict=False)
+    ):
+        raise ArgumentError(name, expected=f"a shape that broadcasts to {axes}", got=str(tuple(t.shape)))
+    t = t.reshape(*(1,) * (len(axes) - t.ndim), *t.shape)
+    lead = axes[:-3] if any(size != 1 for size in t.shape[:-3]) else t.shape[:-3]
+    t = t.expand(*lead, *t.shape[-3:])
+    heads = (1, 1) if t.shape[-3] == 1 else (t.shape[-3] // group, group)
+    return t.reshape(math.prod(lead), *heads, *t.shape[-2:])
+
+
+def _number(name: str, x: object, *, positive: bool = False) -> float:
+    good = isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    if not good or (positive and float(x) <= 0):  # type: ignore[arg-type]
+        raise ArgumentError(name, expected=f"a finite number{' > 0' if positive else ''}", got=repr(x))
+    return float(x)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Jacobians of norm layers and layer scales: of each token by itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.errors import ArgumentError
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
+
+
+def norm_jacobian(
+    norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> NormJacobian | None:
+    """Linearise a norm of queries or keys at tokens x, rows (batch, n times heads, d) or (batch, n, d)."""
+    if norm is None:
+        return None
+    rows = x @ weight.flatten(0, 1).mT
+    if bias is not None:
+        rows = rows + bias.flatten()
+    return NormJacobian.at(norm, rows.reshape(x.shape[0], -1, norm.d), dtype)
+
+
+class NormJacobian(LinearOperator):
+    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²), H the centring or the identity."""
+
+    def __init__(self, gain: Tensor, unit: Tensor, factor: Tensor, *, centred: bool) -> None:
+        batch, n, d = unit.shape
+        super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device)
+        self.gain = gain
+        self.unit = unit  # h / s
+        self.factor = factor  # √d / s
+        self.centred = centred
+
+    @classmethod
+    def at(cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype) -> NormJacobian:
+        """Linearise a float64 norm at float64 tokens (batch, n, d)."""
+        h, s = f.direction_and_length(x)
+        if bool((s == 0).any()):
+            raise ArgumentError(
+                "x",
+                expected="tokens at which the norm is differentiable",
+                got="a token of zero length after centring, with eps = 0",
+                remedy="Use a norm with eps > 0.",
+            )
+        return cls(f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred)
+
+    def _symmetric(self, e: Tensor) -> Tensor:
+        if self.centred:
+            e = e - e.mean(dim=-1, keepdim=True)
+        return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.gain * self._symmetric(e)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self._symmetric(self.gain * u)
+
+    def select(self, members: Tensor) -> NormJacobian:
+        """Return the operator of some members."""
+        members = members.to(self.device)
+        return NormJacobian(self.gain, self.unit[members], self.factor[members], centred=self.centred)
+
+
+class ScaleJacobian(LinearOperator):
+    """Jacobian of a layer scale: the same diagonal for each token."""
+
+    def __init__(self, weight: Tensor, batch: int, n: int) -> None:
+        shape = (n, weight.shape[0])
+        super().__init__(batch, shape, shape, weight.dtype, weight.device)
+        self.weight = weight
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.weight * e
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.weight * u
+
+    def select(self, members: Tensor) -> ScaleJacobian:
+        """Return the operator of some members."""
+        return ScaleJacobian(self.weight, len(members), self.in_shape[0])

@@ -1,0 +1,106 @@
+"""Products of one map's Jacobians at sequences of unequal lengths: their projections are one matrix product.
+
+Projections act on tokens one by one, so the rows of all sequences go through them together; the softmaxes
+run by themselves, each at its own length. Nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, Residual, SelfAttention
+from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.spectral import LinearOperator
+from howsmooth.spectral.operator import squared_lengths
+
+_Kind = TypeVar("_Kind", bound=LinearOperator)
+
+__all__ = ["energy_products_together", "shares_products"]
+
+
+def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether products of ``f`` at several sequences together are less work than one after the other."""
+    match f:
+        case SelfAttention():
+            return True
+        case Residual():
+            return shares_products(f.inner)
+        case Compose():
+            return shares_products(f.outer) or shares_products(f.inner)
+        case _:
+            return False
+
+
+def energy_products_together(
+    operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return |J E|² and JᵀJ E of each operator with its vectors (batch, n, d), n of its own.
+
+    The operators are those of one map: of one call of ``closed_form_jacobians``, or some of their members.
+    """
+    attention = _instances(operators, AttentionJacobian)
+    if attention is None:
+        images = _products(operators, vectors)
+        energies = [squared_lengths(image.flatten(1)) for image in images]
+        return list(zip(energies, _adjoint_products(operators, images), strict=True))
+    heads = _heads(attention, vectors)
+    energy, through = attention[0].projection.through(_packed(heads))
+    grams = _heads_adjoint(attention, _unpacked(through, heads))
+    energies = _unpacked(energy, heads)
+    return [(energy.sum(dim=1), gram) for energy, gram in zip(energies, grams, strict=True)]
+
+
+def _products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
+    if (attention := _instances(operators, AttentionJacobian)) is not None:
+        return _by_rows(attention[0].projection.out, _heads(attention, vectors))
+    if (residual := _instances(operators, ResidualJacobian)) is not None:
+        images = _products([op.inner for op in residual], vectors)
+        return [e + image for e, image in zip(vectors, images, strict=True)]
+    if (composed := _instances(operators, ComposedJacobian)) is not None:
+        return _products([op.outer for op in composed], _products([op.inner for op in composed], vectors))
+    return [op.product(e) for op, e in zip(operators, vectors, strict=True)]
+
+
+def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
+    if (attention := _instances(operators, AttentionJacobian)) is not None:
+        return _heads_adjoint(attention, _by_rows(attention[0].projection.out_adjoint, vectors))
+    if (residual := _instances(operators, ResidualJacobian)) is not None:
+        images = _adjoint_products([op.inner for op in residual], vectors)
+        return [u + image for u, image in zip(vectors, images, strict=True)]
+    if (composed := _instances(operators, ComposedJacobian)) is not None:
+        outer = _adjoint_products([op.outer for op in composed], vectors)
+        return _adjoint_products([op.inner for op in composed], outer)
+    return [op.adjoint_product(u) for op, u in zip(operators, vectors, strict=True)]
+
+
+def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> list[Tensor]:
+    rows = _by_rows(attention[0].projection.into, vectors)
+    return [op.heads(part) for op, part in zip(attention, rows, strict=True)]
+
+
+def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tensor]) -> list[Tensor]:
+    rows = [op.heads_adjoint(part) for op, part in zip(attention, heads, strict=True)]
+    return _by_rows(attention[0].projection.into_adjoint, rows)
+
+
+def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a map of single tokens to the tokens of all batches (batch, n, ·) together."""
+    return _unpacked(linear(_packed(batches)), batches)
+
+
+def _packed(batches: Sequence[Tensor]) -> Tensor:
+    return torch.cat([batch.flatten(0, 1) for batch in batches])
+
+
+def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
+    parts = rows.split([batch.shape[0] * batch.shape[1] for batch in batches])
+    return [part.unflatten(0, batch.shape[:2]) for part, batch in zip(parts, batches, strict=True)]
+
+
+def _instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
+    found = [op for op in operators if isinstance(op, kind)]
+    return found if len(found) == len(operators) else None

@@ -1,0 +1,36 @@
+"""What no solver can work with: products without a digit, or that are not finite."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from howsmooth.errors import NonFiniteError
+from howsmooth.spectral.operator import LinearOperator
+
+__all__ = ["check_finite", "checked_rounding"]
+
+
+def checked_rounding(operator: LinearOperator) -> np.ndarray:
+    """Return the relative rounding of each member's norm; raise NonFiniteError if it leaves one no digit."""
+    slack: np.ndarray = operator.rounding.numpy()
+    if not (slack < 0.1).all():
+        raise NonFiniteError(
+            "f",
+            expected=f"a Jacobian of which {operator.dtype} products keep a digit",
+            got=f"a relative rounding of {slack.max():.1e}",
+            remedy="The attention scores are too large for it; measure in float64 or at smaller tokens.",
+        )
+    return slack
+
+
+def check_finite(norms: Tensor) -> None:
+    """Raise NonFiniteError unless all of what products gave is finite."""
+    if not bool(torch.isfinite(norms).all()):
+        raise NonFiniteError(
+            "f",
+            expected="finite Jacobian products",
+            got="NaN or infinity",
+            remedy="Look for overflow: tokens or parameters too large for their dtype.",
+        )

@@ -1,0 +1,505 @@
+"""hs.functional.attention against attention written out, PyTorch's own, and finite differences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import howsmooth as hs
+from howsmooth.attention.visibility import Visibility
+from howsmooth.errors import ArgumentError
+from howsmooth.functional import attention, blocks
+from howsmooth.functional.blocks import Grid
+
+D = torch.float64
+HEADS, KV_HEADS = 4, 2
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even few tokens into several blocks of rows, of heads and of members."""
+    monkeypatch.setattr(blocks, "_ENTRIES", {"cpu": 60})
+    monkeypatch.setattr(blocks, "_FEWEST_ROWS", 2)
+
+
+def written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention as one would write it, with all of its matrices; a row that sees nothing is zero."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if score_bias is not None:
+        s = s + score_bias
+    m, n = s.shape[-2:]
+    seen = torch.ones(s.shape, dtype=torch.bool)
+    i, j = torch.arange(m)[:, None], torch.arange(n)
+    if causal:
+        seen = seen & (j <= i)
+    if window is not None:
+        seen = seen & ((i - j).abs() < window)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        seen = seen & (mask != float("-inf"))
+        s = s + torch.where(mask == float("-inf"), 0.0, mask)
+    e = torch.where(seen, torch.exp(s), 0.0)
+    total = e.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks)[:, None, None]
+    return e / torch.where(total == 0, 1.0, total) @ v
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = D) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inputs(m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and keys and values that lack one leading axis."""
+    return (
+        drawn(2, HEADS, m, 3, seed=1),
+        drawn(1, KV_HEADS, n, 3, seed=2),
+        drawn(KV_HEADS, n, 2, seed=3),
+    )
+
+
+BOOLEAN = drawn(2, 1, 5, 7, seed=4) > -0.3
+BOOLEAN[1, :, 2] = False
+ADDED = drawn(HEADS, 5, 7, seed=5)
+ADDED[drawn(HEADS, 5, 7, seed=6) < -0.4] = float("-inf")
+ADDED[1, 3] = float("-inf")
+
+# Queries, keys, what else is given, and which of it is differentiated besides q, k and v.
+CASES: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
+    "plain": (5, 7, {}, ()),
+    "scale": (5, 7, {"scale": 1.3}, ()),
+    "causal": (7, 7, {"causal": True}, ()),
+    "window": (7, 7, {"window": 2}, ()),
+    "causal window": (9, 9, {"causal": True, "window": 3}, ()),
+    "boolean mask": (5, 7, {"mask": BOOLEAN}, ()),
+    "added mask": (5, 7, {"mask": ADDED}, ()),
+    "mask that is learned": (5, 7, {"mask": drawn(5, 1, seed=7) + drawn(1, 7, seed=8)}, ("mask",)),
+    "bias of keys": (5, 7, {"score_bias": drawn(HEADS, 1, 7, seed=9)}, ("score_bias",)),
+    "softcap": (5, 7, {"softcap": 0.8}, ()),
+    "sinks": (5, 7, {"sinks": drawn(HEADS, seed=10)}, ("sinks",)),
+    "all": (
+        7,
+        7,
+        {
+            "mask": drawn(1, 7, 7, seed=11) > -1,
+            "causal": True,
+            "window": 5,
+            "scale": 0.7,
+            "score_bias": drawn(2, 1, 7, 7, seed=12),
+            "softcap": 1.5,
+            "sinks": drawn(HEADS, seed=13),
+        },
+        ("score_bias", "sinks"),
+    ),
+}
+
+
+def both(name: str) -> tuple[Function, Function, tuple[Tensor, ...]]:
+    """Return ours and the one written out as functions of tensors, and those tensors."""
+    m, n, given, moved = CASES[name]
+
+    def of(f: Function) -> Function:
+        def g(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            out: Tensor = f(q, k, v, **{**given, **dict(zip(moved, others, strict=True))})
+            return out
+
+        return g
+
+    return of(attention), of(written_out), (*inputs(m, n), *(given[key] for key in moved))
+
+
+def directions(tensors: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
+    return tuple(drawn(*t.shape, seed=seed + i) for i, t in enumerate(tensors))
+
+
+def agree(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    """Check that two structures of tensors are equal, relative to the largest number of each tensor."""
+    pairs = zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs), strict=True)
+    for a, b in pairs:
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max(), (a, b)
+
+
+def along(f: Function, d: tuple[Tensor, ...]) -> Function:
+    """Return x ↦ the derivative of f along d at x, by forward mode."""
+    return lambda *x: jvp(f, x, d)[1]
+
+
+def inner(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([(s * t).sum() for s, t in zip(a, b, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_tangent_and_cotangents(name: str) -> None:
+    ours, theirs, x = both(name)
+    agree(ours(*x), theirs(*x))
+    agree(jvp(ours, x, directions(x, 20)), jvp(theirs, x, directions(x, 20)))
+    u = drawn(*ours(*x).shape, seed=30)
+    agree(vjp(ours, *x)[1](u), vjp(theirs, *x)[1](u))
+
+
+@pytest.mark.parametrize("name", ["softcap", "all"])
+def test_one_tensor_at_a_time(name: str) -> None:
+    """Where only some tensors move, less is computed."""
+    ours, theirs, x = both(name)
+    u = drawn(*ours(*x).shape, seed=30)
+    for i, d in enumerate(directions(x, 20)):
+        alone = [lambda t, f=f, i=i: f(*x[:i], t, *x[i + 1 :]) for f in (ours, theirs)]
+        agree(*(jvp(f, x[i : i + 1], (d,))[1] for f in alone))
+        agree(*(vjp(f, x[i])[1](u) for f in alone))
+
+
+SECOND: dict[str, Function] = {
+    "forward over reverse": lambda h, x, d, e: jvp(grad(h, tuple(range(len(x)))), x, d)[1],
+    "reverse over reverse": lambda h, x, d, e: grad(
+        lambda *y: inner(grad(h, tuple(range(len(x))))(*y), d), tuple(range(len(x)))
+    )(*x),
+    "reverse over forward": lambda h, x, d, e: grad(along(h, d), tuple(range(len(x))))(*x),
+    "forward over forward": lambda h, x, d, e: along(along(h, d), e)(*x),
+}
+
+
+@pytest.mark.parametrize("order", SECOND)
+@pytest.mark.parametrize("name", ["boolean mask", "added mask", "mask that is learned", "softcap", "all"])
+def test_second_derivatives(name: str, order: str) -> None:
+    ours, theirs, x = both(name)
+    d, e = directions(x, 20), directions(x, 40)
+
+    def found(f: Function) -> Any:
+        return SECOND[order](lambda *y: (f(*y) ** 3).sum(), x, d, e)
+
+    agree(found(ours), found(theirs))
+
+
+def test_third_derivatives() -> None:
+    ours, theirs, x = both("all")
+    d, e = directions(x, 20), directions(x, 40)
+
+    def found(f: Function) -> Any:
+        return grad(along(along(lambda *y: (f(*y) ** 2).sum(), d), e), tuple(range(len(x))))(*x)
+
+    agree(found(ours), found(theirs))
+
+
+def test_finite_differences() -> None:
+    """PyTorch's own checks, without torch.func: reverse, forward, and one over the other."""
+    sizes = ((2, 4, 2), (1, 4, 2), (1, 4, 1), (1, 4), (2,))
+    x = [drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(sizes)]
+
+    def f(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, causal=True, score_bias=bias, softcap=2.0, sinks=sinks)
+        return out
+
+    assert torch.autograd.gradcheck(f, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(
+        f, x, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (None, 1, None), (2, 0, 1), (None, None, 3)])
+def test_vmap_over_some(dims: tuple[int | None, ...]) -> None:
+    """Each member as if it were alone: values, gradients, and gradients of a sum over members."""
+    shapes = ((HEADS, 5, 3), (KV_HEADS, 7, 3), (KV_HEADS, 7, 2))
+    x = tuple(
+        drawn(*shape[:dim], 3, *shape[dim:], seed=i) if dim is not None else drawn(*shape, seed=i)
+        for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
+    )
+
+    def alone(f: Function) -> Tensor:
+        picked = (
+            [t if d is None else t.select(d, i) for t, d in zip(x, dims, strict=True)] for i in range(3)
+        )
+        return torch.stack([f(*one) for one in picked])
+
+    agree(vmap(attention, in_dims=dims)(*x), alone(written_out))
+
+    def scalar(f: Function) -> Function:
+        return lambda *y: (f(*y) ** 2).sum()
+
+    def whole(f: Function) -> Function:
+        return lambda *y: (vmap(f, in_dims=dims)(*y) ** 2).sum()
+
+    for i in range(3):
+        agree(vmap(grad(scalar(attention), i), in_dims=dims)(*x), alone(grad(scalar(written_out), i)))
+        agree(grad(whole(attention), i)(*x), grad(whole(written_out), i)(*x))
+        # Along values alone, results may be the same for all members.
+        d, u = drawn(*shapes[i], seed=20), drawn(HEADS, 5, 2, seed=30)
+
+        def tangent(f: Function, i: int = i, d: Tensor = d) -> Function:
+            return lambda *y: jvp(lambda t: f(*y[:i], t, *y[i + 1 :]), (y[i],), (d,))[1]
+
+        def cotangent(f: Function, i: int = i, u: Tensor = u) -> Function:
+            return lambda *y: vjp(f, *y)[1](u)[i]
+
+        agree(vmap(tangent(attention), in_dims=dims)(*x), alone(tangent(written_out)))
+        agree(vmap(cotangent(attention), in_dims=dims)(*x), alone(cotangent(written_out)))
+
+
+def test_vmap_within_and_around_derivatives() -> None:
+    """Two axes at once, over masks too, with Jacobians and Hessians within and around."""
+    x = (drawn(3, 2, 4, 2, seed=1), drawn(1, 4, 2, seed=2), drawn(1, 4, 2, seed=3))
+    seen = drawn(2, 4, 4, seed=4) > -0.8
+    f, g = (
+        lambda q, k, s, f=f: vmap(lambda q: vmap(lambda s: f(q, k, x[2], s, softcap=2.0))(s))(q)
+        for f in (attention, written_out)
+    )
+    agree(f(*x[:2], seen), g(*x[:2], seen))
+    for derivative in (jacrev, jacfwd):
+        agree(derivative(f, (0, 1))(*x[:2], seen), derivative(g, (0, 1))(*x[:2], seen))
+    total = [lambda q, k, f=f: (f(q, k, seen) ** 2).sum() for f in (f, g)]
+    agree(*(grad(lambda q, k, t=t: (hessian(t, 1)(q, k) ** 2).sum(), (0, 1))(*x[:2]) for t in total))
+    each = [lambda k, s, f=f: (f(x[0][0], k, x[2], s) ** 2).sum() for f in (attention, written_out)]
+    agree(*(vmap(hessian(one), in_dims=(None, 0))(x[1], seen) for one in each))
+    agree(*(vmap(jacfwd(jacfwd(one)), in_dims=(None, 0))(x[1], seen) for one in each))
+
+
+def test_linearize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What linearize records is right at every call, not at the first one only."""
+    monkeypatch.setattr(blocks, "_ENTRIES", {"cpu": 250})
+    ours, theirs, x = both("sinks")
+    with pytest.warns(UserWarning, match="get_attr"):
+        _, product = linearize(ours, *x)
+    for seed in (20, 40):
+        agree(product(*directions(x, seed)), jvp(theirs, x, directions(x, seed))[1])
+
+
+@pytest.mark.parametrize("given", ["plain", "causal", "boolean", "added"])
+def test_scaled_dot_product_attention(given: str) -> None:
+    """PyTorch's math backend has values, gradients and tangents; so do we, and they are equal."""
+    q, k, v = (
+        drawn(2, HEADS, 6, 3, seed=1),
+        drawn(2, KV_HEADS, 6, 3, seed=2),
+        drawn(2, KV_HEADS, 6, 3, seed=3),
+    )
+    mask = {"boolean": drawn(6, 6, seed=4) > -0.5, "added": drawn(HEADS, 6, 6, seed=5)}.get(given)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        causal = given == "causal"
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=0.4, enable_gqa=True)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, mask, causal=given == "causal", scale=0.4)
+        return out
+
+    x, u = (q, k, v), drawn(2, HEADS, 6, 3, seed=9)
+    with sdpa_kernel(SDPBackend.MATH):
+        agree(ours(*x), theirs(*x))
+        agree(jvp(ours, x, directions(x, 20)), jvp(theirs, x, directions(x, 20)))
+        agree(vjp(ours, *x)[1](u), vjp(theirs, *x)[1](u))
+
+
+@pytest.mark.parametrize("form", ["boolean", "added", "bias", "with sinks"])
+def test_a_query_that_sees_no_key(form: str) -> None:
+    q, k, v = drawn(2, 5, 3, seed=1), drawn(2, 7, 3, seed=2), drawn(2, 7, 2, seed=3)
+    seen = torch.ones(5, 7, dtype=torch.bool)
+    seen[3] = False
+    added = torch.zeros(5, 7, dtype=D).masked_fill(~seen, float("-inf"))
+    mask = seen if form in ("boolean", "with sinks") else added if form == "added" else None
+    bias = added if form == "bias" else None
+    sinks = torch.zeros(2, dtype=D) if form == "with sinks" else None
+
+    def f(*x: Tensor) -> Tensor:
+        out: Tensor = attention(*x, mask, score_bias=bias, sinks=sinks)
+        return out
+
+    x = (q, k, v)
+    assert (f(*x)[:, 3] == 0).all()
+    assert (f(*x)[:, 2] != 0).all()
+    for derivative in (jacrev, jacfwd):
+        of_q, of_k, of_v = derivative(f, (0, 1, 2))(*x)
+        assert (of_q[:, 3] == 0).all()
+        assert (of_k[:, 3] == 0).all()
+        assert (of_v[:, 3] == 0).all()
+        assert of_q.isfinite().all()
+        assert (of_q[0, 2, :, 0, 2] != 0).all()
+    second = hessian(lambda *x: (f(*x) ** 2).sum())(*x)
+    assert second.isfinite().all()
+    assert (second[:, 3] == 0).all()
+    assert (second[0, 2, :, 0, 2] != 0).all()
+    assert (scaled_dot_product_attention(q, k, v, seen)[:, 3] == 0).all()  # as the guide says
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 5e-3)]
+)
+def test_precisions(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are rounded to the dtype once: sums over 300 keys are not made in it."""
+    monkeypatch.setattr(blocks, "_ENTRIES", {"cpu": 20_000})
+    x = (drawn(2, 300, 8, seed=1), drawn(2, 300, 8, seed=2), drawn(2, 300, 4, seed=3))
+    x = tuple(t.to(dtype) for t in x)
+    exact = tuple(t.double() for t in x)
+    d, u = tuple(t.to(dtype) for t in directions(x, 20)), drawn(2, 300, 4, seed=30, dtype=dtype)
+    tangents = tuple(t.double() for t in d)
+    (out, moved), (_, pull) = jvp(attention, x, d), vjp(attention, *x)
+    assert out.dtype == moved.dtype == pull(u)[0].dtype == dtype
+    agree(out.double(), written_out(*exact), tolerance)
+    agree(moved.double(), jvp(written_out, exact, tangents)[1], tolerance)
+    agree(tuple(g.double() for g in pull(u)), vjp(written_out, *exact)[1](u.double()), tolerance)
+
+
+def test_autocast_changes_nothing() -> None:
+    x = (drawn(2, 40, 8, seed=1).float(), drawn(2, 40, 8, seed=2).float(), drawn(2, 40, 4, seed=3).float())
+    with torch.autocast("cpu", torch.bfloat16):
+        out, pull = vjp(attention, *x)
+        found = (out, *pull(out))
+    exact, pull = vjp(written_out, *(t.double() for t in x))
+    agree(tuple(t.double() for t in found), (exact, *pull(exact)), 2e-6)
+
+
+def test_large_scores() -> None:
+    """Exponents far beyond the range of float64, where nothing overflows."""
+    q, k, v = 1e3 * drawn(2, 4, 3, seed=1), 1e3 * drawn(2, 6, 3, seed=2), drawn(2, 6, 2, seed=3)
+    best = (q @ k.mT).argmax(dim=-1, keepdim=True).expand(2, 4, 2)
+    agree(attention(q, k, v), v.gather(1, best))
+    assert all(g.isfinite().all() for g in vjp(attention, q, k, v)[1](torch.ones(2, 4, 2, dtype=D)))
+
+
+def test_one_head_and_nothing_at_all() -> None:
+    q, k, v = drawn(5, 3, seed=1), drawn(7, 3, seed=2), drawn(7, 2, seed=3)
+    agree(attention(q, k, v), written_out(q[None], k[None], v[None])[0])
+    assert attention(q[:0], k, v).shape == (0, 2)
+    nothing = jacrev(attention, (0, 1, 2))(q, k[:0], v[:0])
+    assert attention(q, k[:0], v[:0]).eq(torch.zeros(5, 2)).all()
+    assert nothing[0].eq(0).all()
+    assert nothing[1].shape == (5, 2, 0, 3)
+    assert attention(q.expand(0, 2, 5, 3), k.expand(2, 7, 3), v.expand(2, 7, 2)).shape == (0, 2, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "share"), [(False, None, 1.0), (True, None, 0.6), (True, 20, 0.2), (False, 10, 0.2)]
+)
+def test_blocks_hold_what_is_seen_once_and_little_else(
+    causal: bool, window: int | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, visible = 400, Visibility(400, causal, window)
+    monkeypatch.setattr(blocks, "_ENTRIES", {"cpu": 20_000})
+    monkeypatch.setattr(blocks, "_FEWEST_ROWS", 16)
+    times = torch.zeros(3, 2, n, n)
+    for block in Grid(3, 2, 1, n, visible).blocks(1, torch.device("cpu")):
+        times[block.lead, block.heads, block.rows, block.keys] += 1
+    assert times.max() == 1
+    seen = visible.whole()
+    assert times.min() == 1 if seen is None else (times[:, :, seen] == 1).all()
+    assert times.mean() <= share
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no tensor": (lambda: call(q=[1.0]), "q: expected a torch.Tensor, got list"),
+    "integers": (lambda: call(q=torch.ones(2, 4, 3, dtype=torch.int64)), "q: expected float16"),
+    "two dtypes": (lambda: call(k=drawn(2, 6, 3, seed=2).float()), "k: expected torch.float64, as q"),
+    "two devices": (lambda: call(v=drawn(2, 6, 2, seed=2).to("meta")), "v: expected a tensor on cpu"),
+    "one axis": (lambda: call(q=drawn(3, seed=1)), "q: expected queries, keys and values"),
+    "no heads in keys": (lambda: call(k=drawn(6, 3, seed=1)), "k: expected queries, keys and values"),
+    "key entries": (lambda: call(k=drawn(2, 6, 4, seed=1)), "k: expected keys of the 3 entries"),
+    "no entries": (lambda: call(q=drawn(2, 4, 0, seed=1), k=drawn(2, 6, 0, seed=1)), "k: expected entries"),
+    "values": (lambda: call(v=drawn(2, 5, 2, seed=1)), "v: expected values for the 2 heads and 6 tokens"),
+    "heads": (lambda: call(q=drawn(3, 4, 3, seed=1)), "k: expected a number of key heads that divides the 3"),
+    "leading axes": (lambda: call(q=drawn(2, 2, 4, 3, seed=1), k=drawn(3, 2, 6, 3, seed=1)), "q, k, v: "),
+    "mask's shape": (lambda: call(mask=torch.ones(4, 5, dtype=torch.bool)), "mask: expected a shape"),
+    "mask's axes": (lambda: call(mask=torch.ones(1, 2, 4, 6, dtype=torch.bool)), "mask: expected a shape"),
+    "mask's dtype": (lambda: call(mask=torch.ones(4, 6, dtype=torch.int64)), "mask: expected torch.bool, or"),
+    "boolean bias": (
+        lambda: call(score_bias=torch.ones(4, 6, dtype=torch.bool)),
+        "score_bias: expected torch.float64",
+    ),
+    "sinks": (lambda: call(sinks=torch.zeros(3, dtype=D)), r"sinks: expected shape \(2,\)"),
+    "causal": (lambda: call(causal=1), "causal: expected True or False"),
+    "causal, not square": (lambda: call(causal=True), "causal: expected as many queries as keys"),
+    "window, not square": (lambda: call(window=2), "window: expected as many queries as keys"),
+    "window": (lambda: call(window=0), "window: expected a whole number"),
+    "scale": (lambda: call(scale=float("nan")), "scale: expected a finite number"),
+    "softcap": (lambda: call(softcap=0), "softcap: expected a finite number > 0"),
+}
+
+
+def call(**changed: object) -> Tensor:
+    x: dict[str, Any] = {
+        "q": drawn(2, 4, 3, seed=1),
+        "k": drawn(2, 6, 3, seed=2),
+        "v": drawn(2, 6, 2, seed=3),
+    }
+    out: Tensor = hs.functional.attention(**{**x, **changed})
+    return out
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    made, message = REFUSED[name]
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        made()
+
+
+MEMORY = """
+import resource, sys
+import torch
+from torch.func import grad, jvp
+from howsmooth.functional import attention
+torch.set_num_threads(1)
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def work(n, what):
+    x = tuple(torch.randn(3, 1, n, 8))
+    f = lambda *x: (attention(*x, causal=True) ** 2).sum()
+    g = grad(f, (0, 1, 2))
+    runs = {
+        "forward": lambda: jvp(f, x, x),
+        "reverse": lambda: g(*x),
+        "forward over reverse": lambda: jvp(g, x, x),
+        "reverse over reverse": lambda: grad(lambda *y: (g(*y)[0] ** 2).sum(), (0, 1, 2))(*x),
+        "forward over forward": lambda: jvp(lambda *y: jvp(f, y, x)[1], x, x),
+        "vmap": lambda: torch.func.vmap(g)(*(t.expand(2, *t.shape) for t in x)),
+    }
+    runs[what]()
+for what in sys.argv[2:]:
+    work(64, what)
+    before = peak()
+    work(int(sys.argv[1]), what)
+    print(peak() - before)
+"""
+
+
+def added_memory(n: int, *what: str) -> Iterator[int]:
+    """Yield the bytes that each derivative at n tokens adds to the largest size of a process."""
+    command = [sys.executable, "-c", MEMORY, str(n), *what]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    yield from (int(line) for line in done.stdout.split())
+
+
+def test_memory() -> None:
+    n = 8192
+    assert max(added_memory(n, "forward", "reverse")) < n * n * 4 / 4
+
+
+@pytest.mark.slow
+def test_memory_of_all_derivatives() -> None:
+    n = 16_384
+    runs = ("forward", "reverse", "forward over reverse", "reverse over reverse", "vmap")
+    assert max(added_memory(n, *runs, "forward over forward")) < n * n * 4 / 10

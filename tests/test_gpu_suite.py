@@ -1,0 +1,44 @@
+"""The tests on CUDA devices, themselves tested: they skip without one, and pass on the CPU in its place."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def counts(*options: str, **variables: str) -> dict[str, int]:
+    """Run the tests in a process of their own; how many passed, were skipped, failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/gpu", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    closing = done.stdout.strip().splitlines()[-1]
+    return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", closing)}
+
+
+@pytest.mark.slow
+def test_they_skip_without_a_device_and_pass_on_the_cpu() -> None:
+    skipped = counts("-m", "gpu", CUDA_VISIBLE_DEVICES="")
+    assert skipped["skipped"] > 150
+    assert not {"passed", "failed", "error", "errors"} & set(skipped)
+    passed = counts("-m", "gpu", HOWSMOOTH_GPU_TESTS_DEVICE="cpu")
+    assert passed["passed"] == skipped["skipped"]
+    assert not {"skipped", "failed", "error", "errors"} & set(passed)
+
+
+@pytest.mark.slow
+def test_by_default_they_are_left_out() -> None:
+    found = counts()
+    assert found["deselected"] > 150
+    assert not {"passed", "failed", "skipped", "error", "errors"} & set(found)

@@ -1,0 +1,189 @@
+"""The derivative without n × n matrices: the same numbers as dense autodiff, in memory of order n."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed
+from howsmooth.jacobian.streamed import streamed_derivative
+from howsmooth.spectral import to_dense
+from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
+
+LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(streamed._TILE, "cpu", 12)
+    monkeypatch.setitem(streamed._COLUMNS, "cpu", 2)
+    monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
+    n = 5
+    f, x = CASES[name](n), tokens(n, 2, n, D)
+    op = closed_form_jacobian(f, x, streamed=True)
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    size = max(1.0, float(dense.abs().max()))
+    assert (to_dense(op) - dense).abs().max() <= 1e-13 * size
+    e, u = tokens(1, 2, *op.in_shape), tokens(2, 2, *op.out_shape)
+    adjoint = (dense.mT @ u.flatten(1)[..., None]).view(e.shape)
+    torch.testing.assert_close(op.adjoint_product(u), adjoint, rtol=1e-12, atol=1e-12 * size)
+    image = (dense @ e.flatten(1)[..., None]).view(u.shape)
+    gram = (dense.mT @ image.flatten(1)[..., None]).view(e.shape)
+    found_image, found_gram = op.gram_product(e)
+    torch.testing.assert_close(found_image, image, rtol=1e-12, atol=1e-12 * size)
+    torch.testing.assert_close(found_gram, gram, rtol=1e-11, atol=1e-12 * size**2)
+    (last,) = to_dense(op.select(torch.tensor([1])))
+    assert (last - dense[1]).abs().max() <= 1e-13 * size
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("temperature", [1.0, 40.0], ids=["scores in float32", "scores in float64"])
+@pytest.mark.parametrize("keywords", [{"causal": True}, {"kv_heads": 1, "sinks": torch.ones(3).double()}])
+def test_float32_products_keep_their_digits_whatever_the_scores(
+    temperature: float, keywords: dict[str, object]
+) -> None:
+    f, x = random_attention(3, temperature=temperature, **keywords), tokens(1, 1, 6, D)
+    dense = dense_jacobian(f, x[0])
+    op = closed_form_jacobian(f, x, dtype=torch.float32, streamed=True)
+    assert (op.core.exact is None) == (temperature == 1.0)
+    off = torch.linalg.matrix_norm(to_dense(op)[0].double() - dense, 2)
+    # Without float64 scores the error at the higher temperature is 2e-5 of the norm.
+    assert off <= 1.5e-6 * torch.linalg.matrix_norm(dense, 2)
+    assert float(off / torch.linalg.matrix_norm(dense, 2)) <= float(op.rounding)
+
+
+def test_shards_of_the_query_rows_add_up() -> None:
+    n, cut = 9, 4
+    f, x = (
+        random_attention(7, heads=4, kv_heads=2, causal=True, window=5, sinks=torch.ones(4).double()),
+        tokens(0, 1, 9, D),
+    )
+    q, k, v = f.projections(x)
+    q = q.unflatten(1, (2, 2))
+    rules = (f.scale, Visibility(n, True, 5), f.features, torch.float64)
+    whole = streamed_derivative(q, k, v, *rules)
+    shards = [
+        streamed_derivative(q[..., :cut, :], k, v, *rules),
+        streamed_derivative(q[..., cut:, :], k, v, *rules, first_row=cut),
+    ]
+    do = tokens(4, 2, 2 * n, f.value_dim)
+    rows = do.unflatten(1, (2, n))
+    dq, dk, dv = whole.adjoint(do)
+    parts = [
+        shard.adjoint(part.flatten(1, 2))
+        for shard, part in zip(shards, (rows[:, :, :cut], rows[:, :, cut:]), strict=True)
+    ]
+    torch.testing.assert_close(parts[0][1] + parts[1][1], dk)
+    torch.testing.assert_close(parts[0][2] + parts[1][2], dv)
+    found = torch.cat([part[0].unflatten(1, (2, -1)) for part in parts], dim=2)
+    torch.testing.assert_close(found.flatten(1, 2), dq)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
+    n = 6
+    seen = torch.rand(2, 2, 1, n, n, generator=torch.Generator().manual_seed(0)) < 0.4
+    seen |= torch.eye(n, dtype=torch.bool)
+    q, k, v = tokens(0, 2, 2, 1, n, 3), tokens(1, 2, 2, n, 3), tokens(2, 2, 2, n, 4)
+    features = hs.attention.core.ScoreFeatures(seen=seen)
+    at = streamed_derivative(q, k, v, 0.5, Visibility(n), features, torch.float64)
+
+    def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (0.5 * q[:, :, 0] @ k.mT).masked_fill(~seen[:, :, 0], float("-inf"))
+        return torch.softmax(scores, dim=-1) @ v
+
+    tangents = tokens(3, 2, 2, 1, n, 3), tokens(4, 2, 2, n, 3), tokens(5, 2, 2, n, 4)
+    expected = torch.func.jvp(heads, (q, k, v), tangents)[1]
+    found = at.product(
+        0.5 * tangents[0].reshape(4, n, 3), tangents[1].flatten(0, 1), tangents[2].flatten(0, 1)
+    )
+    torch.testing.assert_close(found.view(2, 2, n, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "tiles"),
+    [({}, 64), ({"causal": True}, 36), ({"causal": True, "window": 9}, 15), ({"window": 9}, 22)],
+    ids=["all", "causal", "causal window", "window"],
+)
+def test_tiles_that_no_query_sees_are_not_formed(
+    keywords: dict[str, object], tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(streamed._COLUMNS, "cpu", 8)
+    monkeypatch.setitem(streamed._TILE, "cpu", 64)
+    monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
+    op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
+    formed = 0
+    original = streamed._Tiles._formed
+
+    def count(self: streamed._Tiles, *arguments: object) -> object:
+        nonlocal formed
+        formed += 1
+        return original(self, *arguments)
+
+    monkeypatch.setattr(streamed._Tiles, "_formed", count)
+    op.gram_product(tokens(1, 1, 64, D))
+    assert formed == tiles
+
+
+def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short_one() -> None:
+    lengths = []
+    for n in (1 << 14, 1 << 20):
+        rows = torch.zeros(1, 1, 1, 1).expand(1, 1, n, 1)
+        at = streamed.StreamedDerivative(
+            rows, rows[0], rows[0], rows[..., 0].double(), rows, None, None, torch.zeros(1).double(),
+            Visibility(n, True, 64), hs.attention.core.ScoreFeatures(), 1,
+        )  # fmt: skip
+        first = next(at._blocks()).rows
+        lengths.append(first.stop - first.start)
+    assert lengths[0] == lengths[1] > streamed._FEWEST_ROWS
+
+
+PROGRAM = """
+import resource, sys
+import torch
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth import SelfAttention
+torch.set_num_threads(1)
+n = int(sys.argv[1])
+draw = torch.Generator().manual_seed(0)
+weights = [torch.randn(2, 8, 16, generator=draw) for _ in range(3)]
+f = SelfAttention(*weights, torch.randn(16, 16, generator=draw), causal=True)
+x = torch.randn(1, n, 16, generator=draw)
+op = closed_form_jacobian(f, x, streamed=True)
+e = torch.randn(1, n, 16, generator=draw)
+image, gram = op.gram_product(e)
+assert abs(float((gram * e).sum() / image.square().sum()) - 1) < 1e-4
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def peak(n: int) -> int:
+    """Return the largest resident size, in bytes, of a process that makes one product at n tokens."""
+    command = [sys.executable, "-c", PROGRAM, str(n)]
+    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+    n = 8_000
+    added = peak(n) - peak(16)
+    # One matrix of probabilities in float32 of the two heads.
+    assert added < 2 * n * n * 4 / 8
+
+
+def test_rotary_positions_and_residuals_go_through_one_pass() -> None:
+    f = hs.Residual(random_attention(1, heads=2, causal=True, rotary=rotary(5, 4)))
+    x = tokens(0, 1, 5, D)
+    dense = dense_jacobian(f, x[0])
+    image, gram = closed_form_jacobian(f, x, streamed=True).gram_product(x)
+    torch.testing.assert_close(image.flatten(), dense @ x.flatten())
+    torch.testing.assert_close(gram.flatten(), dense.mT @ (dense @ x.flatten()))
