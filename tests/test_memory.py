@@ -80,6 +80,7 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(lipschitz, name, noted)
     monkeypatch.setitem(streamed._TILE, "cpu", 1000)
+    monkeypatch.setattr(streamed, "_ROWS", 1)
     f, x = random_attention(0), tokens(0, 3, 200, D)
     one = cached_bytes(f, 200, torch.float64)
     hs.local_lipschitz(f, x, memory=one)

@@ -112,6 +112,7 @@ def test_a_measurement_in_a_small_budget_makes_none_either(
     monkeypatch.setattr(lipschitz, "cached_bytes", lambda *arguments: 1 << 60)
     monkeypatch.setattr(core, "_ENTRIES", {"cpu": N * N // 16})
     monkeypatch.setitem(streamed._TILE, "cpu", N * N // 16)
+    monkeypatch.setattr(streamed, "_ROWS", N // 16)
     with Largest() as largest:
         found = hs.local_lipschitz(site.map, site.x, max_iterations=2)
     assert largest.bytes < N * N, largest.made_by

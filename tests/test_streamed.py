@@ -22,6 +22,7 @@ LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streamed._TILE, "cpu", 12)
     monkeypatch.setitem(streamed._COLUMNS, "cpu", 2)
+    monkeypatch.setattr(streamed, "_ROWS", 2)
     monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
 
 
@@ -120,6 +121,7 @@ def test_tiles_that_no_query_sees_are_not_formed(
 ) -> None:
     monkeypatch.setitem(streamed._COLUMNS, "cpu", 8)
     monkeypatch.setitem(streamed._TILE, "cpu", 64)
+    monkeypatch.setattr(streamed, "_ROWS", 1)
     monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
     op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
     formed = 0

@@ -22,12 +22,15 @@ from howsmooth.jacobian.softmax import largest_score, rounding_of, stacked
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative", "working_bytes"]
 
 # Entries of a tile: enough for the full rate of matrix products, few enough for a processor's caches.
-_TILE = {"cpu": 1 << 20}
+_TILE = {"cpu": 1 << 19}
 _TILE_ELSEWHERE = 1 << 26
-_COLUMNS = {"cpu": 1024}
+_COLUMNS = {"cpu": 512}
 _COLUMNS_ELSEWHERE = 8192
+# Rows of a block, at least: keys are read again, and their cotangents written, for every block of rows. Heads
+# are rather taken a few at a time.
+_ROWS = 256
 # The tiles of one block of rows are kept between J and Jᵀ: at most these bytes, as far as rows can be fewer.
-_PANEL = 1 << 29
+_PANEL = 1 << 30
 _FEWEST_ROWS = 16
 # Exponentials of scores up to these, and n times them, are in the range of their dtype.
 _BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
@@ -36,31 +39,40 @@ _FEWEST_EDGED_ROWS = 256
 SINGLE_SCORES = 32.0
 """Up to this max|q| max|k| the scores of float32 products are formed in float32; above, in float64."""
 
+_ONE_PLACE = (0, 0)
+
 Through = Callable[[int, slice, Tensor], Tensor]
 """What lies between J and Jᵀ: from tangents of the heads' outputs (heads, group, rows, value_dim), of one
 member and some rows of queries, to cotangents."""
 
 
-def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int]:
-    """Return the rows of queries and the columns of a tile of ``heads`` heads."""
+def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
+    """Return how many of ``heads`` heads a tile takes, its rows of queries and its columns."""
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
-    rows = _TILE.get(device.type, _TILE_ELSEWHERE) // (heads * columns)
-    return max(_FEWEST_ROWS, min(rows, _PANEL // (heads * n * itemsize))), columns
+    entries = _TILE.get(device.type, _TILE_ELSEWHERE)
+    rows = max(entries // (heads * columns), _ROWS)
+    rows = max(_FEWEST_ROWS, min(rows, _PANEL // (heads * n * itemsize)))
+    return max(1, min(heads, entries // (rows * columns))), rows, columns
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
     """Bytes that a pass over the tiles takes beside tensors of n rows, at most."""
-    rows, columns = _tile_shape(heads, n, itemsize, device)
+    _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
     return heads * min(rows, m) * (kept + formed)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some rows of queries, counted from the first held, of the heads of one member."""
+    """Some rows of queries, counted from the first held, of some key heads of one member."""
 
     heads: slice
     rows: slice
+
+    def cut(self, heads: int) -> list[_Block]:
+        """Take ``heads`` key heads at a time."""
+        first, last = self.heads.start, self.heads.stop
+        return [_Block(slice(i, min(i + heads, last)), self.rows) for i in range(first, last, heads)]
 
 
 @dataclass(frozen=True)
@@ -136,8 +148,9 @@ class StreamedDerivative:
         """Return dO for tangents of the scaled queries, the keys and the values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
-        for block in self._blocks():
-            out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
+        for whole in self._blocks():
+            for block in whole.cut(self._heads_at_once(whole)):
+                out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
         return out.flatten(1, 2)
 
     def adjoint(
@@ -145,10 +158,11 @@ class StreamedDerivative:
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
         """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
         do = do.view(self.mean.shape)
-        parts, tiles = self._no_parts(), _Tiles(self, keep=False)
-        for block in self._blocks():
-            tiles.add_adjoint(block, do[block.heads, :, block.rows], *parts)
-        return parts[0].flatten(1, 2), parts[1].mT, parts[2].mT
+        parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
+        for whole in self._blocks():
+            for block in whole.cut(self._heads_at_once(whole)):
+                tiles.add_adjoint(block, do[block.heads, :, block.rows], parts)
+        return parts.taken()
 
     def gram(
         self,
@@ -162,12 +176,15 @@ class StreamedDerivative:
         ``through`` is called once for each member and block of rows, with all heads.
         """
         dq = dq.view(self.q.shape)
-        parts, tiles = self._no_parts(), _Tiles(self, keep=True)
-        for block in self._blocks():
-            do = tiles.product(block, dq, dk, dv)
-            do = through(block.heads.start // self.kv_heads, block.rows, do)
-            tiles.add_adjoint(block, do, *parts)
-        return parts[0].flatten(1, 2), parts[1].mT, parts[2].mT
+        parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
+        for whole in self._blocks():
+            heads = self._heads_at_once(whole)
+            blocks = whole.cut(heads)
+            do = torch.cat([tiles.product(block, dq, dk, dv) for block in blocks])
+            do = through(whole.heads.start // self.kv_heads, whole.rows, do)
+            for block, own in zip(blocks, do.split(heads), strict=True):
+                tiles.add_adjoint(block, own, parts)
+        return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
         """Return the derivative of some rows of the axis b, whole members."""
@@ -189,19 +206,14 @@ class StreamedDerivative:
             ),
         )
 
-    def _no_parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where adjoint parts go; those of keys and values transposed, which is faster to add to."""
-        b, n, _ = self.k.shape
-        keys, values = (self.k.new_zeros(b, t.shape[2], n) for t in (self.k, self.v))
-        return torch.empty_like(self.q), keys, values
-
     def _blocks(self) -> Iterator[_Block]:
+        """Yield blocks of rows, with all key heads of a member."""
         b, group, m, _ = self.q.shape
         n, window = self.k.shape[1], self.visibility.window
         edged = self.visibility.causal or window is not None
         # Keys of a block of rows, about: of these tiles are kept.
         reach = n if window is None else min(n, 2 * window + _COLUMNS["cpu"])
-        length, _ = _tile_shape(self.kv_heads * group, reach, self.q.itemsize, self.q.device)
+        _, length, _ = _tile_shape(self.kv_heads * group, reach, self.q.itemsize, self.q.device)
         if edged:
             # Half of what a block of rows has at the diagonal is formed for nothing.
             length = min(length, max(_FEWEST_EDGED_ROWS, n // 16))
@@ -209,10 +221,18 @@ class StreamedDerivative:
             for row in range(0, m, length):
                 yield _Block(slice(head, head + self.kv_heads), slice(row, min(row + length, m)))
 
+    def _heads_at_once(self, block: _Block) -> int:
+        """Return how many key heads of a block of rows a tile takes."""
+        group, n = self.q.shape[1], self.k.shape[1]
+        heads, most, _ = _tile_shape(self.kv_heads * group, n, self.q.itemsize, self.q.device)
+        # Where rows are fewer, at the end or in a window, heads can be more.
+        rows = block.rows.stop - block.rows.start
+        return int(max(1, min(self.kv_heads, heads * most // (rows * group))))
+
     def _rules(self, block: _Block, keys: slice) -> tuple[Tensor | None, ScoreFeatures]:
         """Return which keys are seen, None if all, and what is done to the scores of a tile."""
         rows = _shifted(block.rows, self.first_row)
-        heads = torch.arange(self.kv_heads, device=self.q.device)
+        heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
         member = torch.full_like(heads, block.heads.start // self.kv_heads)
         features = self.features.block(member, heads, rows, keys) if self.features else self.features
         return self.visibility.block(rows, keys, self.q.device), features
@@ -220,10 +240,52 @@ class StreamedDerivative:
     def _key_tiles(self, rows: slice) -> list[slice]:
         """Cut what the rows may see into tiles' columns."""
         keys = self.visibility.keys(_shifted(rows, self.first_row))
-        _, columns = _tile_shape(1, self.k.shape[1], self.q.itemsize, self.q.device)
+        _, _, columns = _tile_shape(1, self.k.shape[1], self.q.itemsize, self.q.device)
         # Whole multiples, so that neighbouring blocks of rows share their tiles' places.
         edges = range(keys.start // columns * columns, keys.stop, columns)
         return [slice(max(i, keys.start), min(i + columns, keys.stop)) for i in edges]
+
+
+class _Cotangents:
+    """Where adjoint parts go.
+
+    Those of keys and values lie tile by tile, each in one piece and transposed: PyTorch adds batches of
+    products to such a place at the full rate, and to a part of a larger tensor one by one.
+    """
+
+    def __init__(self, at: StreamedDerivative) -> None:
+        self.b, self.n, _ = at.k.shape
+        _, _, self.columns = _tile_shape(1, self.n, at.k.itemsize, at.k.device)
+        self.queries = torch.empty_like(at.q)
+        self.keys, self.values = (
+            [t.new_zeros(self.b, t.shape[2], len(span)) for span in self._spans()] for t in (at.k, at.v)
+        )
+
+    def _spans(self) -> list[range]:
+        return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
+
+    def add(
+        self, block: _Block, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add products of a tile, to its keys and its values."""
+        tile, first = divmod(keys.start, self.columns)
+        for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
+            place = parts[tile][block.heads]
+            if b.shape[2] == place.shape[2]:
+                place.baddbmm_(a, b)
+            else:
+                place[:, :, first : first + b.shape[2]] += a @ b
+
+    def taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of queries, keys and values as rows; nothing stays here."""
+        return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
+
+    def _rows(self, parts: list[Tensor]) -> Tensor:
+        out = parts[0].new_empty(self.b, self.n, parts[0].shape[1])
+        for span in reversed(self._spans()):
+            # Each tile is given back when it has been read.
+            out[:, span.start : span.stop] = parts.pop().mT
+        return out
 
 
 class _Tiles:
@@ -232,8 +294,8 @@ class _Tiles:
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
         self.keep = keep
-        self.kept: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self.scratch: dict[tuple[str, int], Tensor] = {}
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
+        self.scratch: dict[tuple[str, tuple[int, int]], Tensor] = {}
 
     def product(self, block: _Block, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """Return dO of a block, (heads, group, rows, value_dim)."""
@@ -247,7 +309,7 @@ class _Tiles:
             if tile is None:
                 continue
             p, slope = tile
-            ds = self._empty("ds", 0, p.shape, p.dtype)
+            ds = self._empty("ds", _ONE_PLACE, p.shape, p.dtype)
             torch.bmm(dq, k[:, keys].mT, out=ds)
             ds.baddbmm_(q, dk[:, keys].mT).mul_(slope)
             total += ds.sum(dim=-1, keepdim=True)
@@ -260,59 +322,63 @@ class _Tiles:
         out = out.addcmul_(total, mean, value=-1)
         return out.view(len(out), at.q.shape[1], -1, out.shape[-1])
 
-    def add_adjoint(
-        self, block: _Block, do: Tensor, queries: Tensor, keys_t: Tensor, values_t: Tensor
-    ) -> None:
-        """Write the block's cotangents of queries, and add those of keys and values, (b, ·, n)."""
+    def add_adjoint(self, block: _Block, do: Tensor, parts: _Cotangents) -> None:
+        """Write the block's cotangents of queries, and add those of keys and values."""
         at = self.at
         q, mean, do = (
             t.flatten(1, 2)
             for t in (at.q[block.heads, :, block.rows], at.mean[block.heads, :, block.rows], do)
         )
-        k, v, keys_t, values_t = (t[block.heads] for t in (at.k, at.v, keys_t, values_t))
+        k, v = at.k[block.heads], at.v[block.heads]
         q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
         for i, keys in enumerate(at._key_tiles(block.rows)):
-            tile = self.kept[i] if self.keep else self._tile(i, block, keys)
+            tile = self.kept[self._place(i, block)] if self.keep else self._tile(i, block, keys)
             if tile is None:
                 continue
             p, slope = tile
-            ds = self._empty("ds", 0, p.shape, p.dtype)
+            ds = self._empty("ds", _ONE_PLACE, p.shape, p.dtype)
             torch.bmm(do, v[:, keys].mT, out=ds)
             ds.sub_(common).mul_(slope)
             out.baddbmm_(ds, k[:, keys])
-            keys_t[:, :, keys].baddbmm_(q_t, ds)
-            values_t[:, :, keys].baddbmm_(do_t, p)
+            parts.add(block, keys, (q_t, do_t), (ds, p))
         if at.sink is not None:
             ds = do @ at.sink.v[block.heads, :, None] - common
             out.addcmul_(ds * self._sink_probabilities(at.sink, block), at.sink.k[block.heads, None])
-        queries[block.heads, :, block.rows] = out.unflatten(1, (at.q.shape[1], -1))
+        parts.queries[block.heads, :, block.rows] = out.unflatten(1, (at.q.shape[1], -1))
+
+    def _place(self, i: int, block: _Block) -> tuple[int, int]:
+        """Return where a tile is kept: by its number, and its first head within the member."""
+        return (i, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
     def _tile(self, i: int, block: _Block, keys: slice) -> tuple[Tensor, Tensor] | None:
         """Return P and P∘D of a tile, (heads, group · rows, keys); None if none of its keys is seen."""
-        tile = self._formed(i if self.keep else 0, block, keys)
+        place = self._place(i, block)
+        tile = self._formed(place, block, keys)
         if self.keep:
-            self.kept[i] = tile
+            self.kept[place] = tile
         return tile
 
-    def _formed(self, i: int, block: _Block, keys: slice) -> tuple[Tensor, Tensor] | None:
+    def _formed(self, place: tuple[int, int], block: _Block, keys: slice) -> tuple[Tensor, Tensor] | None:
         at = self.at
         # Scores in float64 are rounded to a tile of their own; those of float32 become the tile.
-        found = self._scores(0 if at.exact is not None else i, block, keys)
+        found = self._scores(_ONE_PLACE if at.exact is not None else place, block, keys)
         if found is None:
             return None
         grid, slope = found
         grid.sub_(at.lse[block.heads, :, block.rows, None].to(grid.dtype))
         p = grid.flatten(1, 2)
         if p.dtype != at.q.dtype:
-            p = self._empty("p", i, p.shape, at.q.dtype).copy_(p)
+            p = self._empty("p", place, p.shape, at.q.dtype).copy_(p)
         p.exp_()
         if slope is None:
             return p, p
-        return p, torch.mul(p, slope, out=self._empty("slope", i, p.shape, at.q.dtype))
+        return p, torch.mul(p, slope, out=self._empty("slope", place, p.shape, at.q.dtype))
 
-    def _scores(self, i: int, block: _Block, keys: slice) -> tuple[Tensor, Tensor | None] | None:
+    def _scores(
+        self, place: tuple[int, int], block: _Block, keys: slice
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Return a tile's scores (heads, group, rows, keys) and the slopes of their cap, if they have one."""
         at = self.at
         seen, features = at._rules(block, keys)
@@ -320,7 +386,7 @@ class _Tiles:
             return None
         queries, every_key = (at.q, at.k) if at.exact is None else at.exact
         q = queries[block.heads, :, block.rows].flatten(1, 2)
-        scores = self._empty("scores", i, (*q.shape[:2], keys.stop - keys.start), q.dtype)
+        scores = self._empty("scores", place, (*q.shape[:2], keys.stop - keys.start), q.dtype)
         torch.bmm(q, every_key[block.heads, keys].mT, out=scores)
         slope = None if features.softcap is None else cap_slope(scores, features.softcap).to(at.q.dtype)
         grid = features.applied(scores.unflatten(1, (at.q.shape[1], -1)))
@@ -355,13 +421,13 @@ class _Tiles:
             out.add_((p @ values.to(p.dtype)).view(out.shape))
 
         for keys in at._key_tiles(block.rows):
-            found = self._scores(0, block, keys)
+            found = self._scores(_ONE_PLACE, block, keys)
             if found is not None:
                 add(found[0], v[:, keys])
         score: Tensor | None = None
         if at.sink is not None and sinks is not None:
             k = at.sink.k[block.heads]
-            score = torch.einsum("hgrk,hk->hgr", q.double(), k.double()) + sinks[:, :, None]
+            score = torch.einsum("hgrk,hk->hgr", q.double(), k.double()) + sinks[self._own(block), :, None]
             add(score[..., None].clone(), at.sink.v[block.heads, None])
         found_lse = (total.log() if bounded else top + total.log())[..., 0]
         if at.sink is not None and score is not None:
@@ -369,17 +435,22 @@ class _Tiles:
         lse[block.heads, :, block.rows] = found_lse
         mean[block.heads, :, block.rows] = (out / total).to(mean.dtype)
 
+    def _own(self, block: _Block) -> slice:
+        """Return the numbers of the heads within their member."""
+        first = block.heads.start % self.at.kv_heads
+        return slice(first, first + block.heads.stop - block.heads.start)
+
     def _sink_probabilities(self, sink: _Sink, block: _Block) -> Tensor:
         return sink.p[block.heads, :, block.rows].flatten(1, 2)[..., None]
 
-    def _empty(self, name: str, i: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that an earlier tile of this name and number used, if it is large enough."""
+    def _empty(self, name: str, place: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that an earlier tile of this name and place used, if it is large enough."""
         size = 1
         for length in shape:
             size *= length
-        held = self.scratch.get((name, i))
+        held = self.scratch.get((name, place))
         if held is None or len(held) < size:
-            held = self.scratch[name, i] = torch.empty(size, dtype=dtype, device=self.at.q.device)
+            held = self.scratch[name, place] = torch.empty(size, dtype=dtype, device=self.at.q.device)
         part: Tensor = held[:size].view(shape)
         return part
 
@@ -418,8 +489,9 @@ def streamed_derivative(
         queries, keys, values, lse, mean, exact, sink, kappa, visibility, features, kv_heads, first_row
     )
     tiles = _Tiles(at, keep=False)
-    for block in at._blocks():
-        tiles.normalise(block, lse, mean)
+    for whole in at._blocks():
+        for block in whole.cut(at._heads_at_once(whole)):
+            tiles.normalise(block, lse, mean)
     if sink is not None:
         sink.p.exp_()
     return at
