@@ -6,7 +6,7 @@ Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps o
 holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes;
 ``measures`` holds attention on probability measures, ``dynamics`` attention through depth; ``distributed``
 shares one long sequence among processes; ``functional`` is attention as a function, with derivatives of
-every order.
+every order; ``nn`` holds layers that are Lipschitz, penalties and monitors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, published
+    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, nn, published
     from howsmooth.attention import (
         Compose,
         L2Attention,
@@ -56,6 +56,7 @@ __all__ = [
     "load_model",
     "local_lipschitz",
     "measures",
+    "nn",
     "published",
 ]
 
@@ -76,7 +77,7 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
-_WHOLE_ROOMS = ("adversarial", "bounds", "distributed", "dynamics", "functional", "measures", "published")
+_WHOLE_ROOMS = ("adversarial", "bounds", "distributed", "dynamics", "functional", "measures", "nn", "published")
 
 
 def __getattr__(name: str) -> Any:
