@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, Subset, golub_kahan, lanczos
+from howsmooth.spectral import (
+    LeadingTriplet,
+    LinearOperator,
+    Scaled,
+    Subset,
+    golub_kahan,
+    lanczos,
+)
+from howsmooth.spectral import basis as basis_module
 from howsmooth.spectral.basis import Basis
 from howsmooth.spectral.sums import inner_products, squared_lengths
 from tests.test_spectral import Dense, gaussian, with_spectrum
@@ -290,35 +296,17 @@ def test_bfloat16_is_refused() -> None:
         solve(torch.eye(3, dtype=torch.float64)[None], basis_dtype=torch.bfloat16)
 
 
-PEAK = """
-import sys
-from pathlib import Path
-import torch
-from howsmooth.spectral import lanczos
-from tests.test_lanczos import HALF, Diagonal, resident
-n, steps = int(sys.argv[1]), int(sys.argv[2])
-operator, start = Diagonal(torch.linspace(0.9, 1.0, n)), torch.ones(1, n)
-before = resident("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-lanczos(operator, start, max_iterations=steps, rtol=0.0, confidence=0.9, basis_dtype=HALF)
-print((resident("VmHWM") - before) / (4 * n))
-"""
-
-
-def test_peak_memory_is_four_vectors_and_half_a_vector_a_step() -> None:
-    """Measured in a process of its own: a second basis, or one in float32, would be two vectors more."""
-    # So large that each row of the basis has pages of its own, which the system counts to the byte.
-    n, steps = 17_000_000, 4
-    command = [sys.executable, "-c", PEAK, str(n), str(steps)]
-    root = Path(__file__).resolve().parents[1]
-    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    assert 4 < float(told) <= 4.5 + steps / 2
-
-
-def resident(which: str) -> int:
-    """Resident size of this process in bytes: VmRSS now, VmHWM its largest."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
+def test_peak_memory_is_five_vectors_and_half_a_vector_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's allocator counts it: a second basis, or one in float32, would be two vectors more."""
+    monkeypatch.setattr(basis_module, "_BLOCK_BYTES", 1)  # every row of the basis by itself
+    n, steps = 1 << 20, 4
+    operator, start = Diagonal(torch.linspace(0.9, 1.0, n)), torch.ones(1, n)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        lanczos(operator, start, max_iterations=steps, rtol=0.0, confidence=0.9, basis_dtype=HALF)
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    # Five, and what is cut off a vector to work on it.
+    assert 4.5 < alive.max() / (4 * n) - steps / 2 <= 5.5
 
 
 # ---- the run

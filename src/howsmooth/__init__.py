@@ -77,7 +77,16 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
 }
-_WHOLE_ROOMS = ("adversarial", "bounds", "distributed", "dynamics", "functional", "measures", "nn", "published")
+_WHOLE_ROOMS = (
+    "adversarial",
+    "bounds",
+    "distributed",
+    "dynamics",
+    "functional",
+    "measures",
+    "nn",
+    "published",
+)
 
 
 def __getattr__(name: str) -> Any:

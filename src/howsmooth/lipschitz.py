@@ -544,9 +544,9 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Bytes for one member in the dtype of x: its operator, four vectors of the solver, the tokens."""
+    """Bytes for one member in the dtype of x: its operator, five vectors of the solver, the tokens."""
     n = x.shape[-2]
-    vectors = 5 * n * max(double.d, double.d_out) * x.itemsize
+    vectors = 6 * n * max(double.d, double.d_out) * x.itemsize
     return streamed_bytes(double, n, x.dtype, x.device) + vectors
 
 

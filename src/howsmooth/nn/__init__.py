@@ -1,1 +1,1 @@
-"""Attention layers that are Lipschitz, the parts of 1-Lipschitz models, penalties and monitors for training."""
+"""Attention layers that are Lipschitz, the parts of 1-Lipschitz models, penalties and monitors."""

@@ -55,8 +55,8 @@ def lanczos(
     """Return the leading singular triplet of each member of ``operator``, from products with JᵀJ.
 
     It does what :func:`howsmooth.spectral.golub_kahan` does with less than half of the memory (a quarter
-    with a basis in half precision), by :meth:`~howsmooth.spectral.LinearOperator.gram_product`. Four vectors
-    are alive beside the basis.
+    with a basis in half precision), by :meth:`~howsmooth.spectral.LinearOperator.gram_product`. Five vectors
+    are alive beside the basis, at most.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def _run(
             factors = None if factors is None else factors[keep]
             basis.keep(keep)
 
-    del basis, before, v  # four vectors and more, while the left directions are made
+    del basis, before, v  # more than four vectors, while the left directions are made
     return LeadingTriplet(
         sigma=torch.from_numpy(sigma),
         lower=torch.from_numpy(sigma * (1 - slack)),
