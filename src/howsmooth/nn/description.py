@@ -1,0 +1,422 @@
+"""A model as a tree of JSON values, and back: class names and settings, never code.
+
+A node of the tree is one module: its ``class``, the ``settings`` with which the constructor is called, the
+``modules`` among the constructor's arguments (for :class:`torch.nn.Sequential`, its children in order), and
+the ``parametrizations`` of tensors of PyTorch's own modules. A module that stands at a second place is
+``{"shared": path}`` there. Only classes that are listed are ever called: the layers of :mod:`howsmooth.nn`,
+some of :mod:`torch.nn`, and those that the caller names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import TorchFunctionMode
+
+from howsmooth.errors import ArgumentError, HowsmoothError
+
+__all__ = ["DescriptionError", "LimitedMemory", "build", "class_names", "describe"]
+
+#: Modules of PyTorch whose constructor's arguments are their attributes.
+TORCH_MODULES: tuple[type[nn.Module], ...] = (
+    nn.CELU,
+    nn.Dropout,
+    nn.ELU,
+    nn.Flatten,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.LeakyReLU,
+    nn.Linear,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.RMSNorm,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+)
+
+# JSON and Python's recursion are far from their ends at these.
+DEEPEST = 64
+_DEEPEST_SETTING = 4
+_MOST_MODULES = 20_000
+_LONGEST_LIST = 100_000
+# A float64 holds no larger whole number exactly, and no layer has so many of anything.
+_LARGEST_NUMBER = 2**53
+# Never settings: where a model stands is the loader's choice, its precision that of the file's tensors.
+_PLACEMENT = ("device", "dtype")
+
+
+class DescriptionError(HowsmoothError):
+    """A tree that describes no model, or a model that no tree describes; a phrase says where and why."""
+
+
+def class_names(classes: Sequence[type[nn.Module]] = ()) -> dict[str, type[nn.Module]]:
+    """Map the names that files use to the classes that are known.
+
+    Raises
+    ------
+    ArgumentError
+        If one of ``classes`` is no module with a method ``settings``.
+
+    """
+    from howsmooth import nn as room
+    from howsmooth.nn.contract import LipschitzModule
+
+    public = [getattr(room, name) for name in getattr(room, "__all__", ())]
+    known: dict[str, type[nn.Module]] = {
+        f"howsmooth.nn.{one.__name__}": one
+        for one in public
+        if isinstance(one, type) and issubclass(one, LipschitzModule) and not inspect.isabstract(one)
+    }
+    known |= {f"torch.nn.{one.__name__}": one for one in (*TORCH_MODULES, nn.Sequential)}
+    for one in classes:
+        if not (
+            isinstance(one, type) and issubclass(one, nn.Module) and callable(getattr(one, "settings", None))
+        ):
+            raise ArgumentError(
+                "classes",
+                expected="classes of modules with a method settings()",
+                got=getattr(one, "__name__", repr(one)),
+                remedy="settings() returns the keyword arguments of the constructor.",
+            )
+        known[f"{one.__module__}.{one.__qualname__}"] = one
+    return known
+
+
+def describe(model: nn.Module, known: Mapping[str, type[nn.Module]]) -> dict[str, Any]:
+    """Return the tree of a model.
+
+    Raises
+    ------
+    DescriptionError
+        If a module is of no known class, or its settings are no JSON values.
+
+    """
+    names = {one: name for name, one in known.items()}
+    return _describe(model, "", names, {}, 0)
+
+
+def _describe(
+    module: nn.Module, path: str, names: Mapping[type, str], seen: dict[int, str], depth: int
+) -> dict[str, Any]:
+    where = place(path)
+    if id(module) in seen:
+        return {"shared": seen[id(module)]}
+    seen[id(module)] = path
+    if depth > DEEPEST:
+        raise DescriptionError(f"{where} lies deeper than {DEEPEST} modules")
+    cls = _type_of(module)
+    if cls not in names:
+        raise DescriptionError(
+            f"{where} is a {cls.__module__}.{cls.__qualname__}, unknown to files: they hold layers "
+            "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and what is given as classes"
+        )
+    node: dict[str, Any] = {"class": names[cls]}
+    if cls is nn.Sequential:
+        # Not named_children, which leaves out what stands there twice.
+        children = {name: one for name, one in module._modules.items() if one is not None}
+        node["modules"] = {
+            name: _describe(one, join(path, name), names, seen, depth + 1) for name, one in children.items()
+        }
+        return node
+    if cls in TORCH_MODULES:
+        node["settings"] = _torch_settings(module, cls)
+        found = _parametrizations(module, where)
+        if found:
+            node["parametrizations"] = found
+    else:
+        settings = module.settings()  # type: ignore[operator]
+        if not isinstance(settings, dict):
+            raise DescriptionError(f"settings() of {where} returns a {type(settings).__name__}, not a dict")
+        given = [name for name in _arguments(cls) if name not in settings]
+        modules = {
+            name: _describe(one, join(path, name), names, seen, depth + 1)
+            for name in given
+            if isinstance(one := module._modules.get(name), nn.Module)
+        }
+        node["settings"] = settings
+        if modules:
+            node["modules"] = modules
+    node["settings"] = {
+        name: _json(value, f"{name} of {where}", 0)
+        for name, value in node["settings"].items()
+        if name not in _PLACEMENT
+    }
+    return node
+
+
+def build(tree: Any, known: Mapping[str, type[nn.Module]]) -> nn.Module:
+    """Build the model of a tree, its weights at random.
+
+    Raises
+    ------
+    DescriptionError
+        If the tree is no such tree, names a class that is not known, or its settings are not taken.
+
+    """
+    count = [0]
+    built: dict[str, nn.Module] = {}
+    return _build(tree, "", known, built, count, 0)
+
+
+def _build(
+    node: Any,
+    path: str,
+    known: Mapping[str, type[nn.Module]],
+    built: dict[str, nn.Module],
+    count: list[int],
+    depth: int,
+) -> nn.Module:
+    where = place(path)
+    count[0] += 1
+    if count[0] > _MOST_MODULES or depth > DEEPEST:
+        raise DescriptionError(
+            f"at {where} it has more than {_MOST_MODULES} modules, or too deep a nest of them"
+        )
+    if not isinstance(node, dict):
+        raise DescriptionError(f"{where} is described by a {type(node).__name__}, not by an object")
+    if "shared" in node:
+        _only(node, ("shared",), where)
+        if not isinstance(node["shared"], str) or node["shared"] not in built:
+            raise DescriptionError(f"{where} is to be a module that does not stand before it")
+        return built[node["shared"]]
+    _only(node, ("class", "settings", "modules", "parametrizations"), where)
+    name = node.get("class")
+    if not isinstance(name, str) or name not in known:
+        raise DescriptionError(f"{where} is of the class {_short(name)}, which is not known")
+    cls = known[name]
+    settings, modules = _object(node, "settings", where), _object(node, "modules", where)
+    for key, value in settings.items():
+        _json(value, f"{_short(key)} of {where}", 0)
+    for key in modules:
+        if not key or "." in key:
+            raise DescriptionError(f"{where} has a module of the name {_short(key)}")
+    if cls is not nn.Sequential:
+        unknown = [key for key in (*settings, *modules) if key not in _arguments(cls) or key in _PLACEMENT]
+        twice = [key for key in modules if key in settings]
+        if unknown or twice:
+            raise DescriptionError(f"{name} at {where} takes no {_short((unknown or twice)[0])}")
+    children = {
+        key: _build(one, join(path, key), known, built, count, depth + 1) for key, one in modules.items()
+    }
+    module = _call(cls, settings, children, where)
+    for tensor, chain in _object(node, "parametrizations", where).items():
+        _parametrize(module, tensor, chain, where)
+    built[path] = module
+    return module
+
+
+def _call(
+    cls: type[nn.Module], settings: dict[str, Any], children: dict[str, nn.Module], where: str
+) -> nn.Module:
+    try:
+        return nn.Sequential(OrderedDict(children)) if cls is nn.Sequential else cls(**settings, **children)
+    except DescriptionError:
+        raise
+    except Exception as error:  # a constructor may say no in any way
+        raise DescriptionError(f"{cls.__name__} at {where} cannot be built: {first_line(error)}") from error
+
+
+def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
+    # A bias is a tensor or none in the module, a flag in its constructor.
+    return {
+        name: getattr(module, name, None) is not None if name == "bias" else getattr(module, name)
+        for name in _arguments(cls)
+        if name not in _PLACEMENT
+    }
+
+
+def _arguments(cls: type[nn.Module]) -> list[str]:
+    """Name what a constructor takes by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in inspect.signature(cls).parameters.values() if one.kind in by_name]
+
+
+def _type_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that was called: parametrizing a module gives it another."""
+    cls: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return cls
+
+
+def _parametrizations(module: nn.Module, where: str) -> dict[str, list[dict[str, Any]]]:
+    if not parametrize.is_parametrized(module):
+        return {}
+    found = {}
+    for name, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
+        steps = [parametrization_settings(one) for one in chain]
+        if any(step is None for step in steps):
+            raise DescriptionError(
+                f"{name} of {where} has a parametrization other than orthogonal and spectral_norm of "
+                "torch.nn.utils.parametrizations"
+            )
+        found[name] = [step for step in steps if step is not None]
+    return found
+
+
+def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
+    """Say what a parametrization is, if it is one of PyTorch's that a file can hold."""
+    if type(step) is parametrizations._Orthogonal:
+        return {
+            "kind": "orthogonal",
+            "orthogonal_map": step.orthogonal_map.name,
+            "use_trivialization": hasattr(step, "base"),
+        }
+    if type(step) is parametrizations._SpectralNorm:
+        return {
+            "kind": "spectral_norm",
+            "n_power_iterations": int(step.n_power_iterations),
+            "eps": float(step.eps),
+            "dim": int(step.dim),
+        }
+    return None
+
+
+_KINDS: dict[str, tuple[Any, dict[str, type]]] = {
+    "orthogonal": (parametrizations.orthogonal, {"orthogonal_map": str, "use_trivialization": bool}),
+    "spectral_norm": (
+        parametrizations.spectral_norm,
+        {"n_power_iterations": int, "eps": float, "dim": int},
+    ),
+}
+
+
+def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None:
+    if _type_of(module) not in TORCH_MODULES:
+        raise DescriptionError(f"{where} is no module of torch.nn, and brings its own parametrizations")
+    if not isinstance(chain, list) or not 1 <= len(chain) <= _DEEPEST_SETTING:
+        raise DescriptionError(f"the parametrizations of {_short(tensor)} of {where} are no short list")
+    for step in chain:
+        kind = step.get("kind") if isinstance(step, dict) else None
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise DescriptionError(f"{_short(tensor)} of {where} has a parametrization {_short(kind)}")
+        function, kinds = _KINDS[kind]
+        _only(step, ("kind", *kinds), where)
+        arguments = {name: value for name, value in step.items() if name != "kind"}
+        if any(type(value) is not kinds[name] for name, value in arguments.items()):
+            raise DescriptionError(f"{kind} of {_short(tensor)} of {where} takes no such settings")
+        # Power iterations are done at once, as many as are asked for.
+        if not 0 < arguments.get("n_power_iterations", 1) <= 1000:
+            raise DescriptionError(f"{kind} of {_short(tensor)} of {where} iterates more than 1000 times")
+        try:
+            function(module, name=tensor, **arguments)
+        except Exception as error:
+            raise DescriptionError(
+                f"{kind} of {_short(tensor)} of {where} fails: {first_line(error)}"
+            ) from error
+
+
+def _json(value: Any, what: str, depth: int) -> Any:
+    """Return a setting as JSON values, or refuse it."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int) and abs(value) <= _LARGEST_NUMBER:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if depth < _DEEPEST_SETTING and isinstance(value, list | tuple) and len(value) <= _LONGEST_LIST:
+        return [_json(one, what, depth + 1) for one in value]
+    if depth < _DEEPEST_SETTING and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json(one, what, depth + 1) for key, one in value.items()}
+    raise DescriptionError(
+        f"{what} is {_short(value)}: settings are null, true, false, words, finite numbers below 2**53, and "
+        "short lists and objects of them"
+    )
+
+
+def _object(node: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = node.get(key, {})
+    if not isinstance(value, dict):
+        raise DescriptionError(f"{key} of {where} is a {type(value).__name__}, not an object")
+    return value
+
+
+def _only(node: dict[str, Any], keys: Sequence[str], where: str) -> None:
+    unknown = [key for key in node if key not in keys]
+    if unknown:
+        raise DescriptionError(f"{where} has an entry {_short(unknown[0])}")
+
+
+def place(path: str) -> str:
+    """Name a module by its path in the model."""
+    return f"module {_cut(path)}" if path else "the model"
+
+
+def join(path: str, name: str) -> str:
+    """Go one module further."""
+    return f"{path}.{name}" if path else name
+
+
+def first_line(error: BaseException) -> str:
+    """Say what an error says, in a line."""
+    lines = str(error).strip().splitlines()
+    return _cut(lines[0].rstrip("."), 300) if lines else type(error).__name__
+
+
+def _short(value: Any) -> str:
+    # The repr of a nest or of a number with thousands of digits may itself fail.
+    try:
+        return _cut(repr(value))
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
+
+
+def _cut(words: str, longest: int = 80) -> str:
+    return words if len(words) <= longest else f"{words[: longest - 3]}..."
+
+
+class LimitedMemory(TorchFunctionMode):
+    """While it is active, tensors made from sizes alone may hold so many numbers together, and no more.
+
+    A few bytes are enough to ask for a layer of any size.
+    """
+
+    _FACTORIES = frozenset(
+        {
+            torch.arange,
+            torch.empty,
+            torch.eye,
+            torch.full,
+            torch.linspace,
+            torch.normal,
+            torch.ones,
+            torch.rand,
+            torch.randint,
+            torch.randn,
+            torch.randperm,
+            torch.tril_indices,
+            torch.triu_indices,
+            torch.zeros,
+        }
+    )
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._left = numbers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count what a factory is about to allocate."""
+        kwargs = kwargs or {}
+        if func in self._FACTORIES and kwargs.get("out") is None:
+            sized = {name: value for name, value in kwargs.items() if name != "generator"}
+            self._left -= func(*args, **(sized | {"device": "meta"})).numel()
+            if self._left < 0:
+                raise MemoryError("it asks for more memory than the file has numbers for")
+        return func(*args, **kwargs)
