@@ -14,7 +14,6 @@ Either may hold tokens ``X`` (n, d).
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,14 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.models.array_files import read_arrays, reason
 
 __all__ = ["ParameterFile", "is_parameter_file", "load_parameters", "read_parameter_file", "save_parameters"]
 
@@ -81,7 +81,7 @@ def load_parameters(path: str | Path) -> SelfAttention:
 def read_parameter_file(path: str | Path) -> ParameterFile:
     """Read a parameter file with the tokens it may hold; see :func:`load_parameters`."""
     path = Path(path)
-    tensors = _tensors(path)
+    tensors = read_arrays(path, "parameter file", SUFFIXES)
     try:
         numbers = {name: _as_floats(name, t) for name, t in tensors.items() if name not in _SETTINGS}
         widest = any(t.dtype == torch.float64 for t in numbers.values())
@@ -152,55 +152,8 @@ def save_parameters(
             save_file(tensors, partial, metadata=dict(notes or {}))
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"The parameter file {path} cannot be written: {_reason(error)}.") from error
+        raise ModelError(f"The parameter file {path} cannot be written: {reason(error)}.") from error
     return path
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read whatever tensors are in the file."""
-    if path.suffix not in SUFFIXES:
-        raise ModelError(
-            f"The parameter file {path} is neither {' nor '.join(SUFFIXES)}. Pickled formats are never read."
-        )
-    if not path.is_file():
-        raise ModelError(f"There is no parameter file {path}.")
-    try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
-        return _npz(path)
-    except MemoryError as error:
-        # A few bytes are enough to announce an array of any size.
-        raise ModelError(f"The parameter file {path} cannot be read: it does not fit into memory.") from error
-    except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ModelError(f"The parameter file {path} cannot be read: {_reason(error)}.") from error
-
-
-def _npz(path: Path) -> dict[str, Tensor]:
-    if not zipfile.is_zipfile(path):
-        raise ValueError("it is no archive as numpy.savez writes it")
-    with np.load(path, allow_pickle=False) as archive:
-        arrays: dict[str, np.ndarray] = {}
-        for name in archive.files:
-            try:
-                arrays[name] = archive[name]
-            except ValueError as error:
-                if "allow_pickle" in str(error):
-                    raise ValueError(f"{name} is a pickled object, which is never read") from error
-                raise
-    found = {}
-    for name, array in arrays.items():
-        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
-            raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
-        # Byte order and strides that torch does not know are put right.
-        found[name] = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
-    return found
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__
 
 
 def _as_floats(name: str, t: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""Arrays in files: .npy, .npz, .safetensors, and .pt with tensors alone. Nothing in them is ever run."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from howsmooth.errors import ModelError
+
+__all__ = ["read_arrays", "reason"]
+
+SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
+
+
+def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
+    """Read the arrays of a file under their names; the one of a file without names is called ``""``.
+
+    Parameters
+    ----------
+    path
+        Of the file. Its ending says what it is.
+    what
+        What a message calls it, such as "parameter file".
+    suffixes
+        The endings that are taken.
+
+    Raises
+    ------
+    ModelError
+        If there is no such file, it cannot be read, or holds what is no array of numbers.
+
+    """
+    where = f"The {what} {_shown(path)}"
+    if path.suffix not in suffixes:
+        raise ModelError(f"{where} is neither {' nor '.join(suffixes)}. Pickled formats are never read.")
+    if not _is_file(path):
+        raise ModelError(f"There is no {what} {_shown(path)}.")
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        if path.suffix in (".pt", ".pth"):
+            return _pt(path)
+        return _npz(path) if path.suffix == ".npz" else {"": _tensor("it", np.load(path, allow_pickle=False))}
+    except MemoryError as error:
+        # A few bytes are enough to announce an array of any size.
+        raise ModelError(f"{where} cannot be read: it does not fit into memory.") from error
+    except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{where} cannot be read: {reason(error)}.") from error
+
+
+def _pt(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # of damaged files and of pickled objects, PyTorch raises many kinds
+        raise ValueError(f"it is no file of tensors alone ({reason(error)})") from error
+    named = {"": found} if isinstance(found, Tensor) else found
+    if not isinstance(named, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()
+    ):
+        raise ValueError("it holds neither a tensor nor tensors under names")
+    for name, t in named.items():
+        # A view of a few numbers can have any size.
+        if t.layout is not torch.strided or t.untyped_storage().nbytes() < t.numel() * t.element_size():
+            raise ValueError(f"{name or 'it'} is no plain tensor")
+    return {name: t.detach() for name, t in named.items()}
+
+
+def _npz(path: Path) -> dict[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no archive as numpy.savez writes it")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays: dict[str, np.ndarray] = {}
+        for name in archive.files:
+            try:
+                arrays[name] = archive[name]
+            except ValueError as error:
+                if "allow_pickle" in str(error):
+                    raise ValueError(f"{name} is a pickled object, which is never read") from error
+                raise
+    return {name: _tensor(name, array) for name, array in arrays.items()}
+
+
+def _tensor(name: str, array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
+    # Byte order and strides that torch does not know are put right.
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+def reason(error: BaseException) -> str:
+    """Say in a phrase why a file cannot be read or written."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _shown(path: Path) -> str:
+    return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
