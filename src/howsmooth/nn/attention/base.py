@@ -1,0 +1,479 @@
+"""Attention layers with a proved constant: the interface of torch.nn.MultiheadAttention, and the checks.
+
+A subclass says what its weights are (``_weights``), how queries, keys and values come from tokens
+(``_queries_keys_values``), what the attention weights are (``_probabilities``), what it is as a map
+(``_map``), and its bound, as a number (``_undivided_bound``) and as an expression with a gradient
+(``_log_bound``). All of these read the weights from the dictionary that they are given.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import TokenMap
+from howsmooth.bounds import Bound
+from howsmooth.bounds.bound import check_length, check_radius
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.nn.attention.divisor import Remembered, divided
+from howsmooth.nn.attention.masks import Masking
+from howsmooth.nn.contract import LipschitzModule
+
+__all__ = ["LipschitzAttention"]
+
+# A token may be longer than the radius by so many units of rounding of its dtype.
+_ULPS = 4.0
+# Divisors beyond e^700 are no float64 numbers.
+_LARGEST_LOG = 700.0
+
+Weights = Mapping[str, Tensor]
+
+
+class LipschitzAttention(LipschitzModule):
+    """Self-attention whose Lipschitz constant at a length and a radius is proved; base of all such layers.
+
+    Inputs and outputs are those of :class:`torch.nn.MultiheadAttention` with ``batch_first=True``, and so are
+    names, shapes and initial values of the weights. There is no dropout: in training the layer is the same
+    function as in evaluation.
+
+    Parameters
+    ----------
+    embed_dim, num_heads
+        Dimension d of the tokens, and number of heads, which divides it.
+    length
+        Number n of tokens of a sequence. Others are refused.
+    radius
+        Largest norm of a token that the layer is given; None: any, for layers without ``constant``.
+    constant
+        If given, the output is divided by the bound at (``length``, ``radius``) over this number, so that
+        the layer has this constant. The divisor is computed for the weights as they are, again whenever
+        they change, and gradients of the weights are those of the quotient.
+    bias
+        Whether projections have biases.
+    beyond
+        What to do with tokens beyond the radius: "refuse" them, or "clip" them to it (the projection on the
+        ball is 1-Lipschitz: the constant then holds for all tokens).
+    shorter
+        Whether shorter sequences are taken, under the constant of ``length``.
+    mask
+        What may be masked, which the constant depends on: "none"; "causal" (always); a boolean matrix
+        (length, length), True where query (row) must not see key (column) (always); "any" boolean mask,
+        padding included; "additive" masks of any numbers too.
+    device, dtype
+        Of the weights.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    Half precision (float16, bfloat16, of weights or inputs) and autocast: everything inside is computed in
+    float32 with autocast off, from the weights as they are stored, and the result is cast to the dtype of
+    the input. The constant is that of exact arithmetic. Bounds are computed in float64 on the CPU.
+
+    """
+
+    #: Kinds of masks that the layer has a bound for.
+    masks: ClassVar[tuple[str, ...]] = ("none", "causal", "fixed", "any", "additive")
+    #: As of torch.nn.MultiheadAttention.
+    batch_first: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        length: int,
+        radius: float | None = None,
+        constant: float | None = None,
+        bias: bool = True,
+        beyond: Literal["refuse", "clip"] = "refuse",
+        shorter: bool = False,
+        mask: object = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = _count("embed_dim", embed_dim)
+        self.num_heads = _count("num_heads", num_heads)
+        if self.embed_dim % self.num_heads:
+            raise ArgumentError(
+                "num_heads", expected=f"a divisor of embed_dim = {embed_dim}", got=str(num_heads)
+            )
+        self.head_dim = self.embed_dim // self.num_heads
+        self.length = check_length(length)
+        self.radius = None if radius is None else check_radius(radius)
+        self.constant = None if constant is None else _positive("constant", constant)
+        if self.constant is not None and self.radius is None and self._needs_radius:
+            raise ArgumentError(
+                "radius",
+                expected="a number, as the layer is divided by its bound on a ball",
+                got="None",
+                remedy="After a norm layer, hs.bounds.norm_radius gives it; beyond='clip' enforces it.",
+            )
+        if beyond not in ("refuse", "clip"):
+            raise ArgumentError("beyond", expected="'refuse' or 'clip'", got=repr(beyond))
+        self.beyond = beyond
+        self.shorter = bool(shorter)
+        self.masking = Masking.read(mask, self.length)
+        if self.masking.kind not in self.masks:
+            raise ArgumentError(
+                "mask", expected=f"one of {self.masks}", got=repr(self.masking.kind), remedy=self._mask_remedy
+            )
+        if self.shorter and self.masking.kind == "fixed":
+            raise ArgumentError("shorter", expected="False with a mask of one length", got="True")
+        self.bias = bool(bias)
+        self._make_weights({"device": device, "dtype": dtype})
+        self._log_divisor_of = Remembered()
+
+    # ---- what a subclass says
+
+    #: Whether the bound needs a radius (those that hold everywhere do not).
+    _needs_radius: ClassVar[bool] = True
+    _mask_remedy: ClassVar[str] = "There is no theorem for it."
+
+    def _make_weights(self, factory: dict[str, Any]) -> None:
+        """Make the weights of torch.nn.MultiheadAttention, with its initial values."""
+        d = self.embed_dim
+        self.in_proj_weight = nn.Parameter(torch.empty((3 * d, d), **factory))
+        if self.bias:
+            self.in_proj_bias = nn.Parameter(torch.zeros(3 * d, **factory))
+        else:
+            self.register_parameter("in_proj_bias", None)
+        self.out_proj = nn.Linear(d, d, bias=self.bias, **factory)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return all weights that the map depends on, as they are now, parametrizations applied."""
+        found = {
+            "in_proj_weight": self.in_proj_weight,
+            "in_proj_bias": self.in_proj_bias,
+            "out_proj.weight": self.out_proj.weight,
+            "out_proj.bias": self.out_proj.bias,
+        }
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
+        projected = nn.functional.linear(x, weights["in_proj_weight"], weights.get("in_proj_bias"))
+        q, k, v = (self._by_head(part) for part in projected.chunk(3, dim=-1))
+        return q, k, v
+
+    @abstractmethod
+    def _probabilities(
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
+    ) -> Tensor:
+        """Return the attention weights (batch, heads, n, n); ``added`` to the scores is the mask."""
+
+    @abstractmethod
+    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
+        """Return an upper bound on the constant of the layer before it is divided, of its kind of masks."""
+
+    @abstractmethod
+    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+        """Return the logarithm of that bound, a number with a graph to the weights, rounding aside."""
+
+    @abstractmethod
+    def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
+        """Return an upper bound on the norm of an output token before the division."""
+
+    @abstractmethod
+    def _map(self, weights: Weights, scale: float) -> TokenMap:
+        """Return the layer as a map of this library, its output multiplied by ``scale``."""
+
+    # ---- the constant
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return an upper bound on the Lipschitz constant, of the layer as it is, division included.
+
+        Parameters
+        ----------
+        length
+            That of the layer, or a smaller one with ``shorter=True``.
+        radius
+            Largest norm of a token. Beyond the radius of the layer only with ``beyond="clip"``, which makes
+            the constant that at the radius of the layer.
+
+        Raises
+        ------
+        ArgumentError
+            If the layer does not take such inputs.
+        NonFiniteError
+            If a weight is NaN or infinite.
+
+        """
+        n, R = self._claimed(length, radius)
+        weights = self._finite_weights()
+        bound = self._undivided_bound(n, R, weights)
+        if self.constant is None:
+            return bound
+        log_divisor = self._log_divisor(weights)
+        return Bound.upper(
+            bound.name,
+            bound.quantity,
+            f"{bound.source}, divided by its value at length {self.length}, over {self.constant:g}",
+            log_formula=bound.log_formula - log_divisor,
+            hypotheses=bound.hypotheses,
+        )
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return an upper bound on the norm of an output token; arguments and errors as above."""
+        n, R = self._claimed(length, radius)
+        weights = self._finite_weights()
+        largest = self._undivided_output_radius(n, R, weights)
+        if self.constant is not None:
+            largest *= math.exp(-self._log_divisor(weights))
+        return largest * (1 + 1e-12)
+
+    def _claimed(self, length: object, radius: object) -> tuple[int, float]:
+        """Check that the layer takes sequences of this length and radius; return them, clipped."""
+        n, R = check_length(length), check_radius(radius)
+        self._check_count(n, "length")
+        if self.radius is not None and self.radius * (1 + 1e-12) < R:
+            if self.beyond == "refuse":
+                raise ArgumentError(
+                    "radius",
+                    expected=f"at most {self.radius:g}, the radius of the layer",
+                    got=f"{R:g}",
+                    remedy="Build the layer with a larger radius, or with beyond='clip'.",
+                )
+            R = self.radius
+        return n, R
+
+    def _finite_weights(self) -> dict[str, Tensor]:
+        weights = self._weights()
+        for name, weight in weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+        return weights
+
+    def _log_divisor(self, weights: Weights) -> float:
+        """Return the logarithm of bound / constant, computed again if a weight is not what it was."""
+        assert self.constant is not None
+        goal = math.log(self.constant)
+        key = (self.length, self.radius, self.constant)
+        return self._log_divisor_of(weights, key, lambda: self._log_bound_value() - goal)
+
+    def _log_bound_value(self) -> float:
+        bound = self._undivided_bound(self.length, self._own_radius, self._finite_weights())
+        log = bound.log_value
+        if not abs(log) < _LARGEST_LOG:
+            raise ArgumentError(
+                "constant",
+                expected="a layer whose bound is a positive number",
+                got="zero" if log < 0 else f"exp({log:.4g})",
+                remedy="A layer of constant zero cannot be scaled to another one; a huge bound comes from "
+                "huge weights or a huge radius.",
+            )
+        return log
+
+    @property
+    def _own_radius(self) -> float:
+        return 1.0 if self.radius is None else self.radius
+
+    # ---- the map
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as :meth:`torch.nn.MultiheadAttention.forward` does.
+
+        Parameters
+        ----------
+        query
+            Tokens (batch, n, d), or (n, d).
+        key, value
+            None, or the same tensor as ``query``: constants are those of self-attention.
+        key_padding_mask
+            (batch, n), True (or −inf) where a token is seen by none.
+        need_weights
+            Whether to return the attention weights.
+        attn_mask
+            (n, n) or (batch · heads, n, n), True (or −inf) where query (row) does not see key (column).
+        average_attn_weights
+            Whether the weights are averaged over the heads.
+        is_causal
+            Without ``attn_mask``: a causal mask.
+
+        Returns
+        -------
+        output, weights
+            Shaped as the query; and (batch, n, n), or (batch, heads, n, n) if not averaged (without the
+            batch if the query has none), or None. The weights are not divided: their rows sum to 1.
+
+        Raises
+        ------
+        ArgumentError
+            If shape, dtype, device or length do not fit, a token lies beyond the radius, key or value is
+            another tensor, or the mask is not one that the constant covers.
+        NonFiniteError
+            If a token or a weight is NaN or infinite, where there is a radius or a constant.
+
+        """
+        x, weights = self._checked(query, key, value)
+        with torch.autocast(x.device.type, enabled=False):
+            if self.radius is not None:
+                x = self._inside(x, self.radius, query.dtype)
+            added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
+            working = {name: weight.to(x.dtype) for name, weight in weights.items()}
+            q, k, v = self._queries_keys_values(x, working)
+            probabilities = self._probabilities(q, k, v, added, working)
+            attended = (probabilities @ v).transpose(1, 2).flatten(2)
+            output = nn.functional.linear(attended, working["out_proj.weight"], working.get("out_proj.bias"))
+            if self.constant is not None:
+                output = output * self._inverse(weights, output)
+        output = output.to(query.dtype)
+        shown = probabilities.mean(dim=1) if average_attn_weights else probabilities
+        shown = shown.to(query.dtype)
+        if query.ndim == 2:
+            output, shown = output[0], shown[0]
+        return output, shown if need_weights else None
+
+    def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
+        """Return 1/divisor with its gradient in the weights."""
+        length, radius = self.length, self._own_radius
+        return divided(
+            self._log_divisor(weights),
+            weights,
+            lambda given: self._log_bound(length, radius, given),
+            like,
+        )
+
+    def _by_head(self, t: Tensor) -> Tensor:
+        """Cut (batch, n, heads · k) into (batch, heads, n, k)."""
+        heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return heads
+
+    def _checked(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return tokens (batch, n, d) in the working dtype, and the weights, after checks."""
+        for name, other in (("key", key), ("value", value)):
+            if other is not None and other is not query:
+                raise ArgumentError(
+                    name,
+                    expected="None, or the tensor given as query",
+                    got="another tensor",
+                    remedy="The constant is that of self-attention; for cross-attention there is none here.",
+                )
+        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim or 0 in query.shape[:-1]:
+            raise ArgumentError(
+                "query",
+                expected=f"tokens (batch, n, {self.embed_dim}) or (n, {self.embed_dim})",
+                got=f"shape {tuple(query.shape)}",
+            )
+        self._check_count(query.shape[-2], "query")
+        weights = self._weights()
+        weight = weights["out_proj.weight"]
+        if query.device != weight.device:
+            raise ArgumentError(
+                "query", expected=f"a tensor on {weight.device}, as the weights", got=str(query.device)
+            )
+        full = (torch.float32, torch.float64)
+        if not query.is_floating_point() or (
+            query.dtype in full and weight.dtype in full and query.dtype != weight.dtype
+        ):
+            raise ArgumentError(
+                "query",
+                expected=f"{weight.dtype} as the weights, or half precision",
+                got=str(query.dtype),
+                remedy="Convert one of the two, with .to(dtype).",
+            )
+        double = torch.float64 in (query.dtype, weight.dtype)
+        x = query.to(torch.float64 if double else torch.float32)
+        return (x if x.ndim == 3 else x[None]), weights
+
+    def _check_count(self, n: int, name: str) -> None:
+        if n == self.length or (self.shorter and n < self.length):
+            return
+        fewer = "at most " if self.shorter else ""
+        raise ArgumentError(
+            name,
+            expected=f"{fewer}{self.length} tokens, the length of the layer",
+            got=f"{n} tokens",
+            remedy="" if self.shorter else "With shorter=True a layer takes shorter sequences too.",
+        )
+
+    def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
+        """Return the tokens, all of them within the radius: refused or projected where they are not."""
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        if self.beyond == "clip":
+            if not bool(torch.isfinite(norms).all()):
+                raise NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
+            clipped: Tensor = x * (radius / norms.clamp(min=radius))
+            return clipped
+        largest = float(norms.detach().max())
+        if not math.isfinite(largest):
+            raise NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
+        if largest > radius * (1 + _ULPS * torch.finfo(dtype).eps):
+            raise ArgumentError(
+                "query",
+                expected=f"tokens of norm at most {radius:g}, the radius of the layer",
+                got=f"a token of norm {largest:g}",
+                remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
+            )
+        return x
+
+    # ---- what it is
+
+    @property
+    def map(self) -> TokenMap:
+        """The layer as a map of this library, division included, for measurements; weights as they are now.
+
+        Of "any" and "additive" masks it is the map without one; clipping is left out.
+        """
+        weights = self._finite_weights()
+        scale = 1.0 if self.constant is None else math.exp(-self._log_divisor(weights))
+        return self._map(weights, scale)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        return {
+            "embed_dim": self.embed_dim,
+            "num_heads": self.num_heads,
+            "length": self.length,
+            "radius": self.radius,
+            "constant": self.constant,
+            "bias": self.bias,
+            "beyond": self.beyond,
+            "shorter": self.shorter,
+            "mask": self.masking.setting(),
+        }
+
+    def extra_repr(self) -> str:
+        """Return the settings, for printing."""
+        shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(name, expected="a whole number >= 1", got=repr(value))
+    return value
+
+
+def _positive(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not (math.isfinite(number) and number > 0):
+        raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
+    return number

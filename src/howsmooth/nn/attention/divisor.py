@@ -1,0 +1,193 @@
+"""The number that a layer is divided by: its bound, with a gradient, for the weights as they are.
+
+The value is that of ``howsmooth.bounds``, rounded outwards. The gradient is that of an expression of the
+weights, which is evaluated only where a backward pass asks for it. Derivation: docs/theory/enforce.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Remembered", "divided", "log_of_numbers", "spectral_norms"]
+
+# Relative step of the difference quotient below: its error is of order step⁴, that of rounding eps/step.
+_STEP = 5e-4
+
+
+class Remembered:
+    """A number that belongs to weights: computed anew whenever one of them is not what it was.
+
+    Weights are compared entry by entry with a copy, since PyTorch's version counters do not see changes
+    through ``.data``.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._weights: tuple[Tensor, ...] = ()
+        self._value = 0.0
+
+    def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
+        """Return the number for these weights and this key."""
+        tensors = tuple(weight.detach() for weight in weights.values())
+        same = key == self._key and len(tensors) == len(self._weights)
+        if not same or not all(map(_same, tensors, self._weights)):
+            self._value = compute()
+            self._key, self._weights = key, tuple(tensor.clone() for tensor in tensors)
+        return self._value
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    alike = now.dtype == before.dtype and now.device == before.device
+    return alike and torch.equal(now, before)
+
+
+LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
+"""The logarithm of a bound as an expression of the weights: a number with a graph."""
+
+
+def divided(
+    log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
+) -> Tensor:
+    """Return 1/divisor, a number of the dtype and on the device of ``like``, differentiable in the weights.
+
+    Parameters
+    ----------
+    log_divisor
+        Its value, as a logarithm.
+    weights
+        The weights that it depends on.
+    expression
+        From weights to the logarithm of the divisor, but for rounding and a constant; called by a backward
+        pass alone.
+    like
+        A tensor of the dtype and device wanted.
+
+    """
+    value = torch.tensor(-log_divisor, dtype=torch.float64).exp().to(like)
+    names = [name for name, weight in weights.items() if weight.requires_grad]
+    if not names or not torch.is_grad_enabled():
+        return value
+    inverse: Tensor = _Inverse.apply(  # type: ignore[no-untyped-call]
+        value, dict(weights), tuple(names), expression, *(weights[n] for n in names)
+    )
+    return inverse
+
+
+class _Inverse(torch.autograd.Function):
+    """1/divisor, whose derivative in a weight is −(1/divisor) times that of the logarithm."""
+
+    @staticmethod
+    def forward(
+        value: Tensor,
+        weights: Mapping[str, Tensor],
+        names: Sequence[str],
+        expression: LogExpression,
+        *inputs: Tensor,
+    ) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weights, ctx.names, ctx.expression, *tensors = inputs
+        ctx.others = {name: weight for name, weight in weights.items() if name not in ctx.names}
+        ctx.save_for_backward(output, *tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        output, *tensors = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = {
+                name: tensor.detach().requires_grad_()
+                for name, tensor in zip(ctx.names, tensors, strict=True)
+            }
+            log = ctx.expression({**ctx.others, **leaves})
+            found = torch.autograd.grad(log, list(leaves.values()), allow_unused=True)
+        factor = -(gradient * output).double()
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(None if g is None else (factor.to(g.device) * g.double()).to(g.dtype) for g in found),
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
+        """Weights are the same for all members of a batch."""
+        if any(dim is not None for dim in in_dims):
+            raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
+        result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]
+        return result, None
+
+
+# ---- expressions of the weights
+
+
+def spectral_norms(matrices: Tensor) -> Tensor:
+    """Return the spectral norms of matrices (..., m, k) with their gradient u vᵀ, u and v held fixed.
+
+    Where the largest singular value is multiple, the gradient is one of its subgradients; at the zero matrix
+    it is zero, one of them as well.
+    """
+    with torch.no_grad():
+        u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
+        left, right = u[..., :, 0], vh[..., 0, :]
+        left = left * (s[..., :1] > 0)
+    return torch.einsum("...m,...mk,...k->...", left, matrices, right)
+
+
+def log_of_numbers(evaluate: Callable[[Sequence[float]], float], numbers: Tensor) -> Tensor:
+    """Return ``evaluate`` of some nonnegative numbers (m,), the logarithm of a bound, with its gradient.
+
+    So a function of ``howsmooth.bounds`` can be differentiated in the norms that it depends on, without
+    writing its formula again. Partial derivatives are central differences of the fourth order in float64,
+    right to about ten digits where the function is smooth; in a zero argument the derivative is zero, which
+    is right for norms: theirs is zero there.
+
+    Parameters
+    ----------
+    evaluate
+        From the numbers to the logarithm of the bound.
+    numbers
+        Shape (m,).
+
+    Returns
+    -------
+    Tensor
+        Shape (), float64 on the CPU; differentiable once.
+
+    """
+    result: Tensor = _OfNumbers.apply(  # type: ignore[no-untyped-call]
+        evaluate, numbers.to("cpu", torch.float64)
+    )
+    return result
+
+
+class _OfNumbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, evaluate: Callable[[Sequence[float]], float], numbers: Tensor) -> Tensor:
+        ctx.evaluate = evaluate
+        ctx.save_for_backward(numbers)
+        return torch.tensor(evaluate(numbers.tolist()), dtype=torch.float64)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (numbers,) = ctx.saved_tensors
+        at = numbers.tolist()
+        partials = [_partial(ctx.evaluate, at, i) if x > 0 else 0.0 for i, x in enumerate(at)]
+        return None, gradient * torch.tensor(partials, dtype=torch.float64)
+
+
+def _partial(evaluate: Callable[[Sequence[float]], float], at: list[float], i: int) -> float:
+    step = _STEP * at[i]
+
+    def moved(steps: int) -> float:
+        return evaluate([*at[:i], at[i] + steps * step, *at[i + 1 :]])
+
+    return (8 * (moved(1) - moved(-1)) - (moved(2) - moved(-2))) / (12 * step)

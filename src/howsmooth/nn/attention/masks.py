@@ -1,0 +1,187 @@
+"""What a layer's constant allows to be masked, and the masks that a call brings, in PyTorch's conventions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Masking"]
+
+_KINDS = ("none", "causal", "any", "additive")
+_REMEDY = (
+    "Build the layer with mask='any' for boolean masks, mask='additive' for all: its constant covers them."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Masking:
+    """The masks that a constant covers.
+
+    Attributes
+    ----------
+    kind
+        "none"; "causal": always the causal one; "fixed": always ``hidden``; "any": every boolean mask that
+        leaves each query a key; "additive": any numbers, −inf among them, that leave each query a key.
+    hidden
+        (n, n), True where query (row) does not see key (column); of "fixed".
+
+    """
+
+    kind: str
+    hidden: Bool[Tensor, "n n"] | None = None
+
+    @classmethod
+    def read(cls, mask: object, length: int) -> Masking:
+        """Read the argument ``mask`` of a layer: a word, or a boolean matrix, True where hidden."""
+        if isinstance(mask, str) and mask in _KINDS:
+            return cls(mask)
+        if isinstance(mask, list):
+            try:
+                mask = torch.tensor(mask)
+            except (TypeError, ValueError, RuntimeError):
+                mask = None
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (length, length):
+            got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise ArgumentError(
+                "mask",
+                expected=f"one of {_KINDS}, or a boolean matrix ({length}, {length}), True where hidden",
+                got=got,
+            )
+        _check_rows(mask, "mask")
+        return cls("fixed", mask.cpu().clone())
+
+    def setting(self) -> str | list[Any]:
+        """Return the argument that it was read from, as JSON."""
+        if self.hidden is None:
+            return self.kind
+        rows: list[Any] = self.hidden.tolist()
+        return rows
+
+    def always(self, n: int) -> Tensor | None:
+        """Return what is hidden whatever the call brings, (n, n) on the CPU; None for nothing."""
+        if self.kind == "causal":
+            return torch.ones(n, n, dtype=torch.bool).triu(1)
+        return self.hidden
+
+    def scores(
+        self,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        *,
+        heads: int,
+        x: Tensor,
+    ) -> Tensor | None:
+        """Return what is added to the scores of tokens x (batch, n, d), (batch or 1, heads or 1, n, n).
+
+        Raises
+        ------
+        ArgumentError
+            If the constant does not cover the masks of this call, or one has another shape or dtype.
+
+        """
+        batch, n, _ = x.shape
+        own = self.always(n)
+        if attn_mask is None and is_causal:
+            if self.kind not in ("causal", "any", "additive"):
+                raise ArgumentError(
+                    "is_causal",
+                    expected="False, as the constant is that without a causal mask",
+                    got="True",
+                    remedy="Build the layer with mask='causal'.",
+                )
+            own = torch.ones(n, n, dtype=torch.bool).triu(1)
+        parts = [] if own is None else [own.to(x.device)[None, None]]
+        given = []
+        if attn_mask is not None:
+            shapes = {(n, n): (1, 1, n, n), (batch * heads, n, n): (batch, heads, n, n)}
+            given.append(_shaped("attn_mask", attn_mask, shapes, x.device))
+        if key_padding_mask is not None:
+            shapes = {(batch, n): (batch, 1, 1, n)}
+            given.append(_shaped("key_padding_mask", key_padding_mask, shapes, x.device))
+        if self.kind in ("none", "causal", "fixed"):
+            for name, mask in given:
+                self._check_known(name, mask, own)
+            given = []
+        for name, mask in given:
+            if self.kind == "any":
+                mask = _as_boolean(name, mask)
+            parts.append(mask)
+        if not parts:
+            return None
+        numbers = [_as_numbers(mask, x.dtype) for mask in parts]
+        total = numbers[0]
+        for more in numbers[1:]:
+            total = total + more
+        _check_rows(torch.isneginf(total), "attn_mask" if attn_mask is not None else "key_padding_mask")
+        return total
+
+    def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
+        """Refuse a mask that is not the one the constant was computed for."""
+        here = torch.zeros((), dtype=torch.bool) if own is None else own
+        hidden = mask if mask.dtype == torch.bool else torch.isneginf(mask)
+        numbers = None if mask.dtype == torch.bool else mask.masked_fill(hidden, 0.0)
+        wanted = (
+            here.to(mask.device).expand(hidden.shape) if name == "attn_mask" else torch.zeros_like(hidden)
+        )
+        if torch.equal(hidden, wanted) and (numbers is None or not bool(numbers.any())):
+            return
+        what = {"none": "no mask", "causal": "the causal mask alone", "fixed": "the mask of the layer alone"}
+        raise ArgumentError(
+            name,
+            expected=f"{what[self.kind]}, for which the constant was proved",
+            got="another one",
+            remedy=_REMEDY,
+        )
+
+
+def _shaped(
+    name: str, mask: Tensor, shapes: Mapping[tuple[int, ...], tuple[int, ...]], device: torch.device
+) -> tuple[str, Tensor]:
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ArgumentError(name, expected="a boolean or floating-point tensor", got=str(mask.dtype))
+    if tuple(mask.shape) not in shapes:
+        raise ArgumentError(
+            name, expected=f"shape {' or '.join(map(str, shapes))}", got=f"shape {tuple(mask.shape)}"
+        )
+    if not mask.dtype == torch.bool and bool(((mask != mask) | (mask == math.inf)).any()):
+        raise ArgumentError(name, expected="finite numbers or -inf", got="NaN or infinity")
+    return name, mask.to(device).reshape(shapes[tuple(mask.shape)])
+
+
+def _as_boolean(name: str, mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = torch.isneginf(mask)
+    if bool(mask.masked_fill(hidden, 0.0).any()):
+        raise ArgumentError(
+            name,
+            expected="a boolean mask, or one of 0 and -inf",
+            got="other numbers",
+            remedy="Build the layer with mask='additive': its constant covers them.",
+        )
+    return hidden
+
+
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+    return mask.to(dtype)
+
+
+def _check_rows(hidden: Tensor, name: str) -> None:
+    if bool(hidden.all(dim=-1).any()):
+        raise ArgumentError(
+            name,
+            expected="at least one visible key for every query",
+            got="a query that sees none",
+            remedy="Its attention weights are not defined; leave such tokens out.",
+        )
