@@ -1,0 +1,83 @@
+"""Where the rows of a monitor go: a file of JSON lines or a CSV file, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.record import MonitorRecord
+
+__all__ = ["RecordFile", "ScalarWriter", "write_scalars"]
+
+_SUFFIXES = (".jsonl", ".csv")
+
+
+@runtime_checkable
+class ScalarWriter(Protocol):
+    """What is needed of ``torch.utils.tensorboard.SummaryWriter``, or of another logger."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Take a number at a step."""
+
+
+def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
+    """Write the numbers of a record under ``<quantity>/<layer>``, so that layers stand side by side.
+
+    A failed row is a 1 under ``failed``.
+    """
+    place = record.name or "model"
+    for quantity, value in record.scalars().items():
+        writer.add_scalar(f"{quantity}/{place}", value, record.step)
+    if record.failure:
+        writer.add_scalar(f"failed/{place}", 1.0, record.step)
+
+
+class RecordFile:
+    """A file that grows by one line a record; it is opened for each, so that nothing is lost with a run.
+
+    Parameters
+    ----------
+    path
+        ``.jsonl`` for JSON lines, every field; ``.csv`` for a table, every field but the constants of single
+        sequences. A file that exists is added to.
+
+    Raises
+    ------
+    ArgumentError
+        If the suffix is another, its folder does not exist, or a CSV file has other columns.
+
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if self.path.suffix not in _SUFFIXES:
+            raise ArgumentError(
+                "file", expected=f"a name that ends in {' or '.join(_SUFFIXES)}", got=repr(str(path))
+            )
+        if not self.path.parent.is_dir():
+            raise ArgumentError("file", expected="a name in a folder that exists", got=repr(str(path)))
+        self._columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
+        if self.path.suffix == ".csv" and self.path.exists() and self.path.stat().st_size:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                found = next(csv.reader(file), [])
+            if found != self._columns:
+                raise ArgumentError(
+                    "file",
+                    expected="a new file, or one that a monitor wrote",
+                    got=f"{path}, a table with other columns",
+                )
+
+    def write(self, record: MonitorRecord) -> None:
+        """Add a record."""
+        fields = record.as_dict()
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            if self.path.suffix == ".jsonl":
+                file.write(json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n")
+                return
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow({k: "" if v is None else v for k, v in fields.items()})

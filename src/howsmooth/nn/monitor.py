@@ -1,0 +1,211 @@
+"""``LipschitzMonitor``: how Lipschitz each attention layer is, step by step, while a model is trained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from howsmooth.accuracy import check_accuracy
+from howsmooth.errors import ArgumentError
+from howsmooth.models.load import LoadedModel
+from howsmooth.models.site import SCOPES
+from howsmooth.nn.logging import RecordFile, ScalarWriter, write_scalars
+from howsmooth.nn.neutral import unwrapped
+from howsmooth.nn.probes import ProbeInputs, Probes
+from howsmooth.nn.probing import Accuracy, measured
+from howsmooth.nn.record import MonitorRecord, table
+
+__all__ = ["LipschitzMonitor"]
+
+_SCOPES = tuple(scope for scope in SCOPES if scope != "head")
+
+
+class LipschitzMonitor:
+    """Measure every attention layer of a model at fixed inputs, every so many steps of its training.
+
+    A row for each layer: the local Lipschitz constant with its interval, the norm of the score matrices,
+    the entropy of the attention probabilities, the radius of the tokens (:class:`MonitorRecord`).
+
+    Training goes on as if it were not there: random states of PyTorch, NumPy and Python, training flags of
+    every module, gradients, buffers, hooks and the default dtype are what they were, and the losses the same
+    bit by bit. The probe pass runs in evaluation mode, without autocast, in the precision of the weights. It
+    calls the model, forward hooks of the user's included.
+
+    Parameters
+    ----------
+    model
+        Any model that :func:`~howsmooth.capture` understands, or with attention layers of
+        :mod:`howsmooth.nn`, which are measured by their ``map``. Wrappers for several devices and of
+        ``torch.compile`` are looked into.
+    probes
+        The inputs at which is measured, as for :func:`~howsmooth.capture`, without padding: several
+        sequences, say so many of the validation data; or a list of such, with sequences of other lengths.
+        They are copied.
+    every
+        Number of steps from one measurement to the next.
+    callback
+        Called with each record.
+    tensorboard
+        A ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+    file
+        Name of a file that ends in ``.jsonl`` or ``.csv``, to which rows are added.
+    layers
+        Which layers, counted in the order of the model's pass, negative from the end; by default all of
+        self-attention.
+    scope
+        What to call attention, as for :func:`~howsmooth.capture`; ``"head"`` aside.
+    rtol, confidence, max_iterations
+        As for :func:`~howsmooth.local_lipschitz`. The default asks for one percent: enough for a curve.
+    seed
+        Of the random starts, which differ from step to step and from layer to layer.
+    strict
+        Raise what stands in the way of a measurement. By default a diverged or refused layer is a row with
+        the reason in ``failure``, and training goes on.
+
+    Attributes
+    ----------
+    records
+        All rows so far.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        probes: ProbeInputs,
+        *,
+        every: int = 100,
+        callback: Callable[[MonitorRecord], object] | None = None,
+        tensorboard: ScalarWriter | None = None,
+        file: str | Path | None = None,
+        layers: Sequence[int] | None = None,
+        scope: str = "attention",
+        rtol: float = 1e-2,
+        confidence: float = 0.999,
+        max_iterations: int = 200,
+        seed: int = 0,
+        strict: bool = False,
+    ) -> None:
+        if isinstance(model, LoadedModel):
+            model = model.model
+        if not isinstance(model, nn.Module):
+            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ArgumentError("every", expected="a whole number of steps >= 1", got=repr(every))
+        if scope not in _SCOPES:
+            raise ArgumentError("scope", expected=f"one of {', '.join(_SCOPES)}", got=repr(scope))
+        if callback is not None and not callable(callback):
+            raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
+        if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
+            raise ArgumentError(
+                "tensorboard", expected="a writer with add_scalar", got=type(tensorboard).__name__
+            )
+        for name, number in (("max_iterations", max_iterations), ("seed", seed)):
+            least = 1 if name == "max_iterations" else 0
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        # In float32, the coarsest; a model in float64 can do better only.
+        check_accuracy(rtol, confidence, "float32")
+        self.model = unwrapped(model)
+        self.probes = Probes.of(self.model, probes)
+        self.every = every
+        self.callback = callback
+        self.tensorboard = tensorboard
+        self.file = None if file is None else RecordFile(file)
+        self.layers = None if layers is None else _checked_layers(layers)
+        self.scope = scope
+        self.strict = bool(strict)
+        self.records: list[MonitorRecord] = []
+        self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
+        self._steps = 0
+
+    def step(self, step: int | None = None) -> list[MonitorRecord]:
+        """Say that the optimizer made a step; every so many of them, measure.
+
+        Parameters
+        ----------
+        step
+            How many steps were made so far; by default one more than at the last call.
+
+        Returns
+        -------
+        list of MonitorRecord
+            The rows, if this was the time for them.
+
+        """
+        self._steps = self._steps + 1 if step is None else _checked_step(step)
+        return self.measure(self._steps) if self._steps % self.every == 0 else []
+
+    def measure(self, step: int | None = None) -> list[MonitorRecord]:
+        """Measure now, before the first step for instance; no step is counted."""
+        at = self._steps if step is None else _checked_step(step)
+        rows = measured(
+            self.model,
+            self.probes,
+            at,
+            layers=self.layers,
+            scope=self.scope,
+            accuracy=self._accuracy,
+            strict=self.strict,
+        )
+        for record in rows:
+            self.records.append(record)
+            self._send(record)
+        return rows
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Call :meth:`step` after every step of an optimizer; ``remove()`` of the handle ends it."""
+
+        def stepped(*_: object) -> None:
+            self.step()
+
+        return optimizer.register_step_post_hook(stepped)
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows so far as a table, with a column for each field but ``each``."""
+        return table(self.records)
+
+    def _send(self, record: MonitorRecord) -> None:
+        try:
+            if self.file is not None:
+                self.file.write(record)
+        except OSError as error:
+            if self.strict:
+                raise
+            warnings.warn(f"A row of the monitor was not written: {error}", stacklevel=4)
+        if self.tensorboard is not None:
+            write_scalars(self.tensorboard, record)
+        if self.callback is not None:
+            self.callback(record)
+
+    def __repr__(self) -> str:
+        return (
+            f"LipschitzMonitor({type(self.model).__name__}, every {self.every} steps, {self.probes.words}, "
+            f"{len(self.records)} rows)"
+        )
+
+
+def _checked_step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ArgumentError("step", expected="a number of steps >= 0", got=repr(step))
+    return step
+
+
+def _checked_layers(layers: object) -> tuple[int, ...]:
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+        raise ArgumentError("layers", expected="a list of layer indices, or None", got=repr(layers))
+    for index in layers:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError("layers", expected="a list of layer indices", got=repr(index))
+    return tuple(layers)

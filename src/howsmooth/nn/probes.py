@@ -1,0 +1,73 @@
+"""The fixed inputs at which a monitor measures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.padding import padding_of
+
+__all__ = ["ProbeInputs", "Probes"]
+
+#: What users give: token ids (batch, n), or the model's inputs by name, or several of these.
+ProbeInputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Probes:
+    """Copies of the inputs, so that nothing that is done to the originals changes them."""
+
+    inputs: tuple[Tensor | dict[str, Tensor], ...]
+    sequences: int
+    #: Sizes and a checksum.
+    words: str
+
+    @classmethod
+    def of(cls, model: nn.Module, given: ProbeInputs) -> Probes:
+        """Check and copy probe inputs.
+
+        Raises
+        ------
+        ArgumentError
+            If they are none that the model knows, or are padded.
+
+        """
+        several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        if not several:
+            raise ArgumentError("probes", expected="inputs of the model, at least one sequence", got="none")
+        kept: list[Tensor | dict[str, Tensor]] = []
+        checksum = hashlib.sha256()
+        shapes: list[str] = []
+        sequences = 0
+        for one in several:
+            checked = model_inputs(model, one)
+            padding = padding_of(model, checked)
+            if padding is not None:
+                raise ArgumentError(
+                    "probes",
+                    expected="sequences without padding",
+                    got=f"padding in {padding.mask}",
+                    remedy="Give a list of inputs, one for each length.",
+                )
+            sequences += checked.batch
+            for name, tensor in checked.named.items():
+                raw = tensor.detach().cpu().contiguous()
+                checksum.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
+                checksum.update(raw.reshape(-1).view(torch.uint8).numpy().tobytes())
+                shapes.append(f"{name} {' x '.join(map(str, raw.shape))}")
+            if isinstance(one, Tensor):
+                kept.append(one.detach().clone())
+            else:
+                kept.append({str(k): v.detach().clone() for k, v in one.items() if v is not None})
+        return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
+
+    def of_model(self, model: nn.Module) -> list[ModelInputs]:
+        """Return them as arguments of the model, on the device where it is now."""
+        return [model_inputs(model, one) for one in self.inputs]

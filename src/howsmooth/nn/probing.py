@@ -1,0 +1,259 @@
+"""One measurement of a model in training: every attention layer at the probe inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import TokenMap
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
+from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.models.borrow import implementation
+from howsmooth.models.capture import capture
+from howsmooth.models.given import ModelInputs
+from howsmooth.models.owners import CrossAttention
+from howsmooth.models.passes import Passed, Wanted, forward_pass
+from howsmooth.models.recording import AttentionLayer, first_tokens
+from howsmooth.models.verified import read_layer
+from howsmooth.nn.neutral import unmarked
+from howsmooth.nn.own_layers import OwnAttention, OwnLayers
+from howsmooth.nn.probes import Probes
+from howsmooth.nn.record import MonitorRecord
+from howsmooth.nn.statistics import Entropy, score_norm
+
+__all__ = ["Accuracy", "measured"]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What :func:`~howsmooth.local_lipschitz` is asked for."""
+
+    rtol: float
+    confidence: float
+    max_iterations: int
+    seed: int
+
+    def at(self, f: TokenMap, x: Tensor, step: int, place: int) -> LipschitzEstimate:
+        """Measure, from a start that depends on seed, step and layer only."""
+        words = np.random.SeedSequence([self.seed, step, place]).generate_state(1, np.uint64)
+        return local_lipschitz(
+            f,
+            x,
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+            seed=int(words[0]),
+        )
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A layer at one of the probe inputs."""
+
+    name: str
+    #: The map that is measured, at these tokens, and the attention in it; None if it was refused.
+    map: TokenMap | None = None
+    x: Tensor | None = None
+    attention: TokenMap | None = None
+    tokens: Tensor | None = None
+    own: OwnAttention | None = None
+    failure: Exception | None = None
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Row:
+    """A layer at all probe inputs."""
+
+    name: str
+    parts: list[_Layer] = field(default_factory=list)
+
+
+def measured(
+    model: nn.Module,
+    probes: Probes,
+    step: int,
+    *,
+    layers: Sequence[int] | None,
+    scope: str,
+    accuracy: Accuracy,
+    strict: bool,
+) -> list[MonitorRecord]:
+    """Measure every layer at all probes, and leave the model as it was found.
+
+    Whatever goes wrong in a layer becomes its row; what goes wrong before any layer is seen, a row of the
+    model; under ``strict`` it is raised.
+    """
+    began = time.process_time()
+    blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
+    rows: dict[int, _Row] = {}
+    try:
+        with unmarked(model):
+            for given in probes.of_model(model):
+                for index, found in _layers(model, given, layers, scope):
+                    rows.setdefault(index, _Row(found.name)).parts.append(found)
+            return [
+                _record(replace(blank, layer=index, name=row.name), row, accuracy, strict)
+                for index, row in sorted(rows.items())
+            ]
+    except Exception as error:  # a model that diverged or changed must not end its training
+        if strict:
+            raise
+        return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
+
+
+def _layers(
+    model: nn.Module, given: ModelInputs, layers: Sequence[int] | None, scope: str
+) -> list[tuple[int, _Layer]]:
+    """Run the model once on one of the probes, and read its layers."""
+    own = OwnLayers(model)
+    names: list[str] = []
+    began = time.process_time()
+
+    def seen(layer: AttentionLayer) -> None:
+        if own.outside(layer.name):
+            names.append(layer.name)
+
+    with own.hooked(names.append):
+        _, kept = forward_pass(model, (), given.named, Wanted(None), seen)
+    # Softmaxes inside the layers of this package are theirs.
+    passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
+    calls, others = iter(own.calls), iter(passed)
+    places = [next(others) if own.outside(name) else next(calls) for name in names]
+    if not places:
+        capture(model, given.named)  # which says what lies in the way
+        raise CaptureError(f"{type(model).__name__} has no attention that is captured.")
+    shared = (time.process_time() - began) / len(places)
+    wanted = range(len(places)) if layers is None else _indices(layers, len(places))
+    found = [(i, _read(places[i], model, given, scope)) for i in wanted]
+    if layers is None:
+        found = [(i, layer) for i, layer in found if not isinstance(layer.failure, CrossAttention)]
+    for _, layer in found:
+        layer.seconds += shared
+    return found
+
+
+def _indices(layers: Sequence[int], count: int) -> list[int]:
+    for index in layers:
+        if not -count <= index < count:
+            raise ArgumentError("layers", expected=f"indices from {-count} to {count - 1}", got=str(index))
+    return sorted({index % count for index in layers})
+
+
+def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
+    """Read a layer as a map; whatever that raises is kept."""
+    began = time.process_time()
+    try:
+        if isinstance(place, OwnAttention):
+            layer = _Layer(place.name, own=place)
+            f, x = place.read(scope)
+            layer.map, layer.x, layer.attention, layer.tokens = f, x, f, x
+        else:
+            layer = _Layer(place.layer.name)
+            _check_finite(place)
+            read = read_layer(place, given.batch, implementation(model))
+            layer.name = read.owner.layer.name
+            whole = read.sites(scope)[0]
+            inner = whole if scope == "attention" else read.sites("attention")[0]
+            layer.map, layer.x, layer.attention, layer.tokens = whole.map, whole.x, inner.map, inner.x
+    except Exception as error:
+        layer.failure = error
+    layer.seconds = time.process_time() - began
+    return layer
+
+
+def _check_finite(place: Passed) -> None:
+    """Say so if a layer diverged: what else would be said of it is not to the point."""
+    layer = place.layer
+    for name, weight in layer.root.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise NonFiniteError(
+                "model", expected=f"finite weights in {layer}", got=f"NaN or infinity in its {name}"
+            )
+    tokens = (first_tokens(call.arguments()) for call in place.calls)
+    if any(x is not None and not bool(x.isfinite().all()) for x in tokens):
+        raise NonFiniteError(
+            "model", expected=f"finite tokens for {layer}", got="NaN or infinity from an earlier layer"
+        )
+
+
+def _record(blank: MonitorRecord, row: _Row, accuracy: Accuracy, strict: bool) -> MonitorRecord:
+    """Measure a layer at all probes."""
+    began = time.process_time() - sum(part.seconds for part in row.parts)
+    failure = next((part.failure for part in row.parts if part.failure is not None), None)
+    filled = blank
+    if failure is None:
+        try:
+            filled = _filled(blank, row, accuracy)
+        except Exception as error:  # of whatever kind, it is not to end the training
+            failure = error
+    if failure is not None:
+        if strict:
+            raise failure
+        filled = replace(blank, failure=_reason(failure))
+    return replace(filled, seconds=time.process_time() - began)
+
+
+def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecord:
+    entropy = Entropy()
+    estimates: list[LipschitzEstimate] = []
+    squares: list[Tensor] = []
+    assert blank.layer is not None
+    for number, part in enumerate(row.parts):
+        assert part.map is not None
+        assert part.x is not None
+        assert part.attention is not None
+        assert part.tokens is not None
+        estimates.append(accuracy.at(part.map, part.x, blank.step, blank.layer + 1000 * number))
+        if part.own is None:
+            entropy.add_map(part.attention, part.tokens)
+        else:
+            part.own.add_entropy(entropy, part.attention, part.tokens)
+        squares.append(part.x.double().square().sum(-1).flatten().cpu())
+    first = row.parts[0]
+    assert first.map is not None
+    assert first.attention is not None
+    norm, missing = None, ""
+    try:
+        norm = score_norm(first.attention)
+    except ArgumentError as error:
+        missing = error.got
+    whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
+    of_all = torch.cat(squares)
+    return replace(
+        blank,
+        tokens=max(part.x.shape[-2] for part in row.parts if part.x is not None),
+        map=first.map.describe(),
+        method=estimates[0].method,
+        # The sequence where the constant is largest has its interval below the largest upper limit.
+        lipschitz=float(whole["value"].max()),
+        lower=float(whole["lower"].max()),
+        upper=float(whole["upper"].max()),
+        lipschitz_mean=float(whole["value"].mean()),
+        confidence=accuracy.confidence,
+        rtol=accuracy.rtol,
+        converged=bool(whole["converged"].all()),
+        iterations=int(whole["iterations"].max()),
+        bound=None if first.own is None else first.own.bound(),
+        score_norm=norm,
+        score_norm_missing=missing,
+        entropy=entropy.mean,
+        entropy_normalised=entropy.normalised,
+        entropy_missing=entropy.missing,
+        radius_mean=float(of_all.mean().sqrt()),
+        radius_max=float(of_all.max().sqrt()),
+        each=tuple(whole["value"].tolist()),
+    )
+
+
+_OF_EACH = ("value", "lower", "upper", "converged", "iterations")
+
+
+def _reason(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, HowsmoothError) else f"{type(error).__name__}: {words[:300]}"

@@ -1,0 +1,145 @@
+"""What is read off an attention map beside its constant: norm of the score matrices, entropy of the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.attention import L2Attention, SelfAttention, TokenMap
+from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_probabilities, row_blocks
+from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.staged import Core, StagedAttention
+from howsmooth.attention.visibility import Visibility
+from howsmooth.bounds import Head
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Entropy", "score_norm"]
+
+
+def score_norm(f: TokenMap) -> float:
+    """Return the largest ‖A_h‖₂ over the heads, A_h = scale · K_hᵀ Q_h: scores are ⟨A x_i + b, x_j⟩.
+
+    For L2 attention it is 2 · scale · K_hᵀ Q_h, the part of −scale · |Q x_i − K x_j|² that joins two tokens.
+
+    Raises
+    ------
+    ArgumentError
+        If scores are not of this form; what came says why.
+
+    """
+    expected = "an attention whose scores are ⟨A x_i + b, x_j⟩ with one matrix A for each head"
+    if not isinstance(f, HeadsAttention):
+        raise ArgumentError("f", expected=expected, got="a layer of which not every parameter is known")
+    if isinstance(f, SelfAttention):
+        if f.rotary is not None:
+            raise ArgumentError("f", expected=expected, got="rotary positions")
+        if f.query_norm is not None or f.key_norm is not None:
+            raise ArgumentError("f", expected=expected, got="normed queries or keys")
+    factor = 2 * f.scale if isinstance(f, L2Attention) else f.scale
+    group = f.heads // f.kv_heads
+    heads = (
+        Head((f.key[h // group].mT, factor * f.query[h].double()), f.value[h // group])
+        for h in range(f.heads)
+    )
+    return max(head.A_norm for head in heads)
+
+
+@dataclass
+class Entropy:
+    """The mean over heads, rows and sequences of the entropy −Σ_j P_ij log P_ij, summed up as they come.
+
+    A row that sees m keys (a sink counts as one) has an entropy of at most log m, and is divided by that for
+    the normalised mean; rows that see one key only, which have no choice, are left out of it.
+    """
+
+    total: float = 0.0
+    rows: int = 0
+    normalised_total: float = 0.0
+    normalised_rows: int = 0
+    #: Why there is none; empty if there is.
+    missing: str = ""
+
+    @property
+    def mean(self) -> float | None:
+        """In nats."""
+        return self.total / self.rows if self.rows and not self.missing else None
+
+    @property
+    def normalised(self) -> float | None:
+        """Between 0, one key only, and 1, all keys alike."""
+        there = self.normalised_rows and not self.missing
+        return self.normalised_total / self.normalised_rows if there else None
+
+    def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
+        """Add the rows of an attention at tokens."""
+        try:
+            if isinstance(f, SelfAttention):
+                q, k, _ = f.projections(x)
+                visible = Visibility(x.shape[1], f.causal, f.window, f.mask)
+                self._add_softmax(f._grouped(q), k, f.scale, visible, f.features)
+            elif isinstance(f, StagedAttention):
+                for member in x:
+                    f.run(member, self._core_of(f))
+            else:
+                self.missing = "its attention probabilities are not known"
+        except ArgumentError as error:
+            self.missing = str(error)
+
+    def add_probabilities(
+        self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "m n"] | None
+    ) -> None:
+        """Add the rows of given probabilities."""
+        count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
+        self._add(p, count if visible is None else visible.sum(-1))
+
+    def _core_of(self, f: StagedAttention) -> Core:
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            one = f.cores[i]
+            visible, features = one.rules(q, k)
+            grouped = q.unflatten(-3, (k.shape[-3], -1))
+            self._add_softmax(grouped, k, one.scale, visible, features)
+            return one.attend(q, k, v)
+
+        return core
+
+    def _add_softmax(
+        self,
+        q: Float[Tensor, "*lead kv_heads group m key_dim"],
+        k: Float[Tensor, "*lead kv_heads n key_dim"],
+        scale: float,
+        visible: Visibility,
+        features: ScoreFeatures = NO_FEATURES,
+    ) -> None:
+        """Add the rows of a softmax, some at a time: no n × n matrix of a long sequence."""
+        group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
+        q, k = q.flatten(0, -4), k.flatten(0, -3)
+        sinks = features.sinks
+        for some, all_rows in row_blocks(len(k), group, m, n, q.device):
+            members = torch.arange(len(k), device=q.device)[some]
+            outer, heads = members // kv_heads, members % kv_heads
+            for rows in all_rows:
+                keys = visible.keys(rows)
+                seen = visible.block(rows, keys, q.device)
+                part = features.block(outer, heads, rows, keys)
+                p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, None, part)
+                count = torch.full(p.shape[:-1], keys.stop - keys.start, device=q.device)
+                if seen is not None or part.seen is not None:
+                    allowed = torch.ones_like(p, dtype=torch.bool)
+                    allowed = allowed if seen is None else allowed & seen
+                    count = (allowed if part.seen is None else allowed & part.seen).sum(-1)
+                if sinks is not None:
+                    p = torch.cat((p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)), dim=-1)
+                    count = count + 1
+                self._add(p, count)
+
+    def _add(self, p: Tensor, count: Tensor) -> None:
+        entropies = torch.special.entr(p.double()).sum(-1)
+        free = (count > 1).expand(entropies.shape)
+        most = count.clamp(min=2).double().log()
+        self.total += float(entropies.sum())
+        self.rows += entropies.numel()
+        self.normalised_total += float((entropies / most)[free].sum())
+        self.normalised_rows += int(free.sum())
