@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CaptureError",
+    "CertificateError",
     "DerivativeError",
     "HowsmoothError",
     "ModelError",
@@ -70,6 +71,36 @@ class ModelError(HowsmoothError):
 
 class CaptureError(HowsmoothError):
     """An attention layer of a model cannot be captured, or the captured map fails its verification."""
+
+
+class CertificateError(HowsmoothError):
+    """A model cannot be certified, because of one of its modules.
+
+    Parameters
+    ----------
+    path
+        Of the module, as ``model.named_modules()`` gives it; empty for the model itself.
+    kind
+        Its class.
+    reason
+        Why no constant is known; the rest of a sentence that begins with the module.
+    remedy
+        What to do about it; a full sentence, or empty.
+
+    """
+
+    def __init__(self, path: str, *, kind: str, reason: str, remedy: str = "") -> None:
+        self.path = path
+        self.kind = kind
+        self.reason = reason
+        self.remedy = remedy
+        message = f"{path or 'the model'} ({kind}) {reason}."
+        super().__init__(f"{message} {remedy}" if remedy else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a worker process send it: by default an exception is rebuilt from its sentence alone."""
+        words = {"kind": self.kind, "reason": self.reason, "remedy": self.remedy}
+        return partial(type(self), self.path, **words), ()
 
 
 class TextError(HowsmoothError):

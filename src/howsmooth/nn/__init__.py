@@ -1,1 +1,66 @@
-"""Attention layers that are Lipschitz, the parts of 1-Lipschitz models, penalties and monitors."""
+"""Attention layers that are Lipschitz, parts of 1-Lipschitz models, certificates, penalties and monitors."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from howsmooth.nn.activations import GroupSort, MaxMin
+    from howsmooth.nn.blocks import SelfAttentionBlock
+    from howsmooth.nn.certificate import ModelCertificate
+    from howsmooth.nn.certification import certify
+    from howsmooth.nn.contract import LipschitzModule
+    from howsmooth.nn.linear import OrthogonalLinear, SpectralLinear
+    from howsmooth.nn.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
+    from howsmooth.nn.residual import AverageResidual, Residual
+    from howsmooth.nn.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
+
+__all__ = [
+    "AddPositions",
+    "AverageResidual",
+    "CenterNorm",
+    "ClipTokens",
+    "GroupSort",
+    "LipschitzLayerNorm",
+    "LipschitzModule",
+    "LipschitzRMSNorm",
+    "MaxMin",
+    "MeanPool",
+    "ModelCertificate",
+    "OrthogonalLinear",
+    "Patches",
+    "PrependToken",
+    "Residual",
+    "SelfAttentionBlock",
+    "SpectralLinear",
+    "TakeToken",
+    "certify",
+]
+
+# `import howsmooth.nn` takes no time: what a name needs is imported when it is first asked for.
+_MODULES = {
+    "activations": ("GroupSort", "MaxMin"),
+    "blocks": ("SelfAttentionBlock",),
+    "certificate": ("ModelCertificate",),
+    "certification": ("certify",),
+    "contract": ("LipschitzModule",),
+    "linear": ("OrthogonalLinear", "SpectralLinear"),
+    "norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
+    "residual": ("AverageResidual", "Residual"),
+    "tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
+}
+_WHOLE_MODULES: tuple[str, ...] = ()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHOLE_MODULES:
+        return import_module(f"howsmooth.nn.{name}")
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"howsmooth.nn.{module}"), name)
+    raise AttributeError(f"module 'howsmooth.nn' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""Activations that sort: 1-Lipschitz, and unlike ReLU they keep the norm of every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from howsmooth.bounds import Bound
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import check_ball, check_length, check_size, check_tokens, upper
+
+__all__ = ["GroupSort", "MaxMin"]
+
+_SOURCE = (
+    "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019; docs/theory/enforce.md"
+)
+
+
+class GroupSort(LipschitzModule):
+    """Sort the numbers of each token within groups of neighbours, ascending; constant 1, attained everywhere.
+
+    Parameters
+    ----------
+    group_size
+        Numbers to a group; it divides the dimension of a token.
+
+    """
+
+    def __init__(self, group_size: int) -> None:
+        super().__init__()
+        self.group_size = check_size("group_size", group_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (..., d) one by one."""
+        check_tokens("x", x)
+        d = x.shape[-1]
+        if d % self.group_size:
+            raise ArgumentError(
+                "x", expected=f"tokens of a multiple of {self.group_size} numbers", got=str(d)
+            )
+        groups: Tensor = x.unflatten(-1, (d // self.group_size, self.group_size)).sort(dim=-1).values
+        return groups.flatten(-2)
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return 1."""
+        check_length(length)
+        return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return the radius: sorting keeps the norm."""
+        check_length(length)
+        return check_ball(radius)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"group_size": self.group_size}
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets."""
+        return f"group_size={self.group_size}"
+
+
+class MaxMin(GroupSort):
+    """GroupSort in pairs: (a, b) ↦ (min, max); constant 1, attained everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {}

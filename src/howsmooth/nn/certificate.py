@@ -1,0 +1,133 @@
+"""The result of certify: a constant, where it is spent, and the radii that margins certify."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.nn.walk import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ModelCertificate"]
+
+
+@dataclass(frozen=True)
+class ModelCertificate:
+    """An upper bound on the Lipschitz constant of a model, and where it comes from.
+
+    It holds between Frobenius norms, for inputs of ``length`` tokens of norm at most ``radius``, in exact
+    arithmetic, for the weights as they were.
+
+    Attributes
+    ----------
+    constant
+        The bound: the product of the constants of the rows of level 0, rounded up.
+    length, radius
+        Of the inputs.
+    output_length, output_radius
+        How many tokens come out, and an upper bound on their norms.
+    rows
+        One a module, in the order in which the tokens meet them.
+    notes
+        What the bound does not say.
+
+    """
+
+    constant: float
+    length: int
+    radius: float
+    output_length: int
+    output_radius: float
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Where the constant is spent.
+
+        One row a module with columns path, kind, level, constant, radius_in, radius_out, length_in,
+        length_out, source. The rows of level 0 are the factors; those of a deeper level are inside the
+        residual whose row follows.
+        """
+        import pandas as pd
+
+        columns = list(Row.__dataclass_fields__)
+        return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
+
+    def certified_radius(
+        self, logits: Float[Tensor, "batch classes"], labels: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, " batch"]:
+        """Return how far, in Frobenius norm, an input may move without a change of the class it is given.
+
+        That is the margin of the logit of the class over the largest other one, divided by √2 times the
+        constant, and zero where another class has a logit as large (Tsuzuku, Sato, Sugiyama,
+        *Lipschitz-margin training*, NeurIPS 2018). The moved input must be one that the certificate is about:
+        of tokens of norm at most ``radius``.
+
+        Parameters
+        ----------
+        logits
+            What the model gives for each input, (batch, classes).
+        labels
+            The class of each input, (batch,); None for the one with the largest logit.
+
+        Returns
+        -------
+        Tensor
+            Radii, float64, (batch,).
+
+        Raises
+        ------
+        ArgumentError
+            If logits or labels do not fit.
+        NonFiniteError
+            If a logit is not finite.
+
+        """
+        z = logits.detach().to(torch.float64)
+        if z.ndim != 2 or z.shape[1] < 2:
+            raise ArgumentError(
+                "logits", expected="shape (batch, classes), classes >= 2", got=str(tuple(z.shape))
+            )
+        if not bool(torch.isfinite(z).all()):
+            raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
+        if labels is None:
+            labels = z.argmax(dim=1)
+        if labels.shape != z.shape[:1]:
+            raise ArgumentError(
+                "labels", expected=f"one of each of {len(z)} inputs", got=f"shape {tuple(labels.shape)}"
+            )
+        if len(z) and not bool(((labels >= 0) & (labels < z.shape[1])).all()):
+            raise ArgumentError(
+                "labels",
+                expected=f"classes from 0 to {z.shape[1] - 1}",
+                got=f"{labels.min()} to {labels.max()}",
+            )
+        labels = labels.to(z.device, torch.int64)
+        own = z.gather(1, labels[:, None])[:, 0]
+        others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        margin = (own - others).clamp(min=0.0)
+        # Rounded down; a constant of zero certifies every positive margin everywhere.
+        radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
+        return torch.where(margin > 0, radii, 0.0)
+
+    def __str__(self) -> str:
+        everywhere = "" if math.isinf(self.radius) else f" of norm at most {self.radius:g}"
+        shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
+        shown["path"] = ["  " * row.level + (row.path or "the model") for row in self.rows]
+        table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
+        lines = [
+            f"Lipschitz constant at most {self.constant:.6g} on {self.length} tokens{everywhere}",
+            table if self.rows else "",
+            *self.notes,
+        ]
+        return "\n".join(line for line in lines if line)

@@ -1,0 +1,198 @@
+"""Linear maps that stay orthogonal, or of spectral norm one, while they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from howsmooth.bounds import Bound
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+
+__all__ = ["OrthogonalLinear", "SpectralLinear"]
+
+_SOURCE = "spectral norm of the weight, docs/theory/enforce.md"
+_MAPS = ("matrix_exp", "cayley", "householder")
+
+
+class _ConstrainedLinear(LipschitzModule):
+    """A torch.nn.Linear, ``linear``, whose weight PyTorch parametrises."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ArgumentError("dtype", expected="float32 or float64", got=str(dtype))
+        self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        if bias:
+            nn.init.zeros_(self.linear.bias)
+
+    @property
+    def in_features(self) -> int:
+        """Dimension of an input token."""
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Dimension of an output token."""
+        return self.linear.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that is applied, (out_features, in_features)."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, (out_features,), or None."""
+        return self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (..., in_features) to (..., out_features)."""
+        check_tokens("x", x, dim=self.in_features)
+        y: Tensor = self.linear(x)
+        return y
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return the spectral norm of the weight as it is now, computed and rounded up."""
+        check_length(length)
+        return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return ‖W‖ r + ‖b‖."""
+        check_length(length)
+        shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
+        return above(self._norm() * check_ball(radius) + shift)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+        }
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def _norm(self) -> float:
+        with _as_it_is(self.linear):
+            return norm_above("weight", self.weight)
+
+
+class OrthogonalLinear(_ConstrainedLinear):
+    """A linear map whose weight has orthonormal rows or columns, whichever are fewer; constant 1.
+
+    ``torch.nn.utils.parametrizations.orthogonal`` keeps it so while it is trained. With at least as many
+    outputs as inputs it is an isometry (up to the bias). The constant that is reported is the spectral norm
+    of the weight in its own precision, 1 up to its rounding.
+
+    Parameters
+    ----------
+    in_features, out_features
+        Dimensions of the tokens.
+    bias
+        Whether a bias is added.
+    orthogonal_map
+        "matrix_exp", "cayley" or "householder"; None for what PyTorch takes.
+
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        orthogonal_map: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if orthogonal_map is not None and orthogonal_map not in _MAPS:
+            raise ArgumentError(
+                "orthogonal_map", expected=f"one of {', '.join(_MAPS)}, or None", got=repr(orthogonal_map)
+            )
+        self.orthogonal_map = orthogonal_map
+        nn.init.orthogonal_(self.linear.weight)
+        parametrizations.orthogonal(self.linear, orthogonal_map=orthogonal_map)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {**super().settings(), "orthogonal_map": self.orthogonal_map}
+
+
+class SpectralLinear(_ConstrainedLinear):
+    """A linear map whose weight is divided by an estimate of its spectral norm; constant near 1.
+
+    ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below, by power iterations in
+    training, so that the quotient is of norm 1 or a little more. The constant that is reported is computed
+    from that quotient, not taken to be 1; ``settle`` makes it 1 up to rounding.
+
+    Parameters
+    ----------
+    in_features, out_features
+        Dimensions of the tokens.
+    bias
+        Whether a bias is added.
+    iterations
+        Power iterations in each forward pass in training.
+
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        iterations: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.iterations = check_size("iterations", iterations)
+        parametrizations.spectral_norm(self.linear, n_power_iterations=iterations)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Set the singular vectors to those of the weight, by a decomposition, in place of the estimates."""
+        chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
+        estimate = chain[0]
+        left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
+        estimate._u.copy_(left[:, 0])
+        estimate._v.copy_(right[0])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {**super().settings(), "iterations": self.iterations}
+
+
+@contextmanager
+def _as_it_is(linear: nn.Linear) -> Iterator[None]:
+    """Let the weight be read without power iterations, which change it whenever it is read in training."""
+    stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
+    training = [stage.training for stage in stages]
+    try:
+        for stage in stages:
+            stage.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for stage, was in zip(stages, training, strict=True):
+            stage.train(was)

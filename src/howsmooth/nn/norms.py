@@ -1,0 +1,229 @@
+"""Norm layers with a stated constant: none divides by a length that may be zero."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.bounds import Bound, norm_radius
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+
+__all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"]
+
+_SOURCE = "norm layers, docs/theory/enforce.md"
+
+
+class _LipschitzNorm(LipschitzModule):
+    """x ↦ Γ φ(Hx) + β with φ of constant 1; ``centred`` says whether H takes the mean away."""
+
+    centred: bool
+
+    def __init__(
+        self,
+        dim: int,
+        affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.dim = check_size("dim", dim)
+        self.affine = bool(affine)
+        self.gain: nn.Parameter | None
+        self.shift: nn.Parameter | None
+        if self.affine:
+            self.gain = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        else:
+            self.register_parameter("gain", None)
+        if self.affine and self.centred:
+            self.shift = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        else:
+            self.register_parameter("shift", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (..., dim) one by one."""
+        check_tokens("x", x, dim=self.dim)
+        h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
+        u = self._shorten(h)
+        if self.gain is None:
+            return u
+        return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return the spectral norm of ΓH, at most 1, attained at zero."""
+        check_length(length)
+        return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return the radius of the ball that holds Γu + β for all |u| ≤ φ(radius)."""
+        check_length(length)
+        reach = above(self._reach(check_ball(radius)))
+        if math.isinf(reach):
+            return math.inf
+        # A norm layer of hs.bounds has outputs β + √d ΓH u, |u| ≤ 1; here |u| ≤ reach.
+        gain = self._gain_in_double() * (reach / math.sqrt(self.dim))
+        if not self.centred:
+            return norm_radius(RMSNorm(gain))
+        shift = None if self.shift is None else self.shift.detach().to("cpu", torch.float64)
+        return norm_radius(LayerNorm(gain, shift))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"dim": self.dim, "affine": self.affine}
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+    def _shorten(self, h: Tensor) -> Tensor:
+        return h
+
+    def _reach(self, radius: float) -> float:
+        return radius
+
+    def _gain(self, gain: Tensor) -> Tensor:
+        # Free gains would need no bound in training and have none: these are divided by the largest, if it is
+        # above one.
+        return gain / gain.abs().amax().clamp(min=1.0)
+
+    def _gain_in_double(self) -> Tensor:
+        if self.gain is None:
+            return torch.ones(self.dim, dtype=torch.float64)
+        return self._gain(self.gain).detach().to("cpu", torch.float64)
+
+    def _norm(self) -> float:
+        gain = self._gain_in_double()
+        if not self.centred:
+            return norm_above("gain", gain.abs().amax()[None, None])
+        centre = torch.eye(self.dim, dtype=torch.float64) - 1 / self.dim
+        return norm_above("gain", gain[:, None] * centre)
+
+
+class CenterNorm(_LipschitzNorm):
+    """x ↦ γ ∘ (x − mean(x)) + β, with |γ| ≤ 1; constant ‖ΓH‖ ≤ 1, attained.
+
+    H = I − 11ᵀ/d is a projection. LipsFormer (Qi et al. 2023) multiplies by d/(d−1): so does ``scaled``, and
+    the constant is larger by that factor.
+
+    Parameters
+    ----------
+    dim
+        Dimension d of a token.
+    affine
+        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
+    scaled
+        Whether to multiply by d/(d−1).
+
+    """
+
+    centred = True
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        affine: bool = True,
+        scaled: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, affine, device, dtype)
+        self.scaled = bool(scaled)
+        if self.scaled:
+            check_size("dim", dim, least=2)
+        self._factor = dim / (dim - 1) if self.scaled else 1.0
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return ‖ΓH‖, times d/(d−1) if scaled."""
+        check_length(length)
+        return upper(type(self).__name__, _SOURCE, above(self._factor * self._norm()), check_ball(radius))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {**super().settings(), "scaled": self.scaled}
+
+    def _shorten(self, h: Tensor) -> Tensor:
+        return h if self._factor == 1.0 else self._factor * h
+
+    def _reach(self, radius: float) -> float:
+        return self._factor * radius
+
+
+class _SmoothedNorm(_LipschitzNorm):
+    """φ(h) = r h / √(|h|² + r²), r the floor: a norm layer with dε = r², times r/√d."""
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        floor: float = 1.0,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, affine, device, dtype)
+        try:
+            self.floor = float(floor)
+        except (TypeError, ValueError):
+            self.floor = math.nan
+        if isinstance(floor, bool) or not (math.isfinite(self.floor) and self.floor > 0):
+            raise ArgumentError("floor", expected="a finite number > 0", got=repr(floor))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"dim": self.dim, "floor": self.floor, "affine": self.affine}
+
+    def _shorten(self, h: Tensor) -> Tensor:
+        # As 1/√(1 + |h/r|²): |h|² + r² would lose r where h is large, and overflow before h does.
+        t = h / self.floor
+        return h / torch.hypot(torch.linalg.vector_norm(t, dim=-1, keepdim=True), torch.ones_like(t[..., :1]))
+
+    def _reach(self, radius: float) -> float:
+        if math.isinf(radius):
+            return self.floor
+        return min(radius, self.floor) / math.hypot(1.0, min(radius, self.floor) / max(radius, self.floor))
+
+
+class LipschitzLayerNorm(_SmoothedNorm):
+    """LayerNorm that does not enlarge tokens shorter than ``floor``; constant ‖ΓH‖ ≤ 1, attained at zero.
+
+    N(x) = γ ∘ r h/√(|h|² + r²) + β with h = x − mean(x), r the floor: LayerNorm with ε = r²/d, times r/√d.
+    Long tokens come out with length near r, short ones as they are. LayerNorm itself has constant max|γ|/√ε
+    or so, 316 at its default.
+
+    Parameters
+    ----------
+    dim
+        Dimension d of a token.
+    floor
+        r, also the largest norm of an output (before the shift).
+    affine
+        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
+
+    """
+
+    centred = True
+
+
+class LipschitzRMSNorm(_SmoothedNorm):
+    """RMSNorm that does not enlarge tokens shorter than ``floor``; constant max|γ| ≤ 1, attained at zero.
+
+    As :class:`LipschitzLayerNorm` with h = x.
+
+    Parameters
+    ----------
+    dim
+        Dimension d of a token.
+    floor
+        r, also the largest norm of an output (before the shift).
+    affine
+        Whether gain and shift are learned; the gain that is applied is gain / max(1, max |gain|).
+
+    """
+
+    centred = False

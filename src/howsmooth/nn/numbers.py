@@ -1,0 +1,91 @@
+"""Numbers that are rounded outwards, and the checks of lengths and radii that all parts share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds import Bound, Quantity
+from howsmooth.bounds.bound import check_length
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["above", "check_ball", "check_length", "check_size", "check_tokens", "norm_above", "upper"]
+
+# Of products, quotients and sums of a few positive numbers: far above their rounding, far below what a
+# constant is read to.
+_MARGIN = 1e-12
+# Radius of tokens that are all zero: formulas divide by the radius or take its logarithm, and a larger ball
+# is no mistake.
+_SMALLEST = 1e-100
+
+
+def above(value: float) -> float:
+    """Return a number that the value, without its rounding, is not above."""
+    return value * (1 + _MARGIN)
+
+
+def check_ball(radius: object) -> float:
+    """Return the radius of a ball of tokens, after checking that it is a number >= 0; inf is all of space."""
+    try:
+        value = float(radius)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(radius, bool) or not value >= 0:
+        raise ArgumentError(
+            "radius",
+            expected="a number >= 0, the largest norm of a token, or math.inf for all tokens",
+            got=repr(radius),
+        )
+    return max(value, _SMALLEST)
+
+
+def check_size(argument: str, value: object, *, least: int = 1) -> int:
+    """Return a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(argument, expected=f"a whole number >= {least}", got=repr(value))
+    return value
+
+
+def check_tokens(argument: str, x: object, *, dim: int | None = None, ndim: int | None = None) -> Tensor:
+    """Return ``x`` after checking that it is a floating-point tensor of these sizes."""
+    if not isinstance(x, Tensor):
+        raise ArgumentError(argument, expected="a tensor of tokens (batch, n, d)", got=type(x).__name__)
+    if not x.is_floating_point() or x.ndim < 1 or (ndim is not None and x.ndim != ndim):
+        shape = "tokens (..., d)" if ndim is None else f"{ndim} axes"
+        raise ArgumentError(
+            argument, expected=f"floating-point numbers, {shape}", got=f"{x.dtype}, shape {tuple(x.shape)}"
+        )
+    if dim is not None and x.shape[-1] != dim:
+        raise ArgumentError(
+            argument, expected=f"tokens of {dim} numbers (last axis)", got=f"shape {tuple(x.shape)}"
+        )
+    return x
+
+
+def norm_above(argument: str, matrix: Tensor) -> float:
+    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, rounding included.
+
+    The computed singular values are those of a matrix that is apart by a small multiple of the machine
+    epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6): the slack is many times that.
+
+    Raises
+    ------
+    NonFiniteError
+        If a number of the matrix is not finite.
+
+    """
+    a = matrix.detach().to(device="cpu", dtype=torch.float64)
+    if not bool(torch.isfinite(a).all()):
+        raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
+    if a.numel() == 0:
+        return 0.0
+    slack = 16 * (a.shape[0] + a.shape[1]) * torch.finfo(torch.float64).eps
+    return float(torch.linalg.matrix_norm(a, 2)) * (1 + slack)
+
+
+def upper(name: str, source: str, constant: float, radius: float) -> Bound:
+    """Return an upper bound on a Lipschitz constant, on the ball or on all of space."""
+    quantity = Quantity.EVERYWHERE if math.isinf(radius) else Quantity.GLOBAL
+    return Bound.upper(name, quantity, source, formula=constant)

@@ -1,0 +1,137 @@
+"""Residuals: the average of tokens and a branch, which keeps the constant at 1, and the plain sum."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.numbers import above
+from howsmooth.nn.walk import Composite, Row, refusal, walk
+
+__all__ = ["AverageResidual", "Residual"]
+
+_SOURCE = "residuals, docs/theory/enforce.md"
+
+
+class _Residual(Composite):
+    """x ↦ p x + q inner(x), with p, q ≥ 0."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(inner, nn.Module):
+            raise ArgumentError("inner", expected="a module", got=type(inner).__name__)
+        self.inner = inner
+
+    def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
+        """Return the rows of the branch, one level deeper, and that of the residual."""
+        branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
+        if branch.length != length:
+            raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
+        p, q = self._weights()
+        reach = above(p * radius + q * branch.radius)
+        constant = above(p + q * branch.constant)
+        row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
+        return (*branch.rows, row)
+
+    def _branch(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise ArgumentError(
+                "inner",
+                expected=f"a module that returns tokens of shape {tuple(x.shape)}, as they came",
+                got=got,
+                remedy="Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone.",
+            )
+        return y
+
+    @abstractmethod
+    def _weights(self) -> tuple[float, float]: ...
+
+
+class AverageResidual(_Residual):
+    """x ↦ (1 − w) x + w inner(x): constant at most (1 − w) + w Lip(inner), 1 for a branch of constant 1.
+
+    Parameters
+    ----------
+    inner
+        The branch: a module of as many tokens as it is given, of the same dimension.
+    weight
+        w, from 0 to 1.
+    learnable
+        Whether w is trained, as the sigmoid of a parameter; it then starts strictly between 0 and 1.
+
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        weight: float = 0.5,
+        *,
+        learnable: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self.learnable = bool(learnable)
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 <= number <= 1 or (self.learnable and number in (0.0, 1.0)):
+            expected = "a number strictly between 0 and 1" if self.learnable else "a number from 0 to 1"
+            raise ArgumentError("weight", expected=expected, got=repr(weight))
+        if self.learnable:
+            logit = math.log(number) - math.log1p(-number)
+            self.logit = nn.Parameter(torch.tensor(logit, device=device, dtype=dtype))
+        self._number = number
+
+    @property
+    def weight(self) -> float:
+        """The weight w of the branch."""
+        return float(torch.sigmoid(self.logit.detach())) if self.learnable else self._number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, n, d)."""
+        w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
+        return torch.lerp(x, self._branch(x), w)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor besides ``inner``."""
+        return {"weight": self._number, "learnable": self.learnable}
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets."""
+        return f"weight={self.weight:g}"
+
+    def _weights(self) -> tuple[float, float]:
+        return 1 - self.weight, self.weight
+
+
+class Residual(_Residual):
+    """x ↦ x + inner(x): the constant is at most 1 + Lip(inner).
+
+    For models as they usually are; in depth the constants multiply. :class:`AverageResidual` keeps them at 1.
+
+    Parameters
+    ----------
+    inner
+        The branch: a module of as many tokens as it is given, of the same dimension.
+
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, n, d)."""
+        return x + self._branch(x)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor besides ``inner``: none."""
+        return {}
+
+    def _weights(self) -> tuple[float, float]:
+        return 1.0, 1.0

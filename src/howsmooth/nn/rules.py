@@ -1,0 +1,160 @@
+"""Constants of PyTorch's own modules: one rule a class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.bounds import norm_radius, softmax_temperature
+from howsmooth.nn.numbers import above, norm_above
+
+__all__ = ["Reach", "Rule", "rule_of"]
+
+_SOURCE = "modules of PyTorch, docs/theory/enforce.md"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a module makes of ``length`` tokens of norm at most ``radius``: upper bounds."""
+
+    constant: float
+    length: int
+    radius: float
+    source: str
+
+
+# Takes the module, and length and radius of its input. Returns why not, the rest of a sentence, if it cannot.
+Rule = Callable[[Any, int, float], Reach | str]
+
+
+def rule_of(kind: type[nn.Module]) -> Rule | None:
+    """Return the rule for a class, or for the class whose ``forward`` it has kept."""
+    for base in kind.__mro__:
+        if base in _RULES:
+            return _RULES[base] if kind.forward is base.forward else None  # type: ignore[attr-defined]
+    return None
+
+
+def _linear(module: nn.Linear, length: int, radius: float) -> Reach:
+    norm = norm_above("weight", module.weight)
+    shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
+    return Reach(norm, length, above(norm * radius + shift) if norm else shift, _SOURCE)
+
+
+def _identity(module: nn.Module, length: int, radius: float) -> Reach:
+    return Reach(1.0, length, radius, _SOURCE)
+
+
+def _dropout(module: nn.Dropout, length: int, radius: float) -> Reach | str:
+    if module.training and module.p > 0:
+        return "drops numbers at random, as it is in training mode: call model.eval() first"
+    return Reach(1.0, length, radius, _SOURCE)
+
+
+def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
+    if (module.start_dim, module.end_dim) != (1, -1):
+        return "joins other axes than those of tokens and numbers, start_dim=1, end_dim=-1"
+    return Reach(1.0, 1, above(math.sqrt(length) * radius), _SOURCE)
+
+
+def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
+    if module.dim != -1:
+        return f"works along axis {module.dim}, not along the numbers of each token, dim=-1"
+    half = softmax_temperature(1.0)
+    return Reach(half.value, length, 1.0, half.source)
+
+
+def _layer_norm(module: nn.LayerNorm, length: int, radius: float) -> Reach | str:
+    if len(module.normalized_shape) != 1:
+        return f"normalises {len(module.normalized_shape)} axes together, not each token"
+    (d,) = module.normalized_shape
+    gain = _numbers(module.weight, d, 1.0)
+    shift = _numbers(module.bias, d, 0.0)
+    centred = gain[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d)
+    return _norm(LayerNorm, norm_above("weight", centred), gain, shift, module.eps, length, radius)
+
+
+def _rms_norm(module: nn.RMSNorm, length: int, radius: float) -> Reach | str:
+    if len(module.normalized_shape) != 1:
+        return f"normalises {len(module.normalized_shape)} axes together, not each token"
+    gain = _numbers(module.weight, module.normalized_shape[0], 1.0)
+    # Without a number PyTorch takes the epsilon of the tokens' precision; float64's is the least.
+    eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
+    return _norm(RMSNorm, float(gain.abs().amax()), gain, None, eps, length, radius)
+
+
+def _norm(
+    kind: type[LayerNorm | RMSNorm],
+    norm: float,
+    gain: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    length: int,
+    radius: float,
+) -> Reach | str:
+    if not eps > 0:
+        return f"has eps = {eps:g}, and no constant at tokens of length zero"
+    # |u| = |h|/√(|h|² + dε) for |h| ≤ radius: the ellipsoid of the outputs is smaller by that factor.
+    reach = 1.0 if math.isinf(radius) else radius / math.hypot(radius, math.sqrt(len(gain) * eps))
+    scaled = gain * min(1.0, above(reach))
+    outputs = LayerNorm(scaled, shift) if kind is LayerNorm else RMSNorm(scaled)
+    return Reach(above(norm / math.sqrt(eps)), length, norm_radius(outputs), _SOURCE)
+
+
+def _numbers(parameter: Tensor | None, d: int, default: float) -> Tensor:
+    if parameter is None:
+        return torch.full((d,), default, dtype=torch.float64)
+    return parameter.detach().to("cpu", torch.float64)
+
+
+# Maps of single numbers, φ(0) = 0: |φ(t)| ≤ growth |t|, and slope is the largest |φ'|.
+def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float] | None = None) -> Rule:
+    def rule(module: Any, length: int, radius: float) -> Reach | str:
+        if getattr(module, "inplace", False):
+            return "overwrites its input (inplace=True), which others may still need"
+        steepest = slope(module)
+        if math.isnan(steepest):
+            return "has a constant for other settings only"
+        longest = steepest if growth is None else growth(module)
+        return Reach(steepest, length, above(longest * radius) if longest != 1.0 else radius, _SOURCE)
+
+    return rule
+
+
+def _one(module: Any) -> float:
+    return 1.0
+
+
+# sup (t Φ(t))' = Φ(√2) + √2 φ(√2), at t = √2; that of the approximation with tanh is 1.12900, rounded up.
+_GELU = {"none": 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi), "tanh": 1.1291}
+# sup (t σ(t))' = ½ + t/4 where t tanh(t/2) = 2, t = 2.3993572805154677.
+_SILU = 0.5 + 2.39935728051547 / 4
+
+_RULES: dict[type, Rule] = {
+    nn.Linear: _linear,
+    nn.Identity: _identity,
+    nn.Dropout: _dropout,
+    nn.Flatten: _flatten,
+    nn.Softmax: _softmax,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.ReLU: _numbers_alone(_one),
+    nn.ReLU6: _numbers_alone(_one),
+    nn.Tanh: _numbers_alone(_one),
+    nn.Softsign: _numbers_alone(_one),
+    nn.LeakyReLU: _numbers_alone(lambda m: max(1.0, abs(m.negative_slope))),
+    nn.PReLU: _numbers_alone(lambda m: max(1.0, float(m.weight.detach().abs().amax()))),
+    nn.ELU: _numbers_alone(lambda m: max(1.0, abs(m.alpha))),
+    nn.CELU: _numbers_alone(lambda m: 1.0 if m.alpha > 0 else math.nan),
+    nn.SELU: _numbers_alone(lambda m: 1.0507009873554805 * 1.6732632423543773),
+    nn.Hardtanh: _numbers_alone(lambda m: 1.0 if m.min_val <= 0 <= m.max_val else math.nan),
+    nn.Hardswish: _numbers_alone(lambda m: 1.5, _one),
+    nn.GELU: _numbers_alone(lambda m: above(_GELU.get(m.approximate, math.nan)), _one),
+    nn.SiLU: _numbers_alone(lambda m: above(_SILU), _one),
+}

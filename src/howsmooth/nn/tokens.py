@@ -1,0 +1,279 @@
+"""From images to tokens, from tokens to one vector, and what is done to the sequence between."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.bounds import Bound
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+
+__all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
+
+_SOURCE = "maps of the sequence, docs/theory/enforce.md"
+
+
+class _Tokens(LipschitzModule):
+    """A map of sequences with constant 1."""
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return 1."""
+        self._check(length)
+        return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return an upper bound on the norm of an output token."""
+        return self._reach(self._check(length), check_ball(radius))
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output tokens."""
+        return self._count(self._check(length))
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+    def _check(self, length: object) -> int:
+        return check_length(length)
+
+    def _count(self, length: int) -> int:
+        return length
+
+    @abstractmethod
+    def _reach(self, length: int, radius: float) -> float: ...
+
+
+class Patches(_Tokens):
+    """Images (batch, channels, height, width) cut into square patches; an isometry.
+
+    The tokens are (batch, n, channels · size²), patches row by row, the numbers of one channel by channel.
+    The norm of the difference of two images is that of their tokens. ``length`` and ``radius`` of a
+    certificate are those of the patches: pixels in [0, 1] give tokens of norm at most size·√channels.
+
+    Parameters
+    ----------
+    patch_size
+        Height and width of a patch; it divides those of the images.
+
+    """
+
+    def __init__(self, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = check_size("patch_size", patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cut images."""
+        check_tokens("x", x, ndim=4)
+        p = self.patch_size
+        height, width = x.shape[-2:]
+        if height % p or width % p or not height or not width:
+            raise ArgumentError(
+                "x", expected=f"images whose sides are multiples of {p}", got=f"shape {tuple(x.shape)}"
+            )
+        rows = x.unflatten(3, (width // p, p)).unflatten(2, (height // p, p))  # batch, c, h, p, w, p
+        patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return patches
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"patch_size": self.patch_size}
+
+    def _reach(self, length: int, radius: float) -> float:
+        return radius
+
+
+class AddPositions(_Tokens):
+    """Add a learned vector for each position; constant 1.
+
+    Parameters
+    ----------
+    length
+        Number of tokens n: other lengths are refused.
+    dim
+        Dimension d of a token.
+    std
+        Standard deviation of the numbers it starts with.
+
+    """
+
+    def __init__(
+        self,
+        length: int,
+        dim: int,
+        *,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("length", length)
+        check_size("dim", dim)
+        self.std = float(std)
+        if not (math.isfinite(self.std) and self.std >= 0):
+            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
+        self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the positions to tokens (batch, n, d)."""
+        length, dim = self.positions.shape
+        check_tokens("x", x, dim=dim)
+        if x.ndim < 2 or x.shape[-2] != length:
+            raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
+        return x + self.positions
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        length, dim = self.positions.shape
+        return {"length": length, "dim": dim, "std": self.std}
+
+    def _check(self, length: object) -> int:
+        n = check_length(length)
+        if n != len(self.positions):
+            raise ArgumentError("length", expected=f"{len(self.positions)}, as many as positions", got=str(n))
+        return n
+
+    def _reach(self, length: int, radius: float) -> float:
+        positions = self.positions.detach().to("cpu", torch.float64)
+        return above(radius + max(norm_above("positions", position[None]) for position in positions))
+
+
+class PrependToken(_Tokens):
+    """Put a learned token before the others, as the class token of a ViT; constant 1.
+
+    Parameters
+    ----------
+    dim
+        Dimension d of a token.
+    std
+        Standard deviation of the numbers it starts with.
+
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("dim", dim)
+        self.std = float(std)
+        if not (math.isfinite(self.std) and self.std >= 0):
+            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
+        self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, n, d) to (batch, n + 1, d)."""
+        check_tokens("x", x, dim=len(self.token), ndim=3)
+        return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"dim": len(self.token), "std": self.std}
+
+    def _count(self, length: int) -> int:
+        return length + 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return max(radius, norm_above("token", self.token[None]))
+
+
+class TakeToken(_Tokens):
+    """One token of each sequence, (batch, n, d) to (batch, d); constant 1.
+
+    Parameters
+    ----------
+    index
+        Which one; negative ones count from the end.
+
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError("index", expected="a whole number", got=repr(index))
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take the token."""
+        check_tokens("x", x, ndim=3)
+        self._check(x.shape[1])
+        return x[:, self.index]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"index": self.index}
+
+    def _check(self, length: object) -> int:
+        n = check_length(length)
+        if not -n <= self.index < n:
+            raise ArgumentError("length", expected=f"a token number {self.index}", got=f"{n} tokens")
+        return n
+
+    def _count(self, length: int) -> int:
+        return 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return radius
+
+
+class MeanPool(_Tokens):
+    """√n times the mean of the tokens, (batch, n, d) to (batch, d); constant 1.
+
+    The mean itself has constant 1/√n.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum the tokens and divide by √n."""
+        check_tokens("x", x, ndim=3)
+        return x.sum(dim=1) / math.sqrt(x.shape[1])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {}
+
+    def _count(self, length: int) -> int:
+        return 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return above(math.sqrt(length) * radius)
+
+
+class ClipTokens(_Tokens):
+    """Project each token on the ball of a radius; constant 1.
+
+    A certificate of a model that begins with it holds for all inputs, not for those in a ball alone.
+
+    Parameters
+    ----------
+    radius
+        Of the ball.
+
+    """
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.radius = check_ball(radius)
+        if not 0 < float(radius) < math.inf:
+            raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (..., d) one by one."""
+        check_tokens("x", x)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / (lengths / self.radius).clamp(min=1.0)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"radius": self.radius}
+
+    def _reach(self, length: int, radius: float) -> float:
+        return min(self.radius, radius)

@@ -1,0 +1,178 @@
+"""How constants and radii go through a model: from module to module, into residuals, product by product."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from howsmooth.bounds import Bound
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
+from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import above, check_ball, check_length, upper
+from howsmooth.nn.rules import Reach, rule_of
+
+__all__ = ["Composite", "Row", "Walk", "walk"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one module does to the constant.
+
+    Attributes
+    ----------
+    path, kind
+        Of the module, as ``named_modules`` names it, and its class.
+    level
+        0 for the factors of the model's constant; one more inside each residual, whose own row follows.
+    constant
+        Upper bound on its Lipschitz constant, on the tokens that reach it.
+    radius_in, radius_out, length_in, length_out
+        Upper bounds on the norms of its input and output tokens, and how many there are.
+    source
+        Where the constant is proved.
+
+    """
+
+    path: str
+    kind: str
+    level: int
+    constant: float
+    radius_in: float
+    radius_out: float
+    length_in: int
+    length_out: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Where a walk through a module ends.
+
+    Attributes
+    ----------
+    rows
+        One a module, in the order in which the tokens meet them.
+    constant
+        Upper bound on the Lipschitz constant: the product of those of the rows of the walk's level.
+    length, radius
+        Number of output tokens, and an upper bound on their norms.
+
+    """
+
+    rows: tuple[Row, ...]
+    constant: float
+    length: int
+    radius: float
+
+
+class Composite(LipschitzModule):
+    """A module whose constant is made of those of its children."""
+
+    @abstractmethod
+    def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
+        """Return the rows of all that it is made of, its own row last, which holds its constant."""
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return the bound that those of its children give."""
+        row = self._row(length, radius)
+        return upper(row.kind, row.source, row.constant, row.radius_in)
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return an upper bound on the norm of an output token."""
+        return self._row(length, radius).radius_out
+
+    def _row(self, length: int, radius: float) -> Row:
+        return self.rows(check_length(length), check_ball(radius), "", 0)[-1]
+
+
+def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
+    """Follow tokens, ``length`` of them of norm at most ``radius``, through a module.
+
+    Raises
+    ------
+    CertificateError
+        If no constant is known of a module; it names the module.
+    NonFiniteError
+        If a weight is not finite.
+
+    """
+    if "forward" in vars(module):
+        raise refusal(module, path, "has a forward of its own, put on it after it was built")
+    if isinstance(module, nn.Sequential) and kind_of(module).forward is nn.Sequential.forward:
+        return _through(module, length, radius, path, level)
+    if isinstance(module, Composite):
+        rows = module.rows(length, radius, path, level)
+    elif isinstance(module, LipschitzModule):
+        rows = (_layer(module, length, radius, path, level),)
+    else:
+        rows = (_of_torch(module, length, radius, path, level),)
+    return Walk(rows, rows[-1].constant, rows[-1].length_out, rows[-1].radius_out)
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as its author wrote it: parametrisations put one of their own in front."""
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return kind
+
+
+def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> CertificateError:
+    """Return the error that says which module has no constant, and why."""
+    return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
+
+
+def _through(modules: nn.Sequential, length: int, radius: float, path: str, level: int) -> Walk:
+    rows: tuple[Row, ...] = ()
+    constants = []
+    for name, module in modules._modules.items():  # named_children() would leave out one that comes twice
+        assert module is not None
+        step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
+        rows += step.rows
+        constants.append(step.constant)
+        length, radius = step.length, step.radius
+    # Zero if one is, even where another is infinite.
+    constant = 0.0 if 0.0 in constants else above(math.prod(constants))
+    return Walk(rows, constant, length, radius)
+
+
+def _layer(module: LipschitzModule, length: int, radius: float, path: str, level: int) -> Row:
+    try:
+        bound = module.lipschitz_bound(length, radius)
+        reach = Reach(
+            bound.value, module.output_length(length), module.output_radius(length, radius), bound.source
+        )
+    except NonFiniteError:
+        raise
+    except ArgumentError as error:
+        reason = f"has no constant here: {error.argument}: expected {error.expected}, got {error.got}"
+        raise refusal(module, path, reason, error.remedy) from error
+    if bound.side != "upper" or not bound.holds:
+        failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
+        raise refusal(module, path, f"has no constant here, as its bound needs: {failed or 'an upper one'}")
+    return _row(module, reach, length, radius, path, level)
+
+
+def _of_torch(module: nn.Module, length: int, radius: float, path: str, level: int) -> Row:
+    rule = rule_of(kind_of(module))
+    if rule is None:
+        raise refusal(
+            module,
+            path,
+            "is of a kind without a rule",
+            "Certified are the layers of hs.nn, torch.nn.Sequential, and the modules of PyTorch listed in "
+            "docs/guide/lipschitz-layers.md; a class of your own may derive from hs.nn.LipschitzModule.",
+        )
+    reach = rule(module, length, radius)
+    if isinstance(reach, str):
+        raise refusal(module, path, reach)
+    return _row(module, reach, length, radius, path, level)
+
+
+def _row(module: nn.Module, reach: Reach, length: int, radius: float, path: str, level: int) -> Row:
+    if math.isnan(reach.constant) or math.isnan(reach.radius):
+        raise refusal(module, path, "gave a constant or a radius that is not a number")
+    kind = kind_of(module).__name__
+    return Row(path, kind, level, reach.constant, radius, reach.radius, length, reach.length, reach.source)
