@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.nn.contract import LipschitzModule
 
-__all__ = ["DescriptionError", "LimitedMemory", "build", "class_names", "describe"]
+__all__ = ["DescriptionError", "KnownClasses", "LimitedMemory", "build", "describe"]
 
 #: Modules of PyTorch whose constructor's arguments are their attributes.
 TORCH_MODULES: tuple[type[nn.Module], ...] = (
@@ -33,18 +34,21 @@ TORCH_MODULES: tuple[type[nn.Module], ...] = (
     nn.GELU,
     nn.Hardsigmoid,
     nn.Hardswish,
+    nn.Hardtanh,
     nn.Identity,
     nn.LayerNorm,
     nn.LeakyReLU,
     nn.Linear,
     nn.LogSigmoid,
     nn.Mish,
+    nn.PReLU,
     nn.RMSNorm,
     nn.ReLU,
     nn.ReLU6,
     nn.SELU,
     nn.SiLU,
     nn.Sigmoid,
+    nn.Softmax,
     nn.Softplus,
     nn.Softsign,
     nn.Tanh,
@@ -60,46 +64,68 @@ _LONGEST_LIST = 100_000
 _LARGEST_NUMBER = 2**53
 # Never settings: where a model stands is the loader's choice, its precision that of the file's tensors.
 _PLACEMENT = ("device", "dtype")
+_OURS = "howsmooth.nn."
 
 
 class DescriptionError(HowsmoothError):
     """A tree that describes no model, or a model that no tree describes; a phrase says where and why."""
 
 
-def class_names(classes: Sequence[type[nn.Module]] = ()) -> dict[str, type[nn.Module]]:
-    """Map the names that files use to the classes that are known.
+class KnownClasses:
+    """The classes that a file may name: layers of howsmooth.nn, modules of torch.nn, and those of the caller.
+
+    Parameters
+    ----------
+    classes
+        Of the caller: modules with a method ``settings`` that returns the arguments of the constructor.
 
     Raises
     ------
     ArgumentError
-        If one of ``classes`` is no module with a method ``settings``.
+        If one of them is something else.
 
     """
-    from howsmooth import nn as room
-    from howsmooth.nn.contract import LipschitzModule
 
-    public = [getattr(room, name) for name in getattr(room, "__all__", ())]
-    known: dict[str, type[nn.Module]] = {
-        f"howsmooth.nn.{one.__name__}": one
-        for one in public
-        if isinstance(one, type) and issubclass(one, LipschitzModule) and not inspect.isabstract(one)
-    }
-    known |= {f"torch.nn.{one.__name__}": one for one in (*TORCH_MODULES, nn.Sequential)}
-    for one in classes:
-        if not (
-            isinstance(one, type) and issubclass(one, nn.Module) and callable(getattr(one, "settings", None))
-        ):
-            raise ArgumentError(
-                "classes",
-                expected="classes of modules with a method settings()",
-                got=getattr(one, "__name__", repr(one)),
-                remedy="settings() returns the keyword arguments of the constructor.",
-            )
-        known[f"{one.__module__}.{one.__qualname__}"] = one
-    return known
+    def __init__(self, classes: Sequence[type[nn.Module]] = ()) -> None:
+        for one in classes:
+            if not (
+                isinstance(one, type)
+                and issubclass(one, nn.Module)
+                and callable(getattr(one, "settings", None))
+            ):
+                raise ArgumentError(
+                    "classes",
+                    expected="classes of modules with a method settings()",
+                    got=getattr(one, "__name__", repr(one)),
+                    remedy="settings() returns the keyword arguments of the constructor.",
+                )
+        self._named = {f"torch.nn.{one.__name__}": one for one in (*TORCH_MODULES, nn.Sequential)}
+        self._named |= {f"{one.__module__}.{one.__qualname__}": one for one in classes}
+        self._names = {one: name for name, one in self._named.items()}
+
+    def name(self, cls: type[nn.Module]) -> str | None:
+        """Return the name of a class, None if it is not known."""
+        if cls not in self._names and cls.__module__.startswith("howsmooth.nn."):
+            name = f"{_OURS}{cls.__name__}"
+            return name if self.get(name) is cls else None
+        return self._names.get(cls)
+
+    def get(self, name: object) -> type[nn.Module] | None:
+        """Return the class of a name, None if it is not known."""
+        from howsmooth import nn as room
+
+        if not isinstance(name, str):
+            return None
+        if name in self._named:
+            return self._named[name]
+        ours = name.removeprefix(_OURS)
+        # One by one, since a room's names are imported when they are asked for, and some take seconds.
+        cls = getattr(room, ours) if ours != name and ours in room.__all__ else None
+        layer = isinstance(cls, type) and issubclass(cls, LipschitzModule) and not inspect.isabstract(cls)
+        return cls if layer else None
 
 
-def describe(model: nn.Module, known: Mapping[str, type[nn.Module]]) -> dict[str, Any]:
+def describe(model: nn.Module, known: KnownClasses) -> dict[str, Any]:
     """Return the tree of a model.
 
     Raises
@@ -108,12 +134,11 @@ def describe(model: nn.Module, known: Mapping[str, type[nn.Module]]) -> dict[str
         If a module is of no known class, or its settings are no JSON values.
 
     """
-    names = {one: name for name, one in known.items()}
-    return _describe(model, "", names, {}, 0)
+    return _describe(model, "", known, {}, 0)
 
 
 def _describe(
-    module: nn.Module, path: str, names: Mapping[type, str], seen: dict[int, str], depth: int
+    module: nn.Module, path: str, known: KnownClasses, seen: dict[int, str], depth: int
 ) -> dict[str, Any]:
     where = place(path)
     if id(module) in seen:
@@ -122,17 +147,18 @@ def _describe(
     if depth > DEEPEST:
         raise DescriptionError(f"{where} lies deeper than {DEEPEST} modules")
     cls = _type_of(module)
-    if cls not in names:
+    name = known.name(cls)
+    if name is None:
         raise DescriptionError(
             f"{where} is a {cls.__module__}.{cls.__qualname__}, unknown to files: they hold layers "
             "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and what is given as classes"
         )
-    node: dict[str, Any] = {"class": names[cls]}
+    node: dict[str, Any] = {"class": name}
     if cls is nn.Sequential:
         # Not named_children, which leaves out what stands there twice.
         children = {name: one for name, one in module._modules.items() if one is not None}
         node["modules"] = {
-            name: _describe(one, join(path, name), names, seen, depth + 1) for name, one in children.items()
+            name: _describe(one, join(path, name), known, seen, depth + 1) for name, one in children.items()
         }
         return node
     if cls in TORCH_MODULES:
@@ -146,7 +172,7 @@ def _describe(
             raise DescriptionError(f"settings() of {where} returns a {type(settings).__name__}, not a dict")
         given = [name for name in _arguments(cls) if name not in settings]
         modules = {
-            name: _describe(one, join(path, name), names, seen, depth + 1)
+            name: _describe(one, join(path, name), known, seen, depth + 1)
             for name in given
             if isinstance(one := module._modules.get(name), nn.Module)
         }
@@ -161,7 +187,7 @@ def _describe(
     return node
 
 
-def build(tree: Any, known: Mapping[str, type[nn.Module]]) -> nn.Module:
+def build(tree: Any, known: KnownClasses) -> nn.Module:
     """Build the model of a tree, its weights at random.
 
     Raises
@@ -178,7 +204,7 @@ def build(tree: Any, known: Mapping[str, type[nn.Module]]) -> nn.Module:
 def _build(
     node: Any,
     path: str,
-    known: Mapping[str, type[nn.Module]],
+    known: KnownClasses,
     built: dict[str, nn.Module],
     count: list[int],
     depth: int,
@@ -198,9 +224,9 @@ def _build(
         return built[node["shared"]]
     _only(node, ("class", "settings", "modules", "parametrizations"), where)
     name = node.get("class")
-    if not isinstance(name, str) or name not in known:
+    cls = known.get(name)
+    if cls is None:
         raise DescriptionError(f"{where} is of the class {_short(name)}, which is not known")
-    cls = known[name]
     settings, modules = _object(node, "settings", where), _object(node, "modules", where)
     for key, value in settings.items():
         _json(value, f"{_short(key)} of {where}", 0)
@@ -238,7 +264,7 @@ def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
     return {
         name: getattr(module, name, None) is not None if name == "bias" else getattr(module, name)
         for name in _arguments(cls)
-        if name not in _PLACEMENT
+        if name not in _PLACEMENT and hasattr(module, name)
     }
 
 

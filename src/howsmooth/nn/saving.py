@@ -27,9 +27,9 @@ from torch.nn.utils import parametrize
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.nn.description import (
     DescriptionError,
+    KnownClasses,
     LimitedMemory,
     build,
-    class_names,
     describe,
     first_line,
     parametrization_settings,
@@ -136,7 +136,7 @@ def save(
     words = dict(notes or {})
     if not all(isinstance(one, str) for pair in words.items() for one in pair):
         raise ArgumentError("notes", expected="words under names that are words", got=repr(notes)[:80])
-    known = class_names(classes)
+    known = KnownClasses(classes)
     try:
         tensors = _tensors(model)
         described = {
@@ -197,7 +197,7 @@ def load(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = (
 def load_saved(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = ()) -> SavedModel:
     """Read what :func:`save` wrote: as :func:`load`, with the length, the radius and the notes."""
     path = _path(path)
-    known = class_names(classes)
+    known = KnownClasses(classes)
     if not _is_file(path):
         raise ModelError(f"There is no model file {_shown(path)}.")
     try:
@@ -244,7 +244,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return described, tensors
 
 
-def _built(tree: Any, known: Mapping[str, type[nn.Module]], tensors: Mapping[str, Tensor]) -> nn.Module:
+def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Build a model whose tensors have the names and shapes of these, with random numbers of its own."""
     numbers = sum(t.numel() for t in tensors.values())
     try:
