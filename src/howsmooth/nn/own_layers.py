@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.errors import CaptureError
+from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import precision, relative_error
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.statistics import Entropy
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.statistics import Entropy, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
@@ -28,50 +28,85 @@ class OwnAttention:
     """A call of one of them."""
 
     name: str
-    module: Any
+    module: LipschitzAttention
     arguments: dict[str, Any]
     output: Tensor | None = None
+    map: TokenMap | None = None
+    #: Whether the call computed this map, and not more: with a mask of the call, or tokens that were clipped.
+    plain: bool = False
 
-    def read(self, scope: str) -> tuple[TokenMap, Tensor]:
-        """Return the layer as a map, and its tokens (batch, n, d).
+    def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Return what the layer computed as a map, and its tokens (batch, n, d).
 
         Raises
         ------
         CaptureError
-            If the scope is another than ``attention``, or the map is not what the layer computed.
+            If the scope is another than ``attention``, or the layer was not called to its end.
 
         """
         if scope != "attention":
-            raise CaptureError(f"{self} is known in scope 'attention' only.")
-        f: TokenMap = self.module.map
-        given = next(iter(self.arguments.values()))
-        x = given.detach().to(f.dtype)
+            raise CaptureError(f"{self} is measured in scope 'attention' only.")
         if self.output is None:
             raise CaptureError(f"{self} gave no output.")
-        allowed = _SAME * precision(given.dtype if given.dtype != torch.float64 else torch.float32)
-        if f(x).shape != self.output.shape or not relative_error(f(x), self.output.to(f.dtype)) <= allowed:
-            raise CaptureError(
-                f"{self} does not compute its map at these tokens: it was called with a mask of the call, or "
-                "with tokens beyond its radius."
-            )
-        return f, x
+        self.map = self.module.map
+        x = self.arguments["query"].to(self.map.dtype)
+        x = x if x.ndim == 3 else x[None]
+        own = self.output.reshape(x.shape).to(x.dtype)
+        allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
+        self.plain = relative_error(self.map(x), own) <= allowed
+        return (self.map if self.plain else self._as_called), x
+
+    def describe(self) -> str:
+        """Return one phrase that says what was measured."""
+        called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
+        kind = "" if self.map is None else f": {self.map.describe()}"
+        return f"{type(self.module).__name__}{kind}{called}"
+
+    def _as_called(self, x: Tensor) -> Tensor:
+        """Compute the layer with the arguments of the call, without a graph to its weights."""
+        weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
+        given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
+        output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
+        return output.to(x.dtype)
+
+    def score_norm(self) -> float:
+        """Return the largest norm of a score matrix, of the attention before it is masked or clipped.
+
+        Raises
+        ------
+        ArgumentError
+            If its scores have none.
+
+        """
+        if self.map is None:
+            raise ArgumentError("f", expected="a layer that was read", got="one that was not")
+        return score_norm(self.map)
 
     def bound(self) -> float | None:
-        """Return the proved constant at the layer's own length and radius, if it has them."""
-        length, radius = getattr(self.module, "length", None), getattr(self.module, "radius", None)
-        if not isinstance(length, int) or not isinstance(radius, int | float):
+        """Return the proved constant at the layer's own length and radius; None if it names no radius."""
+        if self.module.radius is None:
             return None
-        return float(self.module.lipschitz_bound(length, float(radius)).value)
+        return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
 
-    def add_entropy(self, entropy: Entropy, f: TokenMap, x: Tensor) -> None:
+    def add_entropy(self, entropy: Entropy, x: Tensor) -> None:
         """Add the rows of its attention weights."""
-        if isinstance(f, SelfAttention):
-            entropy.add_map(f, x)
+        if self.plain and isinstance(self.map, SelfAttention):
+            entropy.add_map(self.map, x)
             return
-        told = {**self.arguments, "need_weights": True, "average_attn_weights": False}
+        told = {
+            **self.arguments,
+            "key": None,
+            "value": None,
+            "need_weights": True,
+            "average_attn_weights": False,
+        }
         _, weights = self.module(**told)
-        visible = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device)
-        entropy.add_probabilities(weights, visible.tril() if getattr(f, "causal", False) else None)
+        asked = {name: told.get(name) for name in ("attn_mask", "key_padding_mask")}
+        added = self.module.masking.scores(
+            **asked, is_causal=bool(told.get("is_causal", False)), heads=self.module.num_heads, x=x
+        )
+        p = weights.reshape(x.shape[0], -1, *weights.shape[-2:])
+        entropy.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
 
     def __str__(self) -> str:
         return f"{self.name or 'the model itself'} ({type(self.module).__name__})"
@@ -81,7 +116,7 @@ class OwnLayers:
     """Those of one model, and their calls in one pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {name: m for name, m in model.named_modules() if _is_attention(m)}
+        self._modules = {n: m for n, m in model.named_modules() if isinstance(m, LipschitzAttention)}
         self.calls: list[OwnAttention] = []
 
     def outside(self, name: str) -> bool:
@@ -99,7 +134,7 @@ class OwnLayers:
             yield
 
     def _began(self, name: str, on_call: Callable[[str], None]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: LipschitzAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             on_call(name)
             given = bound_arguments(module, args, kwargs)
             copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -109,9 +144,4 @@ class OwnLayers:
 
     def _ended(self, module: nn.Module, args: Any, output: Any) -> None:
         call = next(call for call in reversed(self.calls) if call.module is module)
-        first = output[0] if isinstance(output, tuple) else output
-        call.output = first.detach().clone()
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, LipschitzModule) and hasattr(type(module), "map")
+        call.output = output[0].detach().clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,7 +38,7 @@ class Accuracy:
     max_iterations: int
     seed: int
 
-    def at(self, f: TokenMap, x: Tensor, step: int, place: int) -> LipschitzEstimate:
+    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, place: int) -> LipschitzEstimate:
         """Measure, from a start that depends on seed, step and layer only."""
         words = np.random.SeedSequence([self.seed, step, place]).generate_state(1, np.uint64)
         return local_lipschitz(
@@ -56,8 +56,8 @@ class _Layer:
     """A layer at one of the probe inputs."""
 
     name: str
-    #: The map that is measured, at these tokens, and the attention in it; None if it was refused.
-    map: TokenMap | None = None
+    #: The map that is measured, and its tokens; of captured layers, the attention in it, and its tokens.
+    map: Callable[[Tensor], Tensor] | None = None
     x: Tensor | None = None
     attention: TokenMap | None = None
     tokens: Tensor | None = None
@@ -151,8 +151,7 @@ def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, sc
     try:
         if isinstance(place, OwnAttention):
             layer = _Layer(place.name, own=place)
-            f, x = place.read(scope)
-            layer.map, layer.x, layer.attention, layer.tokens = f, x, f, x
+            layer.map, layer.x = place.read(scope)
         else:
             layer = _Layer(place.layer.name)
             _check_finite(place)
@@ -207,28 +206,25 @@ def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecor
     for number, part in enumerate(row.parts):
         assert part.map is not None
         assert part.x is not None
-        assert part.attention is not None
-        assert part.tokens is not None
         estimates.append(accuracy.at(part.map, part.x, blank.step, blank.layer + 1000 * number))
-        if part.own is None:
+        if part.own is not None:
+            part.own.add_entropy(entropy, part.x)
+        elif part.attention is not None and part.tokens is not None:
             entropy.add_map(part.attention, part.tokens)
-        else:
-            part.own.add_entropy(entropy, part.attention, part.tokens)
         squares.append(part.x.double().square().sum(-1).flatten().cpu())
     first = row.parts[0]
-    assert first.map is not None
-    assert first.attention is not None
     norm, missing = None, ""
     try:
-        norm = score_norm(first.attention)
+        norm = score_norm(first.attention) if first.own is None else first.own.score_norm()
     except ArgumentError as error:
         missing = error.got
+    described = first.map.describe() if isinstance(first.map, TokenMap) else ""
     whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
     of_all = torch.cat(squares)
     return replace(
         blank,
         tokens=max(part.x.shape[-2] for part in row.parts if part.x is not None),
-        map=first.map.describe(),
+        map=described if first.own is None else first.own.describe(),
         method=estimates[0].method,
         # The sequence where the constant is largest has its interval below the largest upper limit.
         lipschitz=float(whole["value"].max()),

@@ -19,7 +19,7 @@ from howsmooth.errors import ArgumentError
 __all__ = ["Entropy", "score_norm"]
 
 
-def score_norm(f: TokenMap) -> float:
+def score_norm(f: TokenMap | None) -> float:
     """Return the largest ‖A_h‖₂ over the heads, A_h = scale · K_hᵀ Q_h: scores are ⟨A x_i + b, x_j⟩.
 
     For L2 attention it is 2 · scale · K_hᵀ Q_h, the part of −scale · |Q x_i − K x_j|² that joins two tokens.
@@ -89,7 +89,7 @@ class Entropy:
             self.missing = str(error)
 
     def add_probabilities(
-        self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "m n"] | None
+        self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
         """Add the rows of given probabilities."""
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
