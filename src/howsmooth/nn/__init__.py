@@ -6,15 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from howsmooth.nn import attention
     from howsmooth.nn.activations import GroupSort, MaxMin
+    from howsmooth.nn.attention.base import LipschitzAttention
+    from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.blocks import SelfAttentionBlock
     from howsmooth.nn.certificate import ModelCertificate
     from howsmooth.nn.certification import certify
     from howsmooth.nn.contract import LipschitzModule
     from howsmooth.nn.linear import OrthogonalLinear, SpectralLinear
+    from howsmooth.nn.monitor import LipschitzMonitor
     from howsmooth.nn.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
     from howsmooth.nn.residual import AverageResidual, Residual
+    from howsmooth.nn.saving import SavedModel, load, load_saved, save
     from howsmooth.nn.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
+    from howsmooth.nn.trainer import MonitorCallback
 
 __all__ = [
     "AddPositions",
@@ -22,35 +28,49 @@ __all__ = [
     "CenterNorm",
     "ClipTokens",
     "GroupSort",
+    "LipschitzAttention",
     "LipschitzLayerNorm",
     "LipschitzModule",
+    "LipschitzMonitor",
     "LipschitzRMSNorm",
     "MaxMin",
     "MeanPool",
     "ModelCertificate",
+    "MonitorCallback",
     "OrthogonalLinear",
     "Patches",
     "PrependToken",
     "Residual",
+    "SavedModel",
     "SelfAttentionBlock",
+    "SoftmaxAttention",
     "SpectralLinear",
     "TakeToken",
+    "attention",
     "certify",
+    "load",
+    "load_saved",
+    "save",
 ]
 
 # `import howsmooth.nn` takes no time: what a name needs is imported when it is first asked for.
 _MODULES = {
     "activations": ("GroupSort", "MaxMin"),
+    "attention.base": ("LipschitzAttention",),
+    "attention.softmax": ("SoftmaxAttention",),
     "blocks": ("SelfAttentionBlock",),
     "certificate": ("ModelCertificate",),
     "certification": ("certify",),
     "contract": ("LipschitzModule",),
     "linear": ("OrthogonalLinear", "SpectralLinear"),
+    "monitor": ("LipschitzMonitor",),
     "norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "residual": ("AverageResidual", "Residual"),
+    "saving": ("SavedModel", "load", "load_saved", "save"),
     "tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
+    "trainer": ("MonitorCallback",),
 }
-_WHOLE_MODULES: tuple[str, ...] = ()
+_WHOLE_MODULES = ("attention",)
 
 
 def __getattr__(name: str) -> Any:

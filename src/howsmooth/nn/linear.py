@@ -13,7 +13,16 @@ from torch.nn.utils import parametrizations
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+from howsmooth.nn.numbers import (
+    above,
+    check_ball,
+    check_length,
+    check_size,
+    check_tokens,
+    norm_above,
+    times,
+    upper,
+)
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]
 
@@ -76,7 +85,7 @@ class _ConstrainedLinear(LipschitzModule):
         """Return ‖W‖ r + ‖b‖."""
         check_length(length)
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
-        return above(self._norm() * check_ball(radius) + shift)
+        return above(times(self._norm(), check_ball(radius)) + shift)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -11,7 +11,16 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["above", "check_ball", "check_length", "check_size", "check_tokens", "norm_above", "upper"]
+__all__ = [
+    "above",
+    "check_ball",
+    "check_length",
+    "check_size",
+    "check_tokens",
+    "norm_above",
+    "times",
+    "upper",
+]
 
 # Of products, quotients and sums of a few positive numbers: far above their rounding, far below what a
 # constant is read to.
@@ -24,6 +33,11 @@ _SMALLEST = 1e-100
 def above(value: float) -> float:
     """Return a number that the value, without its rounding, is not above."""
     return value * (1 + _MARGIN)
+
+
+def times(factor: float, value: float) -> float:
+    """Return the product, 0 if one of the two is: a constant of zero makes all of space a point."""
+    return factor * value if factor and value else 0.0
 
 
 def check_ball(radius: object) -> float:

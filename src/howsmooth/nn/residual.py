@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.numbers import above
+from howsmooth.nn.numbers import above, times
 from howsmooth.nn.walk import Composite, Row, refusal, walk
 
 __all__ = ["AverageResidual", "Residual"]
@@ -33,8 +33,8 @@ class _Residual(Composite):
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
         p, q = self._weights()
-        reach = above(p * radius + q * branch.radius)
-        constant = above(p + q * branch.constant)
+        reach = above(times(p, radius) + times(q, branch.radius))
+        constant = above(p + times(q, branch.constant))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
         return (*branch.rows, row)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_temperature
-from howsmooth.nn.numbers import above, norm_above
+from howsmooth.nn.numbers import above, norm_above, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
 
@@ -44,7 +44,7 @@ def rule_of(kind: type[nn.Module]) -> Rule | None:
 def _linear(module: nn.Linear, length: int, radius: float) -> Reach:
     norm = norm_above("weight", module.weight)
     shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
-    return Reach(norm, length, above(norm * radius + shift) if norm else shift, _SOURCE)
+    return Reach(norm, length, above(times(norm, radius) + shift), _SOURCE)
 
 
 def _identity(module: nn.Module, length: int, radius: float) -> Reach:
@@ -113,7 +113,7 @@ def _numbers(parameter: Tensor | None, d: int, default: float) -> Tensor:
     return parameter.detach().to("cpu", torch.float64)
 
 
-# Maps of single numbers, φ(0) = 0: |φ(t)| ≤ growth |t|, and slope is the largest |φ'|.
+# Maps of single numbers with φ(0) = 0: |φ(t)| ≤ growth |t|, and slope is the largest |φ'|.
 def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float] | None = None) -> Rule:
     def rule(module: Any, length: int, radius: float) -> Reach | str:
         if getattr(module, "inplace", False):
@@ -122,9 +122,14 @@ def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float]
         if math.isnan(steepest):
             return "has a constant for other settings only"
         longest = steepest if growth is None else growth(module)
-        return Reach(steepest, length, above(longest * radius) if longest != 1.0 else radius, _SOURCE)
+        return Reach(steepest, length, radius if longest == 1.0 else above(times(longest, radius)), _SOURCE)
 
     return rule
+
+
+# Those with φ(0) ≠ 0: how long their tokens are depends on the dimension, which is not known here.
+def _not_through_zero(slope: float) -> Rule:
+    return lambda module, length, radius: Reach(slope, length, math.inf, _SOURCE)
 
 
 def _one(module: Any) -> float:
@@ -135,6 +140,8 @@ def _one(module: Any) -> float:
 _GELU = {"none": 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi), "tanh": 1.1291}
 # sup (t σ(t))' = ½ + t/4 where t tanh(t/2) = 2, t = 2.3993572805154677.
 _SILU = 0.5 + 2.39935728051547 / 4
+# sup (t tanh log(1 + eᵗ))' = 1.08850 at t = 1.4907, rounded up.
+_MISH = 1.0886
 
 _RULES: dict[type, Rule] = {
     nn.Linear: _linear,
@@ -157,4 +164,9 @@ _RULES: dict[type, Rule] = {
     nn.Hardswish: _numbers_alone(lambda m: 1.5, _one),
     nn.GELU: _numbers_alone(lambda m: above(_GELU.get(m.approximate, math.nan)), _one),
     nn.SiLU: _numbers_alone(lambda m: above(_SILU), _one),
+    nn.Mish: _numbers_alone(lambda m: _MISH, _one),
+    nn.Tanhshrink: _numbers_alone(_one),
+    nn.Sigmoid: _not_through_zero(0.25),
+    nn.Hardsigmoid: _not_through_zero(1 / 6 * (1 + 1e-12)),
+    nn.LogSigmoid: _not_through_zero(1.0),
 }

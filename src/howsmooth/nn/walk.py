@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
+from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.contract import LipschitzModule
 from howsmooth.nn.numbers import above, check_ball, check_length, upper
 from howsmooth.nn.rules import Reach, rule_of
@@ -100,6 +101,9 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
         If a weight is not finite.
 
     """
+    if path and isinstance(module, LipschitzAttention):
+        remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."
+        raise refusal(module, path, "returns a pair, tokens and attention weights", remedy)
     if "forward" in vars(module):
         raise refusal(module, path, "has a forward of its own, put on it after it was built")
     if isinstance(module, nn.Sequential) and kind_of(module).forward is nn.Sequential.forward:
