@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from howsmooth.nn import attention
     from howsmooth.nn.activations import GroupSort, MaxMin
     from howsmooth.nn.attention.base import LipschitzAttention
+    from howsmooth.nn.attention.cosine import CosineAttention
+    from howsmooth.nn.attention.l2 import L2Attention
+    from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
+    from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.blocks import SelfAttentionBlock
     from howsmooth.nn.certificate import ModelCertificate
@@ -27,11 +31,14 @@ __all__ = [
     "AverageResidual",
     "CenterNorm",
     "ClipTokens",
+    "CosineAttention",
     "GroupSort",
+    "L2Attention",
     "LipschitzAttention",
     "LipschitzLayerNorm",
     "LipschitzModule",
     "LipschitzMonitor",
+    "LipschitzNormAttention",
     "LipschitzRMSNorm",
     "MaxMin",
     "MeanPool",
@@ -43,6 +50,7 @@ __all__ = [
     "Residual",
     "SavedModel",
     "SelfAttentionBlock",
+    "SinkhornAttention",
     "SoftmaxAttention",
     "SpectralLinear",
     "TakeToken",
@@ -57,6 +65,10 @@ __all__ = [
 _MODULES = {
     "activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
+    "attention.cosine": ("CosineAttention",),
+    "attention.l2": ("L2Attention",),
+    "attention.lipschitz_norm": ("LipschitzNormAttention",),
+    "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
     "blocks": ("SelfAttentionBlock",),
     "certificate": ("ModelCertificate",),

@@ -1,0 +1,179 @@
+"""L2, scaled cosine, Sinkhorn and LipschitzNorm attention with several heads and masks, on a ball.
+
+The whole layer X ↦ W_O · concat_h(head h) + b_O, from the parameters of a layer. For one head, without a mask
+and for R → ∞, the constants are those of ``other_attentions``. Each formula is a function of tensors, through
+which derivatives pass: layers that are divided by their bound need them. Proofs: docs/theory/enforce.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from scipy.special import wrightomega
+from torch import Tensor
+
+from howsmooth.bounds.visible_rows import VisibleRows
+
+__all__ = ["l2_layer", "lipschitz_norm_layer", "scaled_cosine_layer", "sinkhorn_layer", "value_radius"]
+
+# Norms are rounded up by it, as in ``parameters``.
+_NORM_MARGIN = 1e-12
+
+
+def l2_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+) -> Float[Tensor, ""]:
+    """Bound multi-head L2 attention with tied query and key on the ball of radius R (∞: everywhere).
+
+    With a = ‖Q_h‖²R²/√k, and for a row that sees m keys, its own among them, Φ e^{Φ+1} = m − 1 (else Φ = ∞):
+    var = min(a, Φ), dist = min(4a, Φ), p = 1/(1 + (m−1)e^{−4a}),
+    L_h = √(max_j Σ_{i sees j} r_i²) + 2 max_i var_i,  r = √p + 2 min{√(var·dist), √(4a·var·p), a√2}.
+    The layer has min{‖[L_h O_h]_h‖ ‖[Q_h]_h‖, ‖W_O‖ (Σ_h ‖V_h Q_hᵀ‖²‖Q_h‖²L_h²/k)^{1/2}},
+    where O_h = W_h V_h Q_hᵀ/√k.
+    """
+    heads, key_dim, _ = query.shape
+    q, v, w = query.double(), value.double(), output.double()
+    folded = v @ q.mT / math.sqrt(key_dim)
+    sizes = _norm(q)
+    cores = torch.stack([_l2_core(size, key_dim, rows, radius) for size in sizes])
+    blocks = torch.stack([w_h @ f for w_h, f in zip(w.chunk(heads, dim=1), folded, strict=True)])
+    beside = (cores[:, None, None] * blocks).movedim(0, 1).flatten(1)
+    squares = (_norm(folded) * sizes * cores).square().sum()
+    return torch.minimum(_norm(beside) * _norm(q.flatten(0, 1)), _norm(w) * squares.sqrt())
+
+
+def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
+    """Return L_h, the constant of U ↦ P U for the u_i = Q_h x_i."""
+    m = rows.counts
+    phi = torch.full_like(m, torch.inf)
+    many = rows.own & (m > 1)
+    phi[many] = torch.from_numpy(wrightomega((m[many] - 1).log().cpu().numpy() - 1)).to(m)
+    phi[m <= 1] = 0.0  # one key: its weight is 1
+    if not math.isfinite(radius):
+        return rows.heaviest((1 + 2 * phi).square()).sqrt() + 2 * phi.max()
+    root = key_dim**-0.25 * radius * size  # √a, since a root has no derivative at 0, where a weight may be
+    deviation, distance = torch.minimum(root, phi.sqrt()), torch.minimum(2 * root, phi.sqrt())
+    largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-4 * root.square()))
+    products = torch.stack(
+        (
+            deviation * distance,
+            deviation * 2 * root * largest.sqrt(),
+            (math.sqrt(2) * root.square()).expand_as(m),
+        )
+    )
+    blocks = largest.sqrt() + 2 * products.amin(dim=0)
+    return rows.heaviest(blocks.square()).sqrt() + 2 * deviation.square().max()
+
+
+def scaled_cosine_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+    *,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    temperature: float,
+    gain: float,
+    eps: float,
+) -> Float[Tensor, ""]:
+    """Bound multi-head scaled cosine attention on the ball of radius R (∞: everywhere).
+
+    ‖W_O‖ |ν| ε^{-1/2} ( c‖W_V‖ + |τ|ρ_k ρ_v‖W_Q‖ + c'|τ|ρ_q ρ_v‖W_K‖ ), the matrices of all heads stacked,
+    c² = max_j Σ_{i sees j} p_i, c'² = max_j Σ_{i sees j} min(½, p_i)[m_i > 1],
+    p = 1/(1 + (m−1)e^{−2|τ|ρ_qρ_k}), ρ the largest norm of a normalised row on the ball.
+    """
+    tau = abs(temperature)
+    parts = (query.double(), key.double(), value.double())
+    norms = [_norm(part.flatten(0, 1)) for part in parts]
+    rho_q, rho_k, rho_v = (
+        _cosine_radii(part, bias, radius, eps).max() for part, bias in zip(parts, biases, strict=True)
+    )
+    m = rows.counts
+    largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-2 * tau * rho_q * rho_k))
+    several = m > 1
+    total = rows.heaviest(largest).sqrt() * norms[2]
+    if bool(several.any()):
+        spread = rows.heaviest(torch.where(several, largest.clamp(max=0.5), 0.0)).sqrt()
+        total = total + tau * rho_v * (rho_k * norms[0] + spread * rho_q * norms[1])
+    return _norm(output.double()) * (abs(gain) / math.sqrt(eps)) * total
+
+
+def _cosine_radii(
+    weight: Float[Tensor, "heads dim d"], bias: Tensor | None, radius: float, eps: float
+) -> Float[Tensor, "heads"]:
+    """Return the largest |u|/√(|u|² + ε) on the ball, u = W_h x + b_h."""
+    if not math.isfinite(radius):
+        return torch.ones(len(weight), dtype=torch.float64, device=weight.device)
+    sizes = _reach(weight, bias, radius)
+    return sizes / torch.sqrt(sizes.square() + eps)
+
+
+def sinkhorn_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    radius: float,
+    *,
+    scale: float,
+) -> Float[Tensor, ""]:
+    """Bound multi-head converged Sinkhorn attention on the ball, whatever n and the biases.
+
+    ‖W_O‖ ( ‖[V_h]_h‖ + R² ( ‖[ν_h A_h]_h‖ + ‖[ν_h A_hᵀ]_h‖ ) ), stacked over the heads, ν_h = ‖V_h‖.
+    """
+    v = value.double()
+    a = scale * (key.double().mT @ query.double())
+    scaled = _norm(v)[:, None, None] * a
+    weights = _norm(scaled.flatten(0, 1)) + _norm(scaled.mT.flatten(0, 1))
+    return _norm(output.double()) * (_norm(v.flatten(0, 1)) + radius * radius * weights)
+
+
+def lipschitz_norm_layer(
+    query: Float[Tensor, "width d"],
+    key: Float[Tensor, "width d"],
+    value: Float[Tensor, "v_width d"],
+    output: Float[Tensor, "d_out v_width"],
+    rows: VisibleRows,
+) -> Float[Tensor, ""]:
+    """Bound multi-head attention with LipschitzNorm, each head with its own divisor, everywhere.
+
+    ‖W_O‖ min{ L ‖[W_Q; W_K; W_V]‖, 2‖W_Q‖ + (1+√½)‖W_K‖ + (κ+1)‖W_V‖ },
+    L² = max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²}, κ² = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2}).
+    If every row sees one key, ‖W_O‖κ‖W_V‖.
+    """
+    q, k, v, w = (t.double() for t in (query, key, value, output))
+    m = rows.counts
+    largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * math.exp(-2.0))
+    kappa = rows.heaviest(largest).sqrt()
+    if not bool((m > 1).any()):
+        return _norm(w) * kappa * _norm(v)
+    by_key = 1 + math.sqrt(0.5)
+    squares = torch.maximum((kappa + 1).square() + 4.5, kappa.square() + 4 + by_key**2)
+    apart = 2 * _norm(q) + by_key * _norm(k) + (kappa + 1) * _norm(v)
+    return _norm(w) * torch.minimum(squares.sqrt() * _norm(torch.cat((q, k, v))), apart)
+
+
+def value_radius(
+    value: Float[Tensor, "heads value_dim d"], bias: Tensor | None, radius: float
+) -> Float[Tensor, "heads"]:
+    """Return the largest norm of a value of each head on the ball."""
+    return _reach(value.double(), bias, radius)
+
+
+def _reach(weight: Tensor, bias: Tensor | None, radius: float) -> Tensor:
+    sizes = radius * _norm(weight)
+    return sizes if bias is None else sizes + torch.linalg.vector_norm(bias.double(), dim=-1)
+
+
+def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
+    """Return spectral norms, rounded up; derivatives pass."""
+    norm: Tensor = torch.linalg.matrix_norm(matrix, 2) * (1 + _NORM_MARGIN)
+    return norm

@@ -1,0 +1,112 @@
+"""What bounds with a mask need of it: how many keys each row sees, and the column that weighs most.
+
+If row i of blocks has a squared norm of at most r_i, and is zero at the tokens that i does not see, the norm
+of the whole is at most the root of max_j Σ_{i sees j} r_i (docs/theory/enforce.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.bound import check_length
+from howsmooth.errors import ArgumentError
+
+__all__ = ["Mask", "VisibleRows", "visible_rows"]
+
+Mask = Literal["none", "causal", "any"] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleRows:
+    """The rows of an attention with a mask.
+
+    Attributes
+    ----------
+    counts
+        Number of keys that a row sees, float64, one entry for each kind of row.
+    own
+        Whether it sees its own token, one entry for each kind of row.
+    free
+        Whether weights may be anything: numbers are added to the scores of which only that is known.
+    seen
+        (..., n, n), True where query (row) sees key (column), if the mask was given as a tensor.
+    length
+        Number n of tokens.
+    kind
+        "none", "causal", "any" or "given".
+
+    """
+
+    counts: Tensor
+    own: Tensor
+    free: bool
+    seen: Tensor | None
+    length: int
+    kind: str
+
+    def heaviest(self, rows: Tensor) -> Tensor:
+        """Return max_j Σ_{i sees j} r_i for numbers r >= 0, one for each kind of row."""
+        if self.kind == "causal":  # every row sees the first token
+            return rows.sum()
+        if self.seen is None:
+            return self.length * rows.max()
+        return (self.seen.to(rows.dtype).mT @ rows[..., None]).max()
+
+
+def visible_rows(length: object, mask: Mask, *, device: torch.device | None = None) -> VisibleRows:
+    """Return what a bound needs to know of a mask.
+
+    Parameters
+    ----------
+    length
+        Number n >= 1 of tokens.
+    mask
+        "none"; "causal", each token sees those up to its own; a boolean tensor (..., n, n), True where query
+        (row) sees key (column), of which the worst counts; or "any": any mask whatever, also numbers that
+        are added to the scores.
+    device
+        Of the tensors.
+
+    Raises
+    ------
+    ArgumentError
+        If the mask is none of these, or leaves a query without keys.
+
+    """
+    n = check_length(length)
+    if isinstance(mask, Tensor):
+        return _given(n, mask)
+    if mask not in ("none", "causal", "any"):
+        raise ArgumentError(
+            "mask",
+            expected="'none', 'causal', 'any' or a boolean tensor (..., n, n)",
+            got=repr(mask),
+        )
+    if mask == "causal":
+        counts = torch.arange(1, n + 1, dtype=torch.float64, device=device)
+    else:
+        counts = torch.tensor([float(n)], dtype=torch.float64, device=device)
+    own = torch.full(counts.shape, mask != "any", device=device)
+    return VisibleRows(counts, own, mask == "any", None, n, mask)
+
+
+def _given(n: int, mask: Tensor) -> VisibleRows:
+    if mask.dtype != torch.bool or mask.shape[-2:] != (n, n):
+        raise ArgumentError(
+            "mask",
+            expected=f"a boolean tensor (..., {n}, {n}), True where query (row) sees key (column)",
+            got=f"{mask.dtype} of shape {tuple(mask.shape)}",
+        )
+    counts = mask.sum(dim=-1)
+    if not bool(counts.all()):
+        raise ArgumentError(
+            "mask",
+            expected="a key for every query",
+            got=f"none for query {int((counts == 0).nonzero()[0, -1])}",
+            remedy="Let a query that shall see nothing see its own token.",
+        )
+    return VisibleRows(counts.double(), mask.diagonal(dim1=-2, dim2=-1), False, mask, n, "given")

@@ -1,0 +1,134 @@
+"""Scaled cosine attention (LipsFormer), which is Lipschitz on the whole space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.other_attentions_ball import scaled_cosine_layer, value_radius
+from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.own_bound import OwnBoundAttention, in_double
+
+__all__ = ["CosineAttention"]
+
+
+class CosineAttention(OwnBoundAttention):
+    """Scaled cosine self-attention: Lipschitz without any radius, with every mask.
+
+    Rows u of queries, keys and values of each head are normalised to u/√(|u|² + ε); the head is
+    ν softmax(τ q kᵀ) v. Without a radius the constant is :func:`howsmooth.bounds.scaled_cosine_sharp` of the
+    matrices of all heads together, times ‖W_O‖; on a ball, where rows stay shorter than 1, it is smaller.
+
+    Masks: every kind.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
+        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None, with
+        ``constant`` too: the layer then has it on the whole space.
+    temperature
+        τ, the factor of the cosines in the scores. The constant is free of n once n exceeds e^{2τ}.
+    gain
+        ν, the factor of the output.
+    eps
+        ε > 0 under the roots. The constant without a radius is proportional to ε^{-1/2}: LipsFormer's 1e-6
+        makes it a thousand times larger than 1 does.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+
+    References
+    ----------
+    Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*, ICLR
+    2023; the constant of several heads, with masks and on a ball: docs/theory/enforce.md.
+
+    """
+
+    _bound_name = "scaled_cosine_layer"
+    _phrase = "scaled cosine attention"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        temperature: float = 1.0,
+        gain: float = 1.0,
+        eps: float = 1.0,
+        **keywords: Any,
+    ) -> None:
+        numbers = {"temperature": temperature, "gain": gain, "eps": eps}
+        for name, number in numbers.items():
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ArgumentError(name, expected="a finite number", got=repr(number))
+        if eps <= 0:
+            raise ArgumentError(
+                "eps",
+                expected="a number > 0",
+                got=repr(eps),
+                remedy="Without it the normalisation of a vector is not Lipschitz at zero.",
+            )
+        super().__init__(embed_dim, num_heads, **keywords)
+        self.temperature, self.gain, self.eps = float(temperature), float(gain), float(eps)
+
+    def _queries_keys_values(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self._normalised(rows) for rows in super()._queries_keys_values(x, weights))
+        return q, k, self.gain * v
+
+    def _normalised(self, rows: Tensor) -> Tensor:
+        unit: Tensor = rows * torch.rsqrt(rows.square().sum(dim=-1, keepdim=True) + self.eps)
+        return unit
+
+    def _probabilities(
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        scores = self.temperature * q @ k.mT
+        return torch.softmax(scores if added is None else scores + added, dim=-1)
+
+    def _parts(
+        self, weights: Mapping[str, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        q, k, v = (self._cut(part) for part in weights["in_proj_weight"].chunk(3))
+        if "in_proj_bias" not in weights:
+            return (q, k, v), (None, None, None)
+        b_q, b_k, b_v = (self._cut(part) for part in weights["in_proj_bias"].chunk(3))
+        return (q, k, v), (b_q, b_k, b_v)
+
+    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+        parts, biases = self._parts(weights)
+        return scaled_cosine_layer(
+            *parts,
+            weights["out_proj.weight"],
+            rows,
+            radius,
+            biases=biases,
+            temperature=self.temperature,
+            gain=self.gain,
+            eps=self.eps,
+        )
+
+    @torch.no_grad()
+    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+        w = in_double(weights)
+        (_, _, value), (_, _, bias) = self._parts(w)
+        sizes = value_radius(value, bias, radius)
+        sizes = sizes / torch.sqrt(sizes.square() + self.eps)
+        blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
+        summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
+        apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()
+        total = abs(self.gain) * float(torch.minimum(summed, apart))
+        if "out_proj.bias" in w:
+            total += float(torch.linalg.vector_norm(w["out_proj.bias"]))
+        return total * (1 + 1e-12)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        own = {"temperature": self.temperature, "gain": self.gain, "eps": self.eps}
+        return super().settings() | own

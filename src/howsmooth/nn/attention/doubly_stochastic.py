@@ -1,0 +1,158 @@
+"""The doubly stochastic matrix diag(α) e^S diag(β), and its derivatives without those of the iterations.
+
+P = diag(α) e^S diag(β) has rows and columns of sum one. For a change dS of the scores, dP is P ∘ Π dS with
+Π the projection away from all matrices a_i + b_j, orthogonal in the inner product Σ_ij P_ij M_ij M'_ij: a
+map that is its own adjoint. So forward and backward mode are one function, made of differentiable operations
+on P, and derivatives of every order are those of the limit. Proof: docs/theory/enforce.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = ["doubly_stochastic"]
+
+# Sinkhorn's iterations before Newton's method is tried: with small scores they are enough.
+_PATIENCE = 12
+# Added to the diagonal of the systems, which are singular where P is a permutation to the last digit.
+_RIDGE = 1e-15
+
+
+def doubly_stochastic(
+    scores: Float[Tensor, "*batch n n"], *, tolerance: float = 1e-10, max_iterations: int = 1000
+) -> Float[Tensor, "*batch n n"]:
+    """Return P = diag(α) e^S diag(β) in float64, rows of sum one, columns within the tolerance.
+
+    Differentiable in every mode and order. Iterations stop for each matrix by itself, so that no result
+    changes with its company.
+
+    Parameters
+    ----------
+    scores
+        S, (..., n, n); −∞ where P shall be zero. The pattern of the others must be symmetric, with its
+        diagonal, or no such P need exist.
+    tolerance
+        Largest |Σ_i P_ij − 1| over the columns j.
+    max_iterations
+        Number after which to refuse.
+
+    Raises
+    ------
+    ArgumentError
+        If the iterations have not converged.
+    NonFiniteError
+        If a score is NaN or +∞.
+
+    """
+    p: Tensor = _Scaling.apply(scores.double(), tolerance, max_iterations)[0]  # type: ignore[no-untyped-call]
+    return p
+
+
+class _Scaling(torch.autograd.Function):
+    """Scores to P, and to the projection onto the kernel of its systems."""
+
+    @staticmethod
+    def forward(scores: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
+        kernel = _kernel(scores)
+        return _scaled(scores, kernel, tolerance, max_iterations), kernel
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        p, kernel = ctx.saved_tensors
+        return _projected(p, kernel, gradients[0]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        p, kernel = ctx.saved_tensors
+        return _projected(p, kernel, tangents[0]), None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], scores: Tensor, tolerance: float, max_iterations: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        moved = scores.movedim(in_dims[0], 0)
+        return _Scaling.apply(moved, tolerance, max_iterations), (0, 0)  # type: ignore[no-untyped-call]
+
+
+def _projected(
+    p: Float[Tensor, "*batch n n"], kernel: Tensor, m: Float[Tensor, "*batch n n"]
+) -> Float[Tensor, "*batch n n"]:
+    """Return P ∘ (M − a_i − b_j), with a and b such that rows and columns have the sum zero.
+
+    a = r − P b for the row sums r of P ∘ M; (I − PᵀP) b = s − Pᵀ r for its column sums s.
+    """
+    weighted = p * m
+    r, s = weighted.sum(dim=-1, keepdim=True), weighted.sum(dim=-2)[..., None]
+    b = torch.linalg.solve(_system(p, kernel), s - p.mT @ r)
+    projected: Tensor = weighted - p * (r - p @ b) - p * b.mT
+    return projected
+
+
+def _system(p: Float[Tensor, "*batch n n"], kernel: Tensor) -> Float[Tensor, "*batch n n"]:
+    """Return diag(c) − PᵀP with c the sums of the columns, made invertible on its kernel."""
+    system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + kernel
+    return system
+
+
+def _kernel(scores: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch #n #n"]:
+    """Return 1/n where two tokens are in one block of the pattern, else 0.
+
+    The kernel of the systems is spanned by the indicators of the blocks, one if no pair of tokens is hidden.
+    """
+    n = scores.shape[-1]
+    reached = scores > -torch.inf
+    if bool(reached.all()):
+        return scores.new_full((*scores.shape[:-2], 1, 1), 1 / n)
+    for _ in range((n - 1).bit_length()):
+        reached = (reached.to(scores.dtype) @ reached.to(scores.dtype)) > 0
+    kernel: Tensor = reached.to(scores.dtype) / n
+    return kernel
+
+
+def _scaled(
+    scores: Float[Tensor, "*batch n n"], kernel: Tensor, tolerance: float, max_iterations: int
+) -> Float[Tensor, "*batch n n"]:
+    """Return P, by Sinkhorn's iterations in logarithms, and Newton's method where they are slow."""
+    if bool((scores.isnan() | (scores == torch.inf)).any()):
+        raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
+    g = torch.zeros_like(scores[..., :1, :])
+    off = torch.full_like(g[..., :1], torch.inf)
+    for step in range(max_iterations):
+        log_p, columns, off = _normalised(scores, g)
+        late = off > tolerance
+        if not bool(late.any()):
+            return log_p.exp()
+        following = torch.where(late, g - columns, g)
+        if step >= _PATIENCE and bool((off < 1).any()):
+            # Newton's method is not safe far from the limit: its step is taken if it gets nearer.
+            p = log_p.exp()
+            trial = g - torch.linalg.solve(_system(p, kernel), (p.sum(dim=-2) - 1)[..., None]).mT
+            better = _normalised(scores, trial)[2] < 0.5 * off
+            following = torch.where(late & better, trial, following)
+        g = following
+    raise ArgumentError(
+        "max_iterations",
+        expected=f"enough for columns that sum to one within {tolerance:g}",
+        got=f"{max_iterations}, after which a column is off by {float(off.max()):.2g}",
+        remedy="The bound holds for the limit only. Give more iterations, a larger tolerance, or smaller "
+        "weights: the number grows with the scores.",
+    )
+
+
+def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log P with rows of sum one, the logs of its columns' sums, and how far these are from one."""
+    log_p = torch.log_softmax(scores + g, dim=-1)
+    columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
+    return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

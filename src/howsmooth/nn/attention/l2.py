@@ -1,0 +1,145 @@
+"""L2 attention with tied query and key (Kim et al., 2021), which is Lipschitz on the whole space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import L2Attention as L2Map
+from howsmooth.attention import TokenMap
+from howsmooth.bounds.other_attentions_ball import l2_layer
+from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double, ready
+
+__all__ = ["L2Attention"]
+
+
+class L2Attention(OwnBoundAttention):
+    """L2 self-attention with tied query and key: Lipschitz without any radius, if tokens see themselves.
+
+    Head h has u_i = Q_h x_i, P_ij ∝ exp(−|u_i − u_j|²/√k) and the values V_h Q_hᵀ u_j/√k + b_v. Without a
+    radius its constant is at most :func:`howsmooth.bounds.l2_attention_sharp`, of order √n log n. On a ball
+    it is smaller, and free of n once n exceeds e^{4a}, a = ‖Q_h‖²R²/√k.
+
+    Masks: every kind, if there is a radius. Without one, those that leave each token itself.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
+        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None, with
+        ``constant`` too: the layer then has it on the whole space.
+
+    Attributes
+    ----------
+    in_proj_weight
+        (2 · embed_dim, embed_dim): Q above V. A query and key bias would have no effect.
+    value_bias
+        (embed_dim,), or None.
+    out_proj
+        As of torch.nn.MultiheadAttention.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+
+    References
+    ----------
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021; the constant with masks
+    and on a ball: docs/theory/enforce.md.
+
+    """
+
+    _bound_name = "l2_layer"
+    _phrase = "L2 attention"
+
+    def __init__(self, embed_dim: int, num_heads: int, **keywords: Any) -> None:
+        super().__init__(embed_dim, num_heads, **keywords)
+        if self.radius is not None:
+            return
+        hidden = self.masking.hidden
+        blind = self.masking.kind in ("any", "additive") or (
+            hidden is not None and bool(hidden.diagonal().any())
+        )
+        if blind and self.constant is not None:
+            raise ArgumentError(
+                "radius",
+                expected="a number, as a token may be hidden from itself",
+                got="None",
+                remedy="L2 attention is Lipschitz everywhere only if each token sees itself.",
+            )
+
+    def _make_weights(self, factory: dict[str, Any]) -> None:
+        d = self.embed_dim
+        self.in_proj_weight = nn.Parameter(torch.empty((2 * d, d), **factory))
+        if self.bias:
+            self.value_bias = nn.Parameter(torch.zeros(d, **factory))
+        else:
+            self.register_parameter("value_bias", None)
+        self.out_proj = nn.Linear(d, d, bias=self.bias, **factory)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def _weights(self) -> dict[str, Tensor]:
+        found = {
+            "in_proj_weight": self.in_proj_weight,
+            "value_bias": self.value_bias,
+            "out_proj.weight": self.out_proj.weight,
+            "out_proj.bias": self.out_proj.bias,
+        }
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return Q_h and V_h Q_hᵀ/√k, (heads, k, d) and (heads, k, k)."""
+        query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
+        return query, value @ query.mT / math.sqrt(self.head_dim)
+
+    def _queries_keys_values(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        query, folded = self._folded(weights)
+        u = self._by_head(x @ query.flatten(0, 1).mT)
+        v = u @ folded.mT
+        if "value_bias" in weights:
+            v = v + self._cut(weights["value_bias"])[:, None]
+        return u, u, v
+
+    def _probabilities(
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        # −|u − k|² = 2⟨u, k⟩ − |k|² but for a term of the row. Near zero fewer digits are lost.
+        centre = k.mean(dim=-2, keepdim=True)
+        q, k = q - centre, k - centre
+        scores = (2 * q @ k.mT - k.square().sum(dim=-1)[..., None, :]) / math.sqrt(self.head_dim)
+        return torch.softmax(scores if added is None else scores + added, dim=-1)
+
+    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+        query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
+        return l2_layer(query, value, weights["out_proj.weight"], rows, radius)
+
+    @torch.no_grad()
+    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+        w = in_double(weights)
+        query, folded = self._folded(w)
+        biases = (w.get("value_bias"), w.get("out_proj.bias"))
+        return hull_radius(w["out_proj.weight"], folded @ query, biases, radius)
+
+    def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
+        if self.masking.hidden is not None:
+            return super()._map(weights, scale)
+        w = ready(weights, scale)
+        query, folded = self._folded(w)
+        return L2Map(
+            query,
+            query,
+            folded @ query,
+            w["out_proj.weight"],
+            value_bias=self._cut(w["value_bias"]) if self.bias else None,
+            output_bias=w["out_proj.bias"] if self.bias else None,
+            scale=1 / math.sqrt(self.head_dim),
+            causal=self.masking.kind == "causal",
+        )

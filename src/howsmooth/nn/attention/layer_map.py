@@ -1,0 +1,98 @@
+"""A layer as a map of the library, for attentions that the library has no map of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.attention.weighting import Weighting
+from howsmooth.errors import ArgumentError
+
+__all__ = ["LayerMap"]
+
+Weights = Mapping[str, Tensor]
+
+
+class LayerMap(TokenMap):
+    """Tokens (..., n, d) through a function of tokens (batch, n, d) and weights; measured by autodiff.
+
+    Parameters
+    ----------
+    apply
+        From tokens (batch, n, d) and weights to outputs (batch, n, d_out).
+    weights
+        All of one dtype and device; copied.
+    d, d_out
+        Dimensions of tokens.
+    length
+        The only number of tokens that it takes, or None for any.
+    description
+        What :meth:`describe` returns.
+
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[Tensor, Weights], Tensor],
+        weights: Weights,
+        *,
+        d: int,
+        d_out: int,
+        length: int | None,
+        description: str,
+    ) -> None:
+        self._apply = apply
+        self._weights = {name: weight.detach().clone() for name, weight in weights.items()}
+        self._sizes = (d, d_out)
+        self._length = length
+        self._description = description
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self._sizes[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self._sizes[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights."""
+        return next(iter(self._weights.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(iter(self._weights.values())).device
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMap:
+        """Return the same map with weights of another dtype or on another device."""
+        moved = {name: weight.to(dtype=dtype, device=device) for name, weight in self._weights.items()}
+        return LayerMap(
+            self._apply,
+            moved,
+            d=self.d,
+            d_out=self.d_out,
+            length=self._length,
+            description=self._description,
+        )
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        return self._description
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError if the map cannot take ``n`` tokens."""
+        if self._length is not None and n != self._length:
+            raise ArgumentError("X", expected=f"{self._length} tokens, as the mask", got=f"{n} tokens")
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        if weighting is not None:
+            raise ArgumentError("X", expected="tokens", got="a measure", remedy="This map takes tokens only.")
+        out = self._apply(x.reshape(-1, *x.shape[-2:]), self._weights)
+        return out.reshape(*x.shape[:-1], self.d_out)

@@ -1,0 +1,115 @@
+"""What layers share whose bound is one expression of the weights, for its value and its gradient."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import TokenMap
+from howsmooth.bounds import Bound, Quantity
+from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.layer_map import LayerMap
+
+__all__ = ["OwnBoundAttention", "hull_radius", "in_double", "ready"]
+
+_SOURCE = "howsmooth, docs/theory/enforce.md"
+
+Weights = Mapping[str, Tensor]
+
+
+class OwnBoundAttention(LipschitzAttention):
+    """Attention whose bound is an expression of its weights, ``_bound_of``, in float64 on the CPU."""
+
+    _needs_radius = False
+    #: Name of the bound.
+    _bound_name: str
+    #: What it is, in words.
+    _phrase: str
+
+    @abstractmethod
+    def _bound_of(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        """Return the bound at a radius, which may be infinite, for the masks of these rows."""
+
+    def _rows(self, length: int) -> VisibleRows:
+        kind, hidden = self.masking.kind, self.masking.hidden
+        if hidden is not None:
+            return visible_rows(length, ~hidden)
+        return visible_rows(length, "any" if kind == "additive" else kind)  # type: ignore[arg-type]
+
+    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
+        with torch.no_grad():
+            value = float(self._bound_of(self._rows(length), radius, in_double(weights)))
+        quantity = Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
+        return Bound.upper(self._bound_name, quantity, _SOURCE, formula=value)
+
+    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+        return self._bound_of(self._rows(length), radius, in_double(weights)).log()
+
+    @property
+    def _own_radius(self) -> float:
+        return math.inf if self.radius is None else self.radius
+
+    def _cut(self, weight: Tensor) -> Tensor:
+        """Cut (heads · k, d) into (heads, k, d), or a bias (heads · k,) into (heads, k)."""
+        heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
+        return heads
+
+    def _attended(self, x: Tensor, weights: Weights) -> Tensor:
+        """Return the output for tokens (batch, n, d), under the mask that is always there."""
+        hidden = self.masking.always(x.shape[-2])
+        added = None
+        if hidden is not None:
+            zeros = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+            added = zeros.masked_fill(hidden.to(x.device), -math.inf)[None, None]
+        q, k, v = self._queries_keys_values(x, weights)
+        attended = (self._probabilities(q, k, v, added, weights) @ v).transpose(1, 2).flatten(2)
+        return nn.functional.linear(attended, weights["out_proj.weight"], weights.get("out_proj.bias"))
+
+    def _map(self, weights: Weights, scale: float) -> TokenMap:
+        masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
+        heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
+        return LayerMap(
+            self._attended,
+            ready(weights, scale),
+            d=self.embed_dim,
+            d_out=self.embed_dim,
+            length=None if self.masking.hidden is None else self.length,
+            description=f"{self._phrase}, {heads}{masked}, with output projection",
+        )
+
+
+def ready(weights: Weights, scale: float) -> dict[str, Tensor]:
+    """Return weights for a map: of full precision, without gradient, the output scaled."""
+    dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
+    ready = {name: weight.detach().to(dtype) for name, weight in weights.items()}
+    for name in ("out_proj.weight", "out_proj.bias"):
+        if name in ready:
+            ready[name] = ready[name] * scale
+    return ready
+
+
+def in_double(weights: Weights) -> dict[str, Tensor]:
+    """Return weights in float64 on the CPU."""
+    return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
+
+
+def hull_radius(
+    output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
+) -> float:
+    """Bound |W_O ([c_h]_h + b_v) + b_O| for c_h in the convex hull of the V_h x, |x| <= R.
+
+    ``output`` is (d_out, heads · k), ``values`` (heads, k, d), ``biases`` are b_v and b_O.
+    """
+    blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
+    summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
+    apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
+    by_value, own = biases
+    shift = torch.zeros(len(output), dtype=output.dtype) if own is None else own
+    if by_value is not None:
+        shift = shift + output @ by_value
+    return float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)) * (1 + 1e-12)

@@ -1,0 +1,150 @@
+"""Sinkhorn attention (Sander et al., 2022): doubly stochastic weights, a constant that is free of n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import SinkhornAttention as SinkhornMap
+from howsmooth.attention import TokenMap
+from howsmooth.bounds.other_attentions_ball import sinkhorn_layer
+from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
+from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double, ready
+
+__all__ = ["SinkhornAttention"]
+
+
+class SinkhornAttention(OwnBoundAttention):
+    """Sinkhorn self-attention: the weights of a head are the doubly stochastic diag(α) e^S diag(β).
+
+    S are the scores of softmax attention, P the limit of Sinkhorn's iterations, computed to a tolerance in
+    float64. Derivatives, of every order and mode, are those of the limit, by implicit differentiation; they
+    solve n × n systems. The constant on the ball does not depend on n (:func:`howsmooth.bounds.sinkhorn` for
+    one head).
+
+    The bound is one of the limit only: the layer refuses to answer where iterations have not converged.
+
+    Masks: those that are symmetric and leave each token itself, with "any" also padding, and any finite
+    numbers with "additive". Tokens that are hidden from all, as padding is, see one another: rows and columns
+    of the others then sum to one among themselves. A causal mask has no such P but the identity.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
+        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. With ``constant``, a radius is needed.
+    tolerance
+        Largest |Σ_i P_ij − 1| over the columns j; rows sum to one to rounding.
+    max_iterations
+        Number of iterations after which the layer refuses to answer.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it. From a call, also if iterations have not converged.
+
+    References
+    ----------
+    Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022;
+    bound and derivatives: docs/theory/enforce.md.
+
+    """
+
+    masks = ("none", "fixed", "any", "additive")
+    _needs_radius = True
+    _mask_remedy = "A triangular doubly stochastic matrix is the identity."
+    _bound_name = "sinkhorn_layer"
+    _phrase = "Sinkhorn attention"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        tolerance: float = 1e-9,
+        max_iterations: int = 1000,
+        **keywords: Any,
+    ) -> None:
+        if not isinstance(tolerance, float) or not 1e-13 <= tolerance < 1:
+            raise ArgumentError("tolerance", expected="a number from 1e-13 up to 1", got=repr(tolerance))
+        if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
+            raise ArgumentError("max_iterations", expected="a whole number >= 1", got=repr(max_iterations))
+        super().__init__(embed_dim, num_heads, **keywords)
+        self.tolerance, self.max_iterations = tolerance, max_iterations
+        if self.masking.hidden is not None:
+            _check_pattern(~self.masking.hidden, "mask")
+
+    def _probabilities(
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        scores = (q.double() / math.sqrt(self.head_dim)) @ k.double().mT
+        if added is not None:
+            scores = scores + _closed(added.double())
+        p = doubly_stochastic(scores, tolerance=self.tolerance, max_iterations=self.max_iterations)
+        return p.to(v.dtype)
+
+    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+        query, key, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(3))
+        scale = 1 / math.sqrt(self.head_dim)
+        return sinkhorn_layer(query, key, value, weights["out_proj.weight"], radius, scale=scale)
+
+    @torch.no_grad()
+    def _undivided_output_radius(self, length: int, radius: float, weights: Mapping[str, Tensor]) -> float:
+        w = in_double(weights)
+        b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
+        value = self._cut(w["in_proj_weight"].chunk(3)[2])
+        return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
+
+    def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
+        if self.masking.hidden is not None:
+            return super()._map(weights, scale)
+        w = ready(weights, scale)
+        query, key, value = (self._cut(part) for part in w["in_proj_weight"].chunk(3))
+        biases: list[Tensor | None] = [None, None, None]
+        if self.bias:
+            biases = [self._cut(part) for part in w["in_proj_bias"].chunk(3)]
+        return SinkhornMap(
+            query,
+            key,
+            value,
+            w["out_proj.weight"],
+            query_bias=biases[0],
+            key_bias=biases[1],
+            value_bias=biases[2],
+            output_bias=w["out_proj.bias"] if self.bias else None,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        return super().settings() | {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
+
+
+def _closed(added: Tensor) -> Tensor:
+    """Return a mask (..., n, n or 1, n) with the tokens that all others hide left to one another."""
+    n = added.shape[-1]
+    added = added.expand(*added.shape[:-2], n, n)
+    seen = added > -math.inf
+    absent = ~seen.any(dim=-2)
+    both = absent[..., :, None] & absent[..., None, :]
+    one = absent[..., :, None] ^ absent[..., None, :]
+    _check_pattern((seen & ~one) | both, "attn_mask")
+    return added.masked_fill(one, -math.inf).masked_fill(both, 0.0)
+
+
+def _check_pattern(seen: Tensor, name: str) -> None:
+    """Refuse patterns that need not be those of a doubly stochastic matrix."""
+    if bool((seen == seen.mT).all()) and bool(seen.diagonal(dim1=-2, dim2=-1).all()):
+        return
+    raise ArgumentError(
+        name,
+        expected="a mask by which i sees j as j sees i, and each token itself, padding aside",
+        got="another one",
+        remedy="Other patterns need not have a doubly stochastic matrix; a triangular one has the identity.",
+    )
