@@ -10,6 +10,7 @@ import typer
 
 from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
+from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
@@ -55,6 +56,7 @@ app.command("study", epilog=study.__dict__["examples"])(study)
 app.command("bound", epilog=bound.__dict__["examples"])(bound)
 app.command("attack", epilog=attack.__dict__["examples"])(attack)
 app.command("flow", epilog=flow.__dict__["examples"])(flow)
+app.command("certify", epilog=certify.__dict__["examples"])(certify)
 app.command("inspect", epilog=inspect.__dict__["examples"])(inspect)
 app.command("reproduce", epilog=reproduce.__dict__["examples"])(reproduce)
 

@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULT_TEXTS",
     "build_inputs",
     "build_plan",
+    "parse_radii",
     "parse_radius",
     "use_threads",
 ]
@@ -26,6 +27,7 @@ DEFAULT_LENGTHS = "2:100:2"
 
 # PyTorch takes what fits into an int, and then tries to start them.
 _MOST_THREADS = 4096
+_MOST_RADII = 100
 
 
 def build_inputs(
@@ -121,9 +123,33 @@ def parse_radius(text: str, words: Sequence[str]) -> float | str:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ArgumentError(
-            "radius", expected=f"a finite number > 0, or {' or '.join(words)}", got=repr(text)
+            "radius",
+            expected=f"a finite number > 0{', or ' if words else ''}{' or '.join(words)}",
+            got=repr(text),
         )
     return value
+
+
+def parse_radii(text: str) -> tuple[float, ...]:
+    """Read distances, a list of numbers with commas between them; they come in order, each once.
+
+    Raises
+    ------
+    howsmooth.errors.ArgumentError
+        If one is no finite number >= 0, or there are more than a hundred.
+
+    """
+    try:
+        values = {float(word) for word in text.split(",")}
+    except ValueError:
+        values = {math.nan}
+    if not all(math.isfinite(value) and value >= 0 for value in values) or len(values) > _MOST_RADII:
+        raise ArgumentError(
+            "radii",
+            expected=f"finite numbers >= 0 with commas between them, at most {_MOST_RADII}",
+            got=repr(text[:80]),
+        )
+    return tuple(sorted(abs(value) for value in values))
 
 
 def use_threads(count: int | None) -> None:

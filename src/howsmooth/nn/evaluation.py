@@ -1,0 +1,275 @@
+"""What a certificate says of data: which inputs keep their class within how large a ball."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.nn.certificate import ModelCertificate
+from howsmooth.nn.certification import certify
+from howsmooth.nn.tokens import ClipTokens, Patches
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Evaluation", "evaluate", "tokens_of"]
+
+# Rounding of a norm in float64.
+_SLACK = 1e-12
+# The path of the projection in the table: no module of a model is called so.
+_CLIP = "(clip)"
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What a certificate says of some inputs.
+
+    Attributes
+    ----------
+    certificate
+        Of the model, in float64; with ``clip`` of the model that clips its inputs first, for all inputs.
+    table
+        One row an input: ``index``, ``label`` (if there are labels), ``predicted``, ``margin`` (of the logit
+        of the label, or of the class predicted, over the largest other one), ``certified_radius``,
+        ``longest`` (the norm of its longest token, before clipping).
+    radius
+        The radius that inputs were held against.
+    clipped
+        How many inputs had a token beyond it, and were clipped.
+    labelled
+        Whether there are labels.
+
+    """
+
+    certificate: ModelCertificate
+    table: pd.DataFrame
+    radius: float
+    clipped: int
+    labelled: bool
+
+    @property
+    def correct(self) -> int | None:
+        """How many inputs are given the class of their label; None without labels."""
+        if not self.labelled:
+            return None
+        return int((self.table["predicted"] == self.table["label"]).sum())
+
+    def certified(self, radius: float) -> int:
+        """Return how many inputs keep their class, that of the label, wherever they move within a radius.
+
+        Raises
+        ------
+        ArgumentError
+            If the radius is no finite number >= 0.
+
+        """
+        if isinstance(radius, bool) or not (math.isfinite(radius) and radius >= 0):
+            raise ArgumentError("radius", expected="a finite number >= 0", got=repr(radius))
+        return int((self.table["certified_radius"] > radius).sum())
+
+
+def evaluate(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor | None = None,
+    *,
+    length: int,
+    radius: float,
+    clip: bool = False,
+    batch: int = 256,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Certify a classifier, and find how far each input may be moved without a change of its class.
+
+    Everything is computed in float64, by a copy of the model in eval mode: weights in half precision are
+    taken as the numbers that they are, and what a run in half precision gives is not covered.
+
+    Parameters
+    ----------
+    model
+        A model that :func:`~howsmooth.nn.certify` certifies, whose output is logits (batch, classes).
+    inputs
+        Tokens (batch, n, d); vectors (batch, d), each one token; or images (batch, channels, height, width)
+        for a model that begins with :class:`~howsmooth.nn.Patches` (tokens are patches) or
+        :class:`torch.nn.Flatten` (an image is one token).
+    labels
+        Classes (batch,). Without them, radii are those of the classes that the model gives.
+    length, radius
+        Of the certificate: the number of tokens, and their largest norm. An input with a longer token is
+        refused, or clipped. Moved inputs must be such inputs, too; with ``clip`` all are.
+    clip
+        Whether to put a :class:`~howsmooth.nn.ClipTokens` of this radius in front. The certificate is then
+        that of this model, for all inputs.
+    batch
+        How many inputs are run at a time.
+    on_batch
+        Called with the number of inputs done and that of all.
+
+    Raises
+    ------
+    ArgumentError
+        If inputs or labels do not fit, an input is of another length or lies beyond the radius (and ``clip``
+        is not set; the message counts them), or the outputs are no logits.
+    NonFiniteError
+        If an input, a weight or a logit is not finite.
+    CertificateError
+        If the model cannot be certified.
+
+    """
+    import pandas as pd
+
+    exact = copy.deepcopy(model).double().eval()
+    certificate = certify(exact, length, radius)
+    x = _checked(inputs)
+    tokens = tokens_of(exact, x)
+    if tokens.shape[1] != length:
+        raise ArgumentError(
+            "data",
+            expected=f"inputs of {length} tokens, the length of the certificate",
+            got=f"{len(x)} inputs of {tokens.shape[1]}",
+        )
+    norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
+    beyond = norms > radius * (1 + _SLACK)
+    count = int(beyond.sum())
+    if count and not clip:
+        raise ArgumentError(
+            "data",
+            expected=f"tokens of norm at most {radius:g}, the radius of the certificate",
+            got=f"{count} of {len(x)} inputs with a longer one, the longest of norm {norms.max():g}",
+            remedy="Certify for a larger radius, or clip them (clip=True, --clip): the certificate is then "
+            "that of the model that clips.",
+        )
+    if clip:
+        exact = _clipping(exact, radius, whole=x.ndim == 4)
+        certificate = certify(exact, length, math.inf)
+    if labels is not None and (labels.ndim != 1 or len(labels) != len(x) or not _whole(labels)):
+        raise ArgumentError(
+            "labels",
+            expected=f"whole numbers, one for each of {len(x)} inputs",
+            got=f"{labels.dtype} of shape {tuple(labels.shape)}",
+        )
+    logits = torch.cat(list(_logits(exact, x, batch, on_batch)))
+    radii = certificate.certified_radius(logits, labels)
+    predicted = logits.argmax(dim=1)
+    own = predicted if labels is None else labels.to(torch.int64)
+    others = logits.scatter(1, own[:, None], -math.inf).amax(dim=1)
+    columns = {
+        "index": torch.arange(len(x)),
+        **({} if labels is None else {"label": own}),
+        "predicted": predicted,
+        "margin": logits.gather(1, own[:, None])[:, 0] - others,
+        "certified_radius": radii,
+        "longest": norms,
+    }
+    table = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+    return Evaluation(certificate, table, float(radius), count, labels is not None)
+
+
+def _checked(inputs: Tensor) -> Tensor:
+    if not inputs.is_floating_point():
+        raise ArgumentError(
+            "data",
+            expected="floating-point numbers, scaled as in training",
+            got=str(inputs.dtype),
+            remedy="Save the inputs as the model was given them.",
+        )
+    if inputs.ndim < 2 or 0 in inputs.shape:
+        raise ArgumentError("data", expected="at least one input", got=f"shape {tuple(inputs.shape)}")
+    finite = torch.isfinite(inputs).flatten(1).all(dim=1)
+    if not bool(finite.all()):
+        raise NonFiniteError(
+            "data",
+            expected="finite numbers",
+            got=f"NaN or infinity in {int((~finite).sum())} of {len(inputs)} inputs",
+        )
+    return inputs.detach().to("cpu", torch.float64)
+
+
+def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the tokens (batch, n, d) that a certificate of the model takes these inputs for.
+
+    Raises
+    ------
+    ArgumentError
+        If they are none: images, for a model that does not begin with Patches or Flatten.
+
+    """
+    if inputs.ndim == 3:
+        return inputs
+    if inputs.ndim == 2:
+        return inputs[:, None]
+    first = _first(model)
+    if inputs.ndim == 4 and isinstance(first, Patches):
+        return first.forward(inputs)
+    if inputs.ndim == 4 and isinstance(first, nn.Flatten):
+        return inputs.flatten(1)[:, None]
+    raise ArgumentError(
+        "data",
+        expected="tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a "
+        "model that begins with hs.nn.Patches or torch.nn.Flatten",
+        got=f"shape {tuple(inputs.shape)}",
+    )
+
+
+def _first(model: nn.Module) -> nn.Module:
+    """Return the module that an input meets first."""
+    while type(model) is nn.Sequential and len(model):
+        model = next((one for one in model if not isinstance(one, nn.Identity)), model[0])
+    return model
+
+
+def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
+    """Put the projection where tokens are met first: after what makes them of images, or else before all."""
+    named = dict(model._modules) if type(model) is nn.Sequential and len(model) else {"model": model}
+    at = next((name for name, one in named.items() if not isinstance(one, nn.Identity)), next(iter(named)))
+    found: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, one in named.items():
+        assert one is not None
+        if name != at:
+            found[name] = one
+        elif type(one) is nn.Sequential and len(one):
+            found[name] = _clipping(one, radius, whole=whole)
+        elif isinstance(one, Patches) or (whole and isinstance(one, nn.Flatten)):
+            found |= {name: one, _CLIP: ClipTokens(radius)}
+        else:
+            found |= {_CLIP: ClipTokens(radius), name: one}
+    return nn.Sequential(found)
+
+
+@torch.no_grad()
+def _logits(
+    model: nn.Module, x: Tensor, batch: int, on_batch: Callable[[int, int], None] | None
+) -> Iterator[Tensor]:
+    done = 0
+    for part in x.split(batch):
+        try:
+            logits = model(part)
+        except (RuntimeError, IndexError, TypeError, AssertionError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise ArgumentError(
+                "data", expected="inputs that the model takes", got=f"shape {tuple(x.shape)} ({reason})"
+            ) from error
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(part):
+            got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ArgumentError(
+                "model",
+                expected="one whose output is logits (batch, classes)",
+                got=f"one whose output has {got}" if isinstance(logits, Tensor) else got,
+                remedy="End it with hs.nn.MeanPool or TakeToken and a linear map.",
+            )
+        yield logits
+        done += len(part)
+        if on_batch is not None:
+            on_batch(done, len(x))
+
+
+def _whole(labels: Tensor) -> bool:
+    return not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
