@@ -12,7 +12,16 @@ from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import Bound, norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+from howsmooth.nn.numbers import (
+    above,
+    check_ball,
+    check_length,
+    check_size,
+    check_tokens,
+    norm_above,
+    root,
+    upper,
+)
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"]
 
@@ -179,9 +188,7 @@ class _SmoothedNorm(_LipschitzNorm):
         return {"dim": self.dim, "floor": self.floor, "affine": self.affine}
 
     def _shorten(self, h: Tensor) -> Tensor:
-        # As 1/√(1 + |h/r|²): |h|² + r² would lose r where h is large, and overflow before h does.
-        t = h / self.floor
-        return h / torch.hypot(torch.linalg.vector_norm(t, dim=-1, keepdim=True), torch.ones_like(t[..., :1]))
+        return h / root(h / self.floor, lambda squares, one: squares + one)
 
     def _reach(self, radius: float) -> float:
         if math.isinf(radius):

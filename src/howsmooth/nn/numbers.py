@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "check_size",
     "check_tokens",
     "norm_above",
+    "root",
     "times",
     "upper",
 ]
@@ -76,6 +78,16 @@ def check_tokens(argument: str, x: object, *, dim: int | None = None, ndim: int 
             argument, expected=f"tokens of {dim} numbers (last axis)", got=f"shape {tuple(x.shape)}"
         )
     return x
+
+
+def root(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return √joined(|t|², 1) of tokens (..., d) as (..., 1), ``joined`` being homogeneous, as + and max are.
+
+    Smooth where t = 0, as the norm of t is not, in all derivatives; and nothing overflows but t itself.
+    """
+    s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+    squares = (t / s).square().sum(dim=-1, keepdim=True)
+    return s * joined(squares, s.square().reciprocal()).sqrt()
 
 
 def norm_above(argument: str, matrix: Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.numbers import above, times
 from howsmooth.nn.walk import Composite, Row, refusal, walk
 
@@ -110,7 +110,10 @@ class AverageResidual(_Residual):
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
-        return 1 - self.weight, self.weight
+        w = self.weight
+        if math.isnan(w):
+            raise NonFiniteError("logit", expected="finite numbers", got="NaN")
+        return 1 - w, w
 
 
 class Residual(_Residual):

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import above, check_ball, check_length, check_size, check_tokens, norm_above, upper
+from howsmooth.nn.numbers import (
+    above,
+    check_ball,
+    check_length,
+    check_size,
+    check_tokens,
+    norm_above,
+    root,
+    upper,
+)
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
@@ -268,8 +277,7 @@ class ClipTokens(_Tokens):
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (..., d) one by one."""
         check_tokens("x", x)
-        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x / (lengths / self.radius).clamp(min=1.0)
+        return x / root(x / self.radius, torch.maximum)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
