@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth.nn import attention
+    from howsmooth.nn import attention, penalty
     from howsmooth.nn.activations import GroupSort, MaxMin
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
     from howsmooth.nn.attention.l2 import L2Attention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
+    from howsmooth.nn.attention.normalised import QueryKeyNormAttention
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.blocks import SelfAttentionBlock
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.monitor import LipschitzMonitor
     from howsmooth.nn.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
+    from howsmooth.nn.record import MonitorRecord
     from howsmooth.nn.residual import AverageResidual, Residual
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
     from howsmooth.nn.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
@@ -44,9 +46,11 @@ __all__ = [
     "MeanPool",
     "ModelCertificate",
     "MonitorCallback",
+    "MonitorRecord",
     "OrthogonalLinear",
     "Patches",
     "PrependToken",
+    "QueryKeyNormAttention",
     "Residual",
     "SavedModel",
     "SelfAttentionBlock",
@@ -58,6 +62,7 @@ __all__ = [
     "certify",
     "load",
     "load_saved",
+    "penalty",
     "save",
 ]
 
@@ -68,6 +73,7 @@ _MODULES = {
     "attention.cosine": ("CosineAttention",),
     "attention.l2": ("L2Attention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
+    "attention.normalised": ("QueryKeyNormAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
     "blocks": ("SelfAttentionBlock",),
@@ -77,12 +83,13 @@ _MODULES = {
     "linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitor": ("LipschitzMonitor",),
     "norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
+    "record": ("MonitorRecord",),
     "residual": ("AverageResidual", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
     "tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
     "trainer": ("MonitorCallback",),
 }
-_WHOLE_MODULES = ("attention",)
+_WHOLE_MODULES = ("attention", "penalty")
 
 
 def __getattr__(name: str) -> Any:
