@@ -1,0 +1,257 @@
+"""Seeing the inputs of layers during a model's own forward pass."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from howsmooth.errors import ArgumentError, DerivativeError
+
+__all__ = ["Call", "Recorder", "attention_layers"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Tokens:
+    """Stands where X stood among the arguments."""
+
+
+_X = _Tokens()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer, to be made again on its replica."""
+
+    name: str
+    layer: nn.Module
+    tokens: Tensor  # a copy, with its history
+    leaves: list[Any]
+    versions: list[int]
+    tree: Any
+    batch_axis: int | None  # None: one sequence without a batch axis
+
+    @property
+    def members(self) -> Tensor:
+        """X as (members, ...), without its history, in float32 or float64."""
+        x = self.tokens.detach()
+        return self.by_member(x.float() if x.dtype in _HALF else x)
+
+    def by_member(self, t: Tensor) -> Tensor:
+        """Bring a tensor of the layer to (members, ...)."""
+        if self.batch_axis is None:
+            return t[None]
+        return t.transpose(0, 1) if self.batch_axis == 1 else t
+
+    def as_given(self, t: Tensor) -> Tensor:
+        """Undo :meth:`by_member`."""
+        return t[0] if self.batch_axis is None else self.by_member(t)
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Call a module as the layer was called, with other tokens (members, ...)."""
+        given = self.as_given(x)
+        leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.tree)
+        return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
+
+    def check_unchanged(self) -> None:
+        """Refuse arguments that were written to since the call."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        if [t._version for t in tensors] != self.versions:
+            raise DerivativeError(
+                f"{self.name}: an argument of its call was changed in place since. Call the penalty right "
+                "after the forward pass, or name a module around the layer."
+            )
+
+
+class Recorder:
+    """Records the calls of some layers in each forward pass of a model with gradients.
+
+    Parameters
+    ----------
+    model
+        Whose forward passes count; what a pass before has left is dropped.
+    layers
+        By name; some of its modules.
+
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
+        self._model = model
+        self._layers = layers
+        self._handles: list[Any] = []
+        self._running = False
+        self.calls: list[Call] = []
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are in place."""
+        return bool(self._handles)
+
+    def attach(self) -> None:
+        """Put the hooks in place."""
+        if self._handles:
+            return
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin),
+            # Under exceptions too.
+            self._model.register_forward_hook(self._end, always_call=True),
+        ]
+        for name, layer in self._layers.items():
+            hook = self._hook(name)
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take the hooks away, and forget what was seen."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._running, self.calls = [], False, []
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        if _counts():
+            self._running, self.calls = True, []
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        if _counts():
+            self._running = False
+
+    def _hook(self, name: str) -> Any:
+        def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A layer that is the model itself is seen by this hook after the one that begins.
+            if self._running and _counts():
+                self.calls.append(_call(name, layer, args, kwargs))
+
+        return see
+
+
+def _counts() -> bool:
+    """Whether this is a forward pass to train on: not one without gradients, nor a checkpoint's second."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    bound = _by_parameter(layer, args, kwargs)
+    if type(layer) is nn.MultiheadAttention:
+        # Then its attention is written out, which can be differentiated twice and is faster so.
+        bound["need_weights"] = True
+    args, kwargs = (), {key: None if _is_cache(value) else value for key, value in bound.items()}
+    leaves, tree = tree_flatten((args, kwargs))
+    x = next((leaf for leaf in leaves if _may_be_tokens(leaf)), None)
+    if x is None:
+        raise ArgumentError(
+            "layers",
+            expected="layers that are given tokens, a floating-point tensor (..., n, d)",
+            got=f"{name} ({type(layer).__name__}), given none",
+        )
+    axis: int | None = 0 if x.ndim > 2 else None
+    if axis == 0 and isinstance(layer, nn.MultiheadAttention) and not layer.batch_first:
+        axis = 1
+    leaves = [_X if leaf is x else _alone(leaf) for leaf in leaves]
+    versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    return Call(name, layer, x.clone(), leaves, versions, tree, axis)
+
+
+def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, in the order of the signature."""
+    signature = inspect.signature(layer.forward)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ArgumentError("layers", expected="layers called as they are declared", got=str(error)) from None
+    named: dict[str, Any] = {}
+    for key, value in bound.items():
+        match signature.parameters[key].kind:
+            case inspect.Parameter.VAR_KEYWORD:
+                named |= value
+            case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.POSITIONAL_ONLY:
+                raise ArgumentError(
+                    "layers",
+                    expected="layers whose arguments have names",
+                    got=f"{type(layer).__name__}, whose forward takes *{key}",
+                    remedy="Name a module around it, or within.",
+                )
+            case _:
+                named[key] = value
+    return named
+
+
+def _may_be_tokens(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim >= 2 and leaf.numel() > 0
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a call would write keys and values to it."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _alone(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _as(leaf: Any, x: Tensor) -> Any:
+    """Bring half precision to the dtype of the tokens."""
+    return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
+
+
+def _first_tensor(name: str, output: Any) -> Tensor:
+    leaves: Iterable[Any] = [output]
+    if not isinstance(output, Tensor):
+        leaves = output.values() if isinstance(output, dict) else output
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf
+    raise ArgumentError("layers", expected="layers that return tokens", got=f"{name}, which returns none")
+
+
+def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return the layers named, by paths or patterns; by default the innermost modules called attention.
+
+    Raises
+    ------
+    ArgumentError
+        If a name or a pattern fits nothing, or there is no attention by that name.
+
+    """
+    modules = dict(model.named_modules())
+    if layers is None:
+        named = {name: m for name, m in modules.items() if _is_attention(m)}
+        inner = {name: m for name, m in named.items() if not _holds_another(m, named.values())}
+        if not inner:
+            raise ArgumentError(
+                "layers",
+                expected="a model with modules whose class is called attention",
+                got=f"none in {type(model).__name__}",
+                remedy="Give the paths of the layers, as model.named_modules() has them.",
+            )
+        return inner
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+        raise ArgumentError("layers", expected="a list of paths or patterns", got=repr(layers))
+    found: dict[str, nn.Module] = {}
+    for pattern in layers:
+        # The model itself has the empty name, which a pattern is not to fit by chance.
+        fits = [n for n in modules if n == pattern or (n and fnmatch.fnmatchcase(n, str(pattern)))]
+        if not fits:
+            raise ArgumentError(
+                "layers",
+                expected="paths or patterns of modules of the model",
+                got=repr(pattern),
+                remedy="They are the names of model.named_modules(), such as 'encoder.layers.*.self_attn'.",
+            )
+        found |= {name: modules[name] for name in fits}
+    return found
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return any("attention" in base.__name__.lower() for base in type(module).__mro__)
+
+
+def _holds_another(module: nn.Module, named: Iterable[nn.Module]) -> bool:
+    within = {id(m) for m in module.modules() if m is not module}
+    return any(id(m) in within for m in named)
