@@ -10,7 +10,7 @@ from howsmooth.nn.certificate import ModelCertificate
 from howsmooth.nn.numbers import check_ball, check_length
 from howsmooth.nn.walk import refusal, walk
 
-__all__ = ["certify"]
+__all__ = ["certify", "foreign_hooks"]
 
 _EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
 
@@ -72,7 +72,7 @@ def _check(module: nn.Module, path: str) -> None:
             raise NonFiniteError(
                 f"{path}.{name}" if path else name, expected="finite numbers", got="NaN or infinity"
             )
-    if _hooks(module):
+    if foreign_hooks(module):
         raise refusal(module, path, "has hooks, which may change what goes in or comes out", "Remove them.")
     if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         raise refusal(module, path, "drops numbers at random in training mode", "Call model.eval().")
@@ -81,7 +81,7 @@ def _check(module: nn.Module, path: str) -> None:
         raise refusal(module, path, reason, "Call model.eval().")
 
 
-def _hooks(module: nn.Module) -> bool:
+def foreign_hooks(module: nn.Module) -> bool:
     """Return whether hooks of others than this library are on a module's forward pass."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

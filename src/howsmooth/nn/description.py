@@ -269,9 +269,17 @@ def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _arguments(cls: type[nn.Module]) -> list[str]:
-    """Name what a constructor takes by name."""
+    """Name what a constructor takes by name, and what it hands on to those of its parents."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in inspect.signature(cls).parameters.values() if one.kind in by_name]
+    found: dict[str, None] = {}
+    for one in cls.__mro__:
+        if "__init__" not in vars(one):
+            continue
+        parameters = inspect.signature(one.__init__).parameters.values()
+        found |= dict.fromkeys(p.name for p in list(parameters)[1:] if p.kind in by_name)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return list(found)
 
 
 def _type_of(module: nn.Module) -> type[nn.Module]:

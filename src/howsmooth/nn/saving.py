@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.nn.certification import foreign_hooks
 from howsmooth.nn.description import (
     DescriptionError,
     KnownClasses,
@@ -94,7 +95,7 @@ def save(
 
     The model is built anew from its description before anything is written. If the two differ in anything
     but the values of their tensors (a layer changed after it was made, a parametrization that no settings
-    tell), it is refused. Weights are copied to the CPU; optimisers, hooks and gradients are not saved.
+    tell), it is refused. Weights are copied to the CPU; optimisers and gradients are not saved.
 
     Parameters
     ----------
@@ -316,6 +317,8 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
             module
         ) is not parametrize.type_before_parametrizations(other):
             raise DescriptionError(f"its settings do not tell of {where}")
+        if "forward" in vars(module) or foreign_hooks(module):
+            raise DescriptionError(f"{where} has hooks or a forward that was put on it, which are code")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise DescriptionError(f"{where} keeps a state of its own beside its tensors")
         if _steps(module) != _steps(other):
