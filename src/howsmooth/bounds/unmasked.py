@@ -231,14 +231,22 @@ def h_star(a: float) -> float:
         The maximum; inf where it overflows.
 
     """
-    if a <= 0.5:
-        return 1.0
     if a > 1e8:  # h* = 1 + a²/2 up to the last digit
         return 1.0 + 0.5 * a * a
+    w = h_star_maximiser(a)
+    return 1.0 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
+
+
+def h_star_maximiser(a: float) -> float:
+    """Return w = 2p − 1 at the maximum that h*(a) is; 1 for a <= 1/2, 0 up to the last digit for huge a."""
+    if a <= 0.5:
+        return 1.0
+    if a > 1e8:
+        return 0.0
     # With w = 2p − 1 it is 1 + (1 − w²)(a² − (1 − aw)²)/2: a quartic, whose derivative is this cubic.
     roots = np.roots([2.0, -3.0 / a, 1.0 / (a * a) - 2.0, 1.0 / a])
     candidates = [min(max(float(root.real), 0.0), 1.0) for root in roots] + [0.0]
-    return max(1.0 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w) for w in candidates)
+    return max(candidates, key=lambda w: (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w))
 
 
 def log_h_star(a: float) -> float:

@@ -24,7 +24,7 @@ from howsmooth.nn.attention.divisor import Remembered, divided
 from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.contract import LipschitzModule
 
-__all__ = ["LipschitzAttention"]
+__all__ = ["LipschitzAttention", "Weights", "positive"]
 
 # A token may be longer than the radius by so many units of rounding of its dtype.
 _ULPS = 4.0
@@ -110,7 +110,7 @@ class LipschitzAttention(LipschitzModule):
         self.head_dim = self.embed_dim // self.num_heads
         self.length = check_length(length)
         self.radius = None if radius is None else check_radius(radius)
-        self.constant = None if constant is None else _positive("constant", constant)
+        self.constant = None if constant is None else positive("constant", constant)
         if self.constant is not None and self.radius is None and self._needs_radius:
             raise ArgumentError(
                 "radius",
@@ -469,7 +469,8 @@ def _count(name: str, value: object) -> int:
     return value
 
 
-def _positive(name: str, value: object) -> float:
+def positive(name: str, value: object) -> float:
+    """Return an argument as a float, after checking that it is a finite number > 0."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Remembered", "divided", "log_of_numbers", "spectral_norms"]
-
-# Relative step of the difference quotient below: its error is of order step⁴, that of rounding eps/step.
-_STEP = 5e-4
+__all__ = ["Remembered", "divided"]
 
 
 class Remembered:
@@ -123,71 +120,3 @@ class _Inverse(torch.autograd.Function):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]
         return result, None
-
-
-# ---- expressions of the weights
-
-
-def spectral_norms(matrices: Tensor) -> Tensor:
-    """Return the spectral norms of matrices (..., m, k) with their gradient u vᵀ, u and v held fixed.
-
-    Where the largest singular value is multiple, the gradient is one of its subgradients; at the zero matrix
-    it is zero, one of them as well.
-    """
-    with torch.no_grad():
-        u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
-        left, right = u[..., :, 0], vh[..., 0, :]
-        left = left * (s[..., :1] > 0)
-    return torch.einsum("...m,...mk,...k->...", left, matrices, right)
-
-
-def log_of_numbers(evaluate: Callable[[Sequence[float]], float], numbers: Tensor) -> Tensor:
-    """Return ``evaluate`` of some nonnegative numbers (m,), the logarithm of a bound, with its gradient.
-
-    So a function of ``howsmooth.bounds`` can be differentiated in the norms that it depends on, without
-    writing its formula again. Partial derivatives are central differences of the fourth order in float64,
-    right to about ten digits where the function is smooth; in a zero argument the derivative is zero, which
-    is right for norms: theirs is zero there.
-
-    Parameters
-    ----------
-    evaluate
-        From the numbers to the logarithm of the bound.
-    numbers
-        Shape (m,).
-
-    Returns
-    -------
-    Tensor
-        Shape (), float64 on the CPU; differentiable once.
-
-    """
-    result: Tensor = _OfNumbers.apply(  # type: ignore[no-untyped-call]
-        evaluate, numbers.to("cpu", torch.float64)
-    )
-    return result
-
-
-class _OfNumbers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, evaluate: Callable[[Sequence[float]], float], numbers: Tensor) -> Tensor:
-        ctx.evaluate = evaluate
-        ctx.save_for_backward(numbers)
-        return torch.tensor(evaluate(numbers.tolist()), dtype=torch.float64)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        (numbers,) = ctx.saved_tensors
-        at = numbers.tolist()
-        partials = [_partial(ctx.evaluate, at, i) if x > 0 else 0.0 for i, x in enumerate(at)]
-        return None, gradient * torch.tensor(partials, dtype=torch.float64)
-
-
-def _partial(evaluate: Callable[[Sequence[float]], float], at: list[float], i: int) -> float:
-    step = _STEP * at[i]
-
-    def moved(steps: int) -> float:
-        return evaluate([*at[:i], at[i] + steps * step, *at[i + 1 :]])
-
-    return (8 * (moved(1) - moved(-1)) - (moved(2) - moved(-2))) / (12 * step)

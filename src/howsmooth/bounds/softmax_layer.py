@@ -1,0 +1,279 @@
+"""Softmax attention as a layer, with several heads and masks, on a ball: bounds with derivatives.
+
+``softmax_layer`` is Theorem A for several heads, ``query_key_norm_layer`` a bound for normalised queries and
+keys. Each formula is a function of tensors, through which derivatives pass: layers that are divided by their
+bound need them. Proofs: docs/theory/enforce.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.unmasked import h_star_maximiser
+from howsmooth.bounds.visible_rows import VisibleRows
+
+__all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
+
+# Norms are rounded up by it, as in ``parameters``.
+_NORM_MARGIN = 1e-12
+
+Maps = Float[Tensor, "heads rows columns"]
+
+
+def any_boolean_mask(length: int) -> VisibleRows:
+    """Return the worst rows of all boolean masks of n tokens, which may differ between the heads.
+
+    Of the bounds on a row here that of two visible keys is the largest, or that of one.
+    """
+    counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
+    return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
+
+
+def softmax_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+    *,
+    query_bias: Float[Tensor, "heads key_dim"] | None,
+    scale: float,
+) -> Float[Tensor, ""]:
+    """Bound multi-head softmax attention on the ball of radius R: Theorem A for several heads.
+
+    With a_h = ‖A_h‖R², ρ_h,i the bound on row i of Theorem A, O_h = W_h V_h, O = Σ_h O_h, and
+    M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}, the smaller of
+    M(a_h + √(max_j Σ_{i sees j} ρ_h,i)) and M(a_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_h,i − 1/m_i))²)),
+    m_i the number of keys that row i sees. For one head the two are Theorem A.
+    """
+    q, k = query.double(), key.double()
+    a = scale * products_norms(k.mT, q) * radius * radius
+    a3 = a
+    if query_bias is not None:
+        shift = torch.einsum("hkd,hk->hd", k, query_bias.double())
+        a3 = a + scale * radius * torch.linalg.vector_norm(shift, dim=-1) * (1 + _NORM_MARGIN)
+    heads = _Heads.of(value.double(), output.double())
+    m = rows.counts.to(a.device)
+    several = _several(rows, m)
+    rho = _h_star(a3)[:, None].expand(-1, len(m))  # (heads, rows)
+    if not rows.free:
+        by_largest = (1 + a3.square())[:, None] * _largest(m, a3)
+        rho = torch.where(several, torch.minimum(rho, by_largest), 1.0)
+    diagonal = a if bool(several.any()) else torch.zeros_like(a)
+    bound = heads.together(diagonal + _each(rows, rho).sqrt())
+    if _same_keys(rows):
+        bound = torch.minimum(bound, heads.together(diagonal) + heads.around_mean(rows, rho, m))
+    return bound
+
+
+def query_key_norm_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+    *,
+    query_bias: Float[Tensor, "heads key_dim"] | None,
+    key_bias: Float[Tensor, "heads key_dim"] | None,
+    temperature: Tensor,
+    eps: float,
+) -> Float[Tensor, ""]:
+    """Bound softmax attention with scores τ⟨q̂, k̂⟩, û = u/√(|u|² + ε), on the ball of radius R.
+
+    With ρ_q, ρ_k the largest |q̂|, |k̂| of a head on the ball, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row
+    that sees m_i keys, s_h = ε^{-1/2} τR (ρ_k‖Q_h‖ + ρ_q‖K_h‖ √(max_j Σ_{i sees j} min(½, p_i))), where rows
+    that see one key count 0, and M, O_h, O as in :func:`softmax_layer`: the smaller of
+    M(s_h + √(max_j Σ_{i sees j} p_i)) and M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
+    """
+    tau = temperature.double().abs()
+    norm_q, reach_q = _normalised(query.double(), query_bias, radius, eps)
+    norm_k, reach_k = _normalised(key.double(), key_bias, radius, eps)
+    heads = _Heads.of(value.double(), output.double())
+    m = rows.counts.to(norm_q.device)
+    several = _several(rows, m)
+    if rows.free:
+        p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
+    else:
+        p = _largest(m, tau * reach_q * reach_k)
+    moved = torch.zeros_like(norm_q)
+    if bool(several.any()):
+        spread = _each(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
+        moved = (tau * radius / math.sqrt(eps)) * (reach_k * norm_q + reach_q * norm_k * spread)
+    bound = heads.together(moved + _each(rows, p).sqrt())
+    if _same_keys(rows):
+        bound = torch.minimum(bound, heads.together(moved) + heads.around_mean(rows, p, m))
+    return bound
+
+
+def softmax_output_radius(
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    value_bias: Tensor | None,
+    output_bias: Tensor | None,
+    radius: float,
+) -> float:
+    """Bound the norm of W_O [Σ_j P^h_ij (V_h x_j + b_v,h)]_h + b_O, rows of P probabilities, |x_j| <= R."""
+    heads = _Heads.of(value.double(), output.double())
+    largest = radius * float(heads.together(torch.ones(len(value), dtype=torch.float64)))
+    shift = torch.zeros(output.shape[0], dtype=torch.float64)
+    if value_bias is not None:
+        shift = shift + output.double() @ value_bias.double().flatten()
+    if output_bias is not None:
+        shift = shift + output_bias.double()
+    return largest + float(torch.linalg.vector_norm(shift)) * (1 + _NORM_MARGIN)
+
+
+# ---- several heads
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """Norms of the output maps of heads: what is known of Σ_h O_h F_h, ‖F_h‖ <= c_h.
+
+    Attributes
+    ----------
+    grams
+        ‖O_hᵀ O_g‖, (heads, heads).
+    whole
+        ‖W_O‖.
+    values
+        ‖V_h‖, (heads,).
+    total
+        ‖Σ_h O_h‖.
+
+    """
+
+    grams: Tensor
+    whole: Tensor
+    values: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, output: Tensor) -> _Heads:
+        count, dim, _ = value.shape
+        maps = output.unflatten(1, (count, dim)).transpose(0, 1)
+        return cls(
+            _grams(maps, value), _norm(output), _norm(value), products_norms(output, value.flatten(0, 1))
+        )
+
+    def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two forms of M(c)² for c (heads, ...)."""
+        by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
+        by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
+        return by_grams, by_output
+
+    def together(self, c: Tensor) -> Tensor:
+        """Return M(c)."""
+        by_grams, by_output = self.squares(c)
+        return _root(torch.minimum(by_grams, by_output))
+
+    def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
+        """Return √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²))."""
+        rest = _root(rho - 1 / m)
+        mean = self.total.square() / m
+        return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
+
+
+def _grams(maps: Tensor, value: Tensor) -> Tensor:
+    """Return ‖O_hᵀ O_g‖, O_h = W_h V_h, from k × k matrices; singular vectors held fixed for the gradient."""
+    count = len(value)
+    h, g = torch.triu_indices(count, count, device=value.device)
+    with torch.no_grad():
+        q, r = torch.linalg.qr(value.mT)
+        folded = maps @ r.mT
+        u, v = _leading(q[h], folded[h].mT @ folded[g], q[g])
+    left = maps[h] @ (value[h] @ u[..., None])
+    right = maps[g] @ (value[g] @ v[..., None])
+    norms = (left * right).sum(dim=(-2, -1)) * (1 + _NORM_MARGIN)
+    found = torch.zeros(count, count, dtype=norms.dtype, device=norms.device)
+    upper = found.index_put((h, g), norms)
+    return upper + upper.mT - torch.diag(upper.diagonal())
+
+
+def _same_keys(rows: VisibleRows) -> bool:
+    """Whether all heads see the same keys, so that their means can be taken together."""
+    return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
+
+
+# ---- one head
+
+
+def _several(rows: VisibleRows, m: Tensor) -> Tensor:
+    """Which rows see several keys, as far as is known."""
+    return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
+
+
+def _largest(m: Tensor, a: Tensor) -> Tensor:
+    """Return 1/(1 + (m−1)e^{−2a}), the largest that one of m weights can be, (heads, rows)."""
+    return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
+
+
+def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
+    """Return max_j Σ_{i sees j} of each head."""
+    return torch.stack([rows.heaviest(of_head) for of_head in weights])
+
+
+def _h_star(a: Tensor) -> Tensor:
+    """Return h*(a), with the derivative at the maximiser held fixed."""
+    w = torch.tensor([h_star_maximiser(float(x)) for x in a.detach()], dtype=a.dtype, device=a.device)
+    return 1 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
+
+
+def _normalised(
+    weight: Tensor, bias: Tensor | None, radius: float, eps: float
+) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
+    """Return ‖W_h‖ and the largest |û| on the ball, u = W_h x + b_h."""
+    norms = _norm(weight)
+    reach = radius * norms
+    if bias is not None:
+        reach = reach + torch.linalg.vector_norm(bias.double(), dim=-1) * (1 + _NORM_MARGIN)
+    return norms, reach / torch.sqrt(reach.square() + eps)
+
+
+# ---- norms with a gradient
+
+
+def products_norms(
+    left: Float[Tensor, "*lead m k"], right: Float[Tensor, "*lead k d"]
+) -> Float[Tensor, "*lead"]:
+    """Return the spectral norms of left @ right, rounded up, with a gradient.
+
+    ‖L R‖ is the norm of the product of the triangular factors of L and Rᵀ, which are small. The singular
+    vectors u, v go back through the orthogonal factors and are held fixed: the gradient of ⟨Lᵀu, R v⟩. Where
+    the largest singular value is multiple it is one of the subgradients; zero at the zero matrix.
+    """
+    with torch.no_grad():
+        q_left, r_left = torch.linalg.qr(left)
+        q_right, r_right = torch.linalg.qr(right.mT)
+        u, v = _leading(q_left, r_left @ r_right.mT, q_right)
+    norms: Tensor = ((left.mT @ u[..., None]) * (right @ v[..., None])).sum(dim=(-2, -1))
+    return norms * (1 + _NORM_MARGIN)
+
+
+def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the leading singular vectors of q_left @ small @ q_rightᵀ; the left one 0 for a zero matrix."""
+    u, s, vh = torch.linalg.svd(small, full_matrices=False)
+    first = u[..., :, 0] * (s[..., :1] > 0)
+    return (q_left @ first[..., None])[..., 0], (q_right @ vh[..., 0, :, None])[..., 0]
+
+
+def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
+    """Return spectral norms, rounded up, with the gradient of ⟨u, M v⟩."""
+    with torch.no_grad():
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        first = u[..., :, 0] * (s[..., :1] > 0)
+    norms: Tensor = torch.einsum("...m,...mk,...k->...", first, matrix, vh[..., 0, :])
+    return norms * (1 + _NORM_MARGIN)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Return the root; 0, with derivative 0, where a zero weight or rounding leaves no positive number."""
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -1,0 +1,67 @@
+"""The weights of torch.nn.MultiheadAttention as the matrices of its heads, and masks as bounds see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.softmax_layer import any_boolean_mask
+from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
+from howsmooth.nn.attention.masks import Masking
+
+__all__ = ["Parts", "rows_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Matrices of H heads, on tokens of dimension d = H k.
+
+    Attributes
+    ----------
+    query, key, value
+        (H, k, d).
+    output
+        (d, H k).
+    query_bias, key_bias, value_bias
+        (H, k), or None.
+    output_bias
+        (d,), or None.
+
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        weights: Mapping[str, Tensor],
+        heads: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str | None = "cpu",
+    ) -> Parts:
+        """Cut the weights of a layer, as views through which derivatives pass; by default on the CPU."""
+        w = {name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()}
+        query, key, value = (part.unflatten(0, (heads, -1)) for part in w["in_proj_weight"].chunk(3))
+        output, b_q, b_k, b_v = w["out_proj.weight"], None, None, None
+        if "in_proj_bias" in w:
+            b_q, b_k, b_v = (part.unflatten(0, (heads, -1)) for part in w["in_proj_bias"].chunk(3))
+        return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
+
+
+def rows_of(masking: Masking, length: int) -> VisibleRows:
+    """Return what a bound needs to know of the masks that a layer takes."""
+    if masking.hidden is not None:
+        return visible_rows(length, ~masking.hidden)
+    if masking.kind == "any":
+        return any_boolean_mask(length)
+    return visible_rows(length, "any" if masking.kind == "additive" else masking.kind)  # type: ignore[arg-type]
