@@ -64,8 +64,8 @@ class ModelCertificate:
         return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def certified_radius(
-        self, logits: Float[Tensor, "batch classes"], labels: Int[Tensor, " batch"] | None = None
-    ) -> Float[Tensor, " batch"]:
+        self, logits: Float[Tensor, "..."], labels: Int[Tensor, "..."] | None = None
+    ) -> Float[Tensor, " inputs"]:
         """Return how far, in Frobenius norm, an input may move without a change of the class it is given.
 
         That is the margin of the logit of the class over the largest other one, divided by √2 times the

@@ -142,6 +142,8 @@ _GELU = {"none": 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi), "t
 _SILU = 0.5 + 2.39935728051547 / 4
 # sup (t tanh log(1 + eᵗ))' = 1.08850 at t = 1.4907, rounded up.
 _MISH = 1.0886
+# PyTorch rounds 1/α of CELU and the sixth of Hardsigmoid to float32, whatever the precision of the tokens.
+_SINGLE = 1 + 2**-22
 
 _RULES: dict[type, Rule] = {
     nn.Linear: _linear,
@@ -158,7 +160,7 @@ _RULES: dict[type, Rule] = {
     nn.LeakyReLU: _numbers_alone(lambda m: max(1.0, abs(m.negative_slope))),
     nn.PReLU: _numbers_alone(lambda m: max(1.0, float(m.weight.detach().abs().amax()))),
     nn.ELU: _numbers_alone(lambda m: max(1.0, abs(m.alpha))),
-    nn.CELU: _numbers_alone(lambda m: 1.0 if m.alpha > 0 else math.nan),
+    nn.CELU: _numbers_alone(lambda m: _SINGLE if m.alpha > 0 else math.nan),
     nn.SELU: _numbers_alone(lambda m: 1.0507009873554805 * 1.6732632423543773),
     nn.Hardtanh: _numbers_alone(lambda m: 1.0 if m.min_val <= 0 <= m.max_val else math.nan),
     nn.Hardswish: _numbers_alone(lambda m: 1.5, _one),
@@ -167,6 +169,6 @@ _RULES: dict[type, Rule] = {
     nn.Mish: _numbers_alone(lambda m: _MISH, _one),
     nn.Tanhshrink: _numbers_alone(_one),
     nn.Sigmoid: _not_through_zero(0.25),
-    nn.Hardsigmoid: _not_through_zero(1 / 6 * (1 + 1e-12)),
+    nn.Hardsigmoid: _not_through_zero(_SINGLE / 6),
     nn.LogSigmoid: _not_through_zero(1.0),
 }

@@ -136,9 +136,9 @@ def _through(modules: nn.Sequential, length: int, radius: float, path: str, leve
         step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
         rows += step.rows
         constants.append(step.constant)
-        length, radius = step.length, step.radius
+        length, radius = step.length, check_ball(step.radius)
     # Zero if one is, even where another is infinite.
-    constant = 0.0 if 0.0 in constants else above(math.prod(constants))
+    constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0))
     return Walk(rows, constant, length, radius)
 
 

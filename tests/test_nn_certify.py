@@ -1,0 +1,513 @@
+"""certify: whole models held against the steepest point found, rules of PyTorch's modules, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import howsmooth as hs
+from howsmooth.bounds import Bound, Quantity, norm_radius
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
+from howsmooth.nn import ModelCertificate, certify
+from tests._steepest import dense_norm, steepest
+
+N, D = 4, 6
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make().double().eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def _attention(radius: float = 2.0) -> nn.Module:
+    layer = hs.nn.SoftmaxAttention(D, 2, length=N, radius=radius, constant=1.0, beyond="clip")
+    return hs.nn.SelfAttentionBlock(layer)
+
+
+def _undivided(length: int = N, radius: float | None = None) -> nn.Module:
+    return hs.nn.SelfAttentionBlock(hs.nn.SoftmaxAttention(D, 2, length=length, radius=radius))
+
+
+def _feed_forward(hidden: int = 8) -> nn.Module:
+    return nn.Sequential(hs.nn.OrthogonalLinear(D, hidden), hs.nn.MaxMin(), hs.nn.OrthogonalLinear(hidden, D))
+
+
+def _one_lipschitz() -> nn.Module:
+    """A vision Transformer of constant 1, without its patches: tokens in, logits out."""
+    blocks = [
+        layer
+        for _ in range(2)
+        for layer in (hs.nn.AverageResidual(_attention()), hs.nn.AverageResidual(_feed_forward()))
+    ]
+    return nn.Sequential(
+        hs.nn.OrthogonalLinear(D, D),
+        hs.nn.AddPositions(N, D, std=0.1),
+        *blocks,
+        hs.nn.LipschitzLayerNorm(D, floor=2.0),
+        hs.nn.MeanPool(),
+        hs.nn.OrthogonalLinear(D, 3),
+    )
+
+
+def _plain() -> nn.Module:
+    """As Transformers usually are, with torch's own norm, GELU and linear maps; norms with a large ε."""
+    return nn.Sequential(
+        hs.nn.Residual(nn.Sequential(nn.LayerNorm(D, eps=1.0), _undivided())),
+        hs.nn.Residual(nn.Sequential(nn.RMSNorm(D, eps=1.0), nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D))),
+        nn.Flatten(),
+        nn.Linear(N * D, 3),
+    )
+
+
+def _few() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Tanh(), nn.Linear(D, D, bias=False))
+
+
+# What the bound may be above the steepest point found, on these models.
+MODELS = {
+    "1-Lipschitz": (_one_lipschitz, 6.0),
+    "plain": (_plain, 30.0),
+    "two layers": (_few, 1.8),
+    "one residual": (lambda: hs.nn.AverageResidual(_attention(1.0)), 1.6),
+    "isometries": (
+        lambda: nn.Sequential(hs.nn.OrthogonalLinear(D, 8), nn.Sequential(hs.nn.MaxMin()), nn.Flatten()),
+        1 + 1e-6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_point_is_steeper_and_one_is_nearly_as_steep(name: str) -> None:
+    make, factor = MODELS[name]
+    model = _seeded(make)
+    certificate = certify(model, N, 1.0)
+    found = steepest(model, N, 1.0, D, starts=3, steps=10)
+    assert found <= certificate.constant <= factor * found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_radii_cover_what_comes_out_of_every_module(name: str) -> None:
+    make, _ = MODELS[name]
+    model = _seeded(make)
+    certificate = certify(model, N, 1.0)
+    table = certificate.table.set_index("path")
+    reached: dict[str, tuple[float, int]] = {}
+
+    def watch(path: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(module: nn.Module, given: object, y: object) -> None:
+            if isinstance(y, Tensor):
+                tokens = y if y.ndim == 3 else y[:, None]
+                longest = float(torch.linalg.vector_norm(tokens, dim=-1).max())
+                reached[path] = (max(longest, reached.get(path, (0.0, 0))[0]), tokens.shape[1])
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(path)) for path, module in model.named_modules()]
+    x = torch.randn(200, N, D, dtype=torch.float64)
+    model(x / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    for handle in handles:
+        handle.remove()
+    assert set(table.index) <= set(reached)
+    for path, row in table.iterrows():
+        longest, length = reached[str(path)]
+        assert longest <= row.radius_out * (1 + 1e-12)
+        assert length == row.length_out
+    assert certificate.output_radius == table.radius_out.iloc[-1]
+    assert certificate.output_length == table.length_out.iloc[-1]
+
+
+def test_the_constant_is_the_product_of_the_rows_of_level_zero() -> None:
+    certificate = certify(_seeded(_plain), N, 1.0)
+    table = certificate.table
+    assert list(table.columns) == [
+        *("path", "kind", "level", "constant", "radius_in", "radius_out", "length_in", "length_out", "source")
+    ]
+    factors = table[table.level == 0].constant
+    assert math.prod(factors) <= certificate.constant <= math.prod(factors) * (1 + 1e-9)
+    assert list(table.path) == [
+        *("0.inner.0", "0.inner.1", "0", "1.inner.0", "1.inner.1", "1.inner.2", "1.inner.3", "1", "2", "3")
+    ]
+    branch = table[table.path.str.startswith("1.inner")].constant
+    residual = float(table[table.path == "1"].constant.iloc[0])
+    assert residual == pytest.approx(1 + math.prod(branch), rel=1e-9)
+    assert table.radius_in.iloc[0] == 1.0
+    assert bool((table.radius_in > 0).all())
+
+
+def test_the_constant_follows_the_weights_and_the_radius() -> None:
+    model = _seeded(_one_lipschitz)
+    one = certify(model, N, 1.0).constant
+    assert one <= 1 + 1e-6
+    with torch.no_grad():
+        model[2].inner.attention.in_proj_weight.mul_(3.0)
+    assert certify(model, N, 1.0).constant <= 1 + 1e-6  # it is divided by its bound
+    plain = nn.Linear(D, D)
+    before = certify(plain, N, 1.0).constant
+    with torch.no_grad():
+        plain.weight.mul_(3.0)
+    assert certify(plain, N, 1.0).constant == pytest.approx(3 * before)
+    attention = _seeded(lambda: hs.nn.SoftmaxAttention(D, 2, length=N))
+    assert certify(attention, N, 2.0).constant > certify(attention, N, 1.0).constant
+
+
+# ---- rules for PyTorch's modules
+
+NUMBERS = [
+    nn.ReLU(),
+    nn.ReLU6(),
+    nn.Tanh(),
+    nn.Softsign(),
+    nn.LeakyReLU(0.2),
+    nn.LeakyReLU(-3.0),
+    nn.PReLU(init=-1.7),
+    nn.ELU(),
+    nn.ELU(2.5),
+    nn.CELU(0.7),
+    nn.SELU(),
+    nn.Hardtanh(-0.5, 2.0),
+    nn.Hardswish(),
+    nn.GELU(),
+    nn.GELU(approximate="tanh"),
+    nn.SiLU(),
+    nn.Mish(),
+    nn.Tanhshrink(),
+    nn.Sigmoid(),
+    nn.Hardsigmoid(),
+    nn.LogSigmoid(),
+    nn.Identity(),
+    nn.Dropout(0.3),
+]
+
+
+@pytest.mark.parametrize("module", NUMBERS, ids=repr)
+def test_slopes_and_growth_of_maps_of_numbers(module: nn.Module) -> None:
+    """Each number by itself: the derivative on a fine grid, the outputs against the radius."""
+    module = copy.deepcopy(module).double().eval()
+    t = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
+    y = module(t)
+    (slope,) = torch.autograd.grad(y.sum(), t)
+    constant = certify(module, 1, 5.0).constant
+    steepest_slope = float(slope.abs().max())
+    assert steepest_slope <= constant * (1 + 1e-12)
+    assert constant <= steepest_slope * (1 + 2e-4)
+    steps = (y.diff().abs() / t.diff()).max()
+    assert float(steps.detach()) <= constant * (1 + 1e-9)  # it does not jump
+    for radius in (0.1, 1.0, 12.0):
+        inside = t.abs() <= radius
+        assert float(y[inside].abs().max().detach()) <= certify(module, 1, radius).output_radius * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("radius", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_norm_layers_of_torch(kind: type[nn.Module], radius: float) -> None:
+    torch.manual_seed(0)
+    norm = kind(D, eps=1e-2).double()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    certificate = certify(norm, N, radius)
+    zero = torch.full((N, D), 1e-9, dtype=torch.float64)
+    assert dense_norm(norm, zero) == pytest.approx(certificate.constant, rel=1e-9)
+    assert steepest(norm, N, radius, D, starts=3, steps=4) <= certificate.constant
+    x = torch.randn(2000, 1, D, dtype=torch.float64)
+    x = radius * x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    longest = float(torch.linalg.vector_norm(norm(x), dim=-1).max().detach())
+    assert longest <= certificate.output_radius <= 1.2 * longest
+    if radius == 50.0 and kind is nn.LayerNorm:
+        whole = hs.LayerNorm(norm.weight, norm.bias, eps=1e-2)  # type: ignore[arg-type]
+        assert certificate.output_radius == pytest.approx(norm_radius(whole), rel=1e-3)
+
+
+def test_norm_layers_of_torch_without_gains_or_an_epsilon() -> None:
+    plain = certify(nn.LayerNorm(D, elementwise_affine=False), N, 1.0)
+    assert plain.constant == pytest.approx(1e-5**-0.5)
+    default = certify(nn.RMSNorm(D), N, 1.0).constant
+    for dtype in (torch.float32, torch.float64):
+        zero = torch.zeros(1, D, dtype=dtype)
+        slope = dense_norm(nn.RMSNorm(D, dtype=dtype), zero)
+        assert slope <= default * (1 + 1e-12)
+    assert slope == pytest.approx(default)
+
+
+def test_flatten_and_softmax() -> None:
+    flat = certify(nn.Flatten(), N, 2.0)
+    assert (flat.constant, flat.output_length) == (1.0, 1)
+    assert flat.output_radius == pytest.approx(2.0 * math.sqrt(N))
+    softmax = certify(nn.Softmax(dim=-1), 1, 3.0)
+    assert softmax.constant == pytest.approx(0.5)
+    given = [torch.tensor([[0.0, 0.0]], dtype=torch.float64)]
+    assert steepest(nn.Softmax(dim=-1), 1, 3.0, 2, starts=3, steps=5, given=given) == pytest.approx(0.5)
+    assert softmax.output_radius == 1.0
+
+
+def test_a_class_that_kept_forward_has_the_rule_of_its_base_and_another_none() -> None:
+    class Named(nn.Linear):
+        """A linear map by another name."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    named = Named(D, D)
+    assert certify(named, N, 1.0).constant == certify(nn.Sequential(named), N, 1.0).table.constant[0]
+    with pytest.raises(CertificateError) as caught:
+        certify(Doubled(D, D), N, 1.0)
+    assert "Doubled" in str(caught.value)
+
+
+def test_parametrised_maps_of_torch() -> None:
+    torch.manual_seed(0)
+    spectral = parametrizations.spectral_norm(nn.Linear(D, D))
+    with pytest.raises(CertificateError, match=r"training.*model\.eval\(\)"):
+        certify(spectral, N, 1.0)
+    true = float(torch.linalg.matrix_norm(spectral.eval().weight.detach().double(), 2))
+    assert certify(spectral, N, 1.0).constant == pytest.approx(true, rel=1e-9)
+
+
+def test_everywhere_or_on_the_ball_alone() -> None:
+    everywhere = certify(nn.Sequential(hs.nn.ClipTokens(1.0), _attention(1.0)), N, math.inf)
+    assert everywhere.constant == pytest.approx(1.0)
+    assert "of norm" not in str(everywhere).splitlines()[0]
+    assert certify(nn.Linear(D, 2), N, math.inf).output_radius == math.inf
+    with pytest.raises(CertificateError) as caught:
+        certify(
+            nn.Sequential(nn.Linear(D, D), hs.nn.SelfAttentionBlock(hs.nn.SoftmaxAttention(D, 2, length=N))),
+            N,
+            math.inf,
+        )
+    assert caught.value.path == "1"
+
+
+def test_a_branch_of_zeros_and_tokens_of_zeros() -> None:
+    zero = nn.Linear(D, D, bias=False)
+    nn.init.zeros_(zero.weight)
+    certificate = certify(nn.Sequential(nn.Linear(D, D), zero, nn.Linear(D, D)), N, math.inf)
+    assert certificate.constant == 0.0
+    logits = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    assert certificate.certified_radius(logits).tolist() == [math.inf, 0.0]
+    after = nn.Sequential(zero, _undivided())
+    assert certify(after, N, 1.0).constant == 0.0
+
+
+def test_an_empty_model_is_the_identity() -> None:
+    certificate = certify(nn.Sequential(), N, 2.0)
+    assert certificate.constant == pytest.approx(1.0)
+    assert (certificate.output_radius, certificate.output_length) == (2.0, N)
+    assert len(certificate.table) == 0
+    assert str(certificate).startswith("Lipschitz constant at most 1 on 4 tokens")
+
+
+# ---- what is refused
+
+
+class _Unknown(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Lower(hs.nn.LipschitzModule):
+    """A bound whose hypothesis fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        failed = hs.bounds.Hypothesis("the moon is full", False)
+        return Bound.upper("moon", Quantity.GLOBAL, "nowhere", formula=1.0, hypotheses=(failed,))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        return radius
+
+    def settings(self) -> dict[str, object]:
+        return {}
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Identity(), nn.Linear(D, D))
+    model[1].register_forward_hook(lambda module, x, y: 2 * y)
+    return model.eval()
+
+
+def _patched() -> nn.Module:
+    model = nn.Sequential(nn.Identity(), nn.Linear(D, D))
+    model[1].forward = lambda x: 5 * x  # type: ignore[method-assign]
+    return model.eval()
+
+
+def _old_spectral_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(D, D))).eval()
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
+    ("unknown", lambda: nn.Sequential(nn.ReLU(), _Unknown()), "1", "without a rule"),
+    ("unknown alone", _Unknown, "", "the model (_Unknown)"),
+    (
+        "in a branch",
+        lambda: hs.nn.Residual(nn.Sequential(nn.ReLU(), nn.Conv1d(4, 4, 1))),
+        "inner.1",
+        "Conv1d",
+    ),
+    ("dropout", lambda: nn.Sequential(nn.Dropout(0.1)), "0", "model.eval()"),
+    ("half", lambda: nn.Sequential(nn.Linear(D, D).half()), "0", ".float() or .double()"),
+    ("bfloat16", lambda: nn.Sequential(nn.LayerNorm(D).bfloat16()), "0", "torch.bfloat16"),
+    ("meta", lambda: nn.Sequential(nn.Linear(D, D, device="meta")), "0", "meta device"),
+    ("hook", _hooked, "1", "has hooks"),
+    ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
+    ("forward of its own", _patched, "1", "forward of its own"),
+    ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "overwrites"),
+    ("eps", lambda: nn.Sequential(nn.LayerNorm(D, eps=0.0)), "0", "eps = 0"),
+    ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),
+    ("softmax of tokens", lambda: nn.Softmax(dim=1), "", "axis 1"),
+    ("flatten", lambda: nn.Sequential(nn.Flatten(0)), "0", "other axes"),
+    ("hardtanh", lambda: nn.Hardtanh(1.0, 2.0), "", "other settings"),
+    ("softplus, which jumps", nn.Softplus, "", "without a rule"),
+    ("length", lambda: nn.Sequential(hs.nn.AddPositions(N + 1, D)), "0", "expected 5"),
+    ("attention length", lambda: nn.Sequential(_undivided(7)), "0", "7 tokens"),
+    ("attention radius", lambda: nn.Sequential(nn.Identity(), _undivided(radius=0.1)), "1", "0.1"),
+    ("a pair", lambda: nn.Sequential(hs.nn.SoftmaxAttention(D, 2, length=N)), "0", "SelfAttentionBlock"),
+    ("residual over a pool", lambda: hs.nn.Residual(hs.nn.MeanPool()), "", "adds 4 tokens to the 1"),
+    ("hypothesis", lambda: nn.Sequential(_Lower()), "0", "the moon is full"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "words"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
+)
+def test_refusals_name_the_module(make: Callable[[], nn.Module], path: str, words: str) -> None:
+    with pytest.raises(CertificateError) as caught:
+        certify(make(), N, 1.0)
+    assert caught.value.path == path
+    assert words in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.path, again.kind) == (str(caught.value), path, caught.value.kind)
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Identity(), hs.nn.Residual(nn.Linear(D, D)))
+    with torch.no_grad():
+        model[1].inner.bias[2] = math.nan  # type: ignore[index, union-attr]
+    with pytest.raises(NonFiniteError) as caught:
+        certify(model, N, 1.0)
+    assert caught.value.argument == "1.inner.bias"
+
+
+@pytest.mark.parametrize(
+    ("length", "radius", "argument"), [(0, 1.0, "length"), (4, -1.0, "radius"), (4, math.nan, "radius")]
+)
+def test_lengths_and_radii_are_checked(length: int, radius: float, argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        certify(nn.Identity(), length, radius)
+    assert caught.value.argument == argument
+
+
+# ---- certified radii
+
+
+def _certificate(constant: float) -> ModelCertificate:
+    return ModelCertificate(constant, 1, 1.0, 1, 1.0, ())
+
+
+def test_certified_radii_are_margins_over_root_two_constants() -> None:
+    logits = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0], [5.0, 1.0, 4.0]])
+    certificate = _certificate(2.0)
+    root = math.sqrt(2) * 2
+    torch.testing.assert_close(
+        certificate.certified_radius(logits), torch.tensor([2 / root, 0, 1 / root], dtype=torch.float64)
+    )
+    labels = torch.tensor([0, 1, 2])
+    torch.testing.assert_close(
+        certificate.certified_radius(logits, labels), torch.tensor([2 / root, 0, 0], dtype=torch.float64)
+    )
+
+
+def test_no_move_within_the_certified_radius_changes_the_class_of_a_linear_model() -> None:
+    """The nearest input of another class is known: the margin over |w_a − w_b|."""
+    torch.manual_seed(0)
+    model = nn.Linear(D, 3, dtype=torch.float64).eval()
+    x = torch.randn(50, 1, D, dtype=torch.float64)
+    logits = model(x)[:, 0].detach()
+    certified = certify(model, 1, 10.0).certified_radius(logits)
+    top = logits.argmax(dim=1)
+    w = model.weight.detach()
+    apart = torch.linalg.vector_norm(w[top][:, None] - w[None], dim=-1)
+    nearest = ((logits.gather(1, top[:, None]) - logits) / apart).nan_to_num(math.inf).amin(dim=1)
+    assert bool((certified <= nearest * (1 + 1e-12)).all())
+    assert float((nearest / certified).min()) < 1.3
+
+
+def test_no_attack_succeeds_within_the_certified_radius() -> None:
+    """Gradient descent on the margin from a 1-Lipschitz Transformer, at twenty times the radius and at it."""
+    model = _seeded(_one_lipschitz)
+    certificate = certify(model, N, 1.0)
+    torch.manual_seed(1)
+    x = torch.randn(30, N, D, dtype=torch.float64)
+    x = 0.5 * x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    logits = model(x)
+    labels = logits.argmax(dim=1)
+    radii = certificate.certified_radius(logits)
+    for times, succeeds in ((1.0, False), (20.0, True)):
+        moved = torch.zeros_like(x).requires_grad_()
+        reach = (times * radii)[:, None, None]
+        for _ in range(30):
+            given = model(x + moved)
+            own = given.gather(1, labels[:, None])[:, 0]
+            other = given.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+            (gradient,) = torch.autograd.grad((own - other).sum(), moved)
+            size = torch.linalg.vector_norm(gradient.flatten(1), dim=1)[:, None, None].clamp(min=1e-30)
+            with torch.no_grad():
+                moved -= 0.2 * reach * gradient / size
+                length = torch.linalg.vector_norm(moved.flatten(1), dim=1)[:, None, None]
+                moved *= (reach / length.clamp(min=1e-30)).clamp(max=1.0)
+        changed = model(x + moved).argmax(dim=1) != labels
+        assert bool(changed.any()) is succeeds
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "argument"),
+    [
+        (torch.ones(3, 1), None, "logits"),
+        (torch.full((3, 2), math.nan), None, "logits"),
+        (torch.ones(3, 2), torch.tensor([0, 1]), "labels"),
+        (torch.ones(3, 2), torch.tensor([0, 1, 2]), "labels"),
+    ],
+)
+def test_logits_and_labels_are_checked(logits: Tensor, labels: Tensor | None, argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        _certificate(1.0).certified_radius(logits, labels)
+    assert caught.value.argument == argument
+
+
+# ---- the package
+
+
+def test_every_name_is_there_and_none_is_imported_before_it_is_asked_for() -> None:
+    for name in hs.nn.__all__:
+        # Its module imports transformers, which takes seconds; tests of its own import it.
+        assert name == "MonitorCallback" or getattr(hs.nn, name) is not None
+    assert set(hs.nn.__all__) <= set(dir(hs.nn))
+    with pytest.raises(AttributeError):
+        _ = hs.nn.Nothing  # type: ignore[attr-defined]
+    code = "import sys, howsmooth as hs; hs.nn; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_printed_certificates_name_modules_and_constants() -> None:
+    certificate = certify(_seeded(_one_lipschitz), N, 1.0)
+    shown = str(certificate)
+    assert shown.startswith("Lipschitz constant at most ")
+    assert "of norm at most 1" in shown.splitlines()[0]
+    assert all(row.path in shown for row in certificate.rows)
+    assert isinstance(certificate.table, pd.DataFrame)
