@@ -58,7 +58,7 @@ TORCH_MODULES: tuple[type[nn.Module], ...] = (
 # JSON and Python's recursion are far from their ends at these.
 DEEPEST = 64
 _DEEPEST_SETTING = 4
-_MOST_MODULES = 20_000
+_MOST_MODULES = 10_000
 _LONGEST_LIST = 100_000
 # A float64 holds no larger whole number exactly, and no layer has so many of anything.
 _LARGEST_NUMBER = 2**53
@@ -275,7 +275,7 @@ def _arguments(cls: type[nn.Module]) -> list[str]:
     for one in cls.__mro__:
         if "__init__" not in vars(one):
             continue
-        parameters = inspect.signature(one.__init__).parameters.values()
+        parameters = inspect.signature(vars(one)["__init__"]).parameters.values()
         found |= dict.fromkeys(p.name for p in list(parameters)[1:] if p.kind in by_name)
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             break
@@ -314,7 +314,8 @@ def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
     if type(step) is parametrizations._SpectralNorm:
         return {
             "kind": "spectral_norm",
-            "n_power_iterations": int(step.n_power_iterations),
+            # Of a vector there is nothing to iterate.
+            "n_power_iterations": int(getattr(step, "n_power_iterations", 1)),
             "eps": float(step.eps),
             "dim": int(step.dim),
         }
