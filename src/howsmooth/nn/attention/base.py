@@ -236,7 +236,10 @@ class LipschitzAttention(LipschitzModule):
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
         """Check that the layer takes sequences of this length and radius; return them, clipped."""
-        n, R = check_length(length), check_radius(radius)
+        n = check_length(length)
+        # All of space: a layer that clips sees its own ball of it, and some bounds need no ball.
+        everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
+        R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
         if self.radius is not None and self.radius * (1 + 1e-12) < R:
             if self.beyond == "refuse":
