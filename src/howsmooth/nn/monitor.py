@@ -115,10 +115,10 @@ class LipschitzMonitor:
             least = 1 if name == "max_iterations" else 0
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
-        # In float32, the coarsest; a model in float64 can do better only.
-        check_accuracy(rtol, confidence, "float32")
         self.model = unwrapped(model)
         self.probes = Probes.of(self.model, probes)
+        double = any(p.dtype == torch.float64 for p in self.model.parameters())
+        check_accuracy(rtol, confidence, "float64" if double else "float32")
         self.every = every
         self.callback = callback
         self.tensorboard = tensorboard
