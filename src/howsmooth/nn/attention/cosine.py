@@ -119,7 +119,7 @@ class CosineAttention(OwnBoundAttention):
         w = in_double(weights)
         (_, _, value), (_, _, bias) = self._parts(w)
         sizes = value_radius(value, bias, radius)
-        sizes = sizes / torch.sqrt(sizes.square() + self.eps)
+        sizes = torch.rsqrt(1 + self.eps / sizes.square())  # also of an infinite size
         blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
         summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
         apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()
