@@ -11,7 +11,6 @@ import math
 
 import torch
 from jaxtyping import Float
-from scipy.special import wrightomega
 from torch import Tensor
 
 from howsmooth.bounds.visible_rows import VisibleRows
@@ -50,11 +49,9 @@ def l2_layer(
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
     """Return L_h, the constant of U ↦ P U for the u_i = Q_h x_i."""
-    m = rows.counts
-    phi = torch.full_like(m, torch.inf)
-    many = rows.own & (m > 1)
-    phi[many] = torch.from_numpy(wrightomega((m[many] - 1).log().cpu().numpy() - 1)).to(m)
-    phi[m <= 1] = 0.0  # one key: its weight is 1
+    m, phi = rows.counts, rows.phi
+    if phi is None:
+        phi = torch.where(m > 1, torch.inf, 0.0)
     if not math.isfinite(radius):
         return rows.heaviest((1 + 2 * phi).square()).sqrt() + 2 * phi.max()
     root = key_dim**-0.25 * radius * size  # √a, since a root has no derivative at 0, where a weight may be

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from jaxtyping import Bool
+from scipy.special import wrightomega
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length
@@ -38,6 +41,9 @@ class VisibleRows:
         Number n of tokens.
     kind
         "none", "causal", "any" or "given".
+    phi
+        Φ with Φ e^{Φ+1} = m − 1 for a row that sees m keys, its own among them; 0 if m = 1, else ∞. None: not
+        computed.
 
     """
 
@@ -47,6 +53,7 @@ class VisibleRows:
     seen: Tensor | None
     length: int
     kind: str
+    phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
         """Return max_j Σ_{i sees j} r_i for numbers r >= 0, one for each kind of row."""
@@ -57,7 +64,7 @@ class VisibleRows:
         return (self.seen.to(rows.dtype).mT @ rows[..., None]).max()
 
 
-def visible_rows(length: object, mask: Mask, *, device: torch.device | None = None) -> VisibleRows:
+def visible_rows(length: object, mask: Mask) -> VisibleRows:
     """Return what a bound needs to know of a mask.
 
     Parameters
@@ -68,8 +75,6 @@ def visible_rows(length: object, mask: Mask, *, device: torch.device | None = No
         "none"; "causal", each token sees those up to its own; a boolean tensor (..., n, n), True where query
         (row) sees key (column), of which the worst counts; or "any": any mask whatever, also numbers that
         are added to the scores.
-    device
-        Of the tensors.
 
     Raises
     ------
@@ -86,12 +91,8 @@ def visible_rows(length: object, mask: Mask, *, device: torch.device | None = No
             expected="'none', 'causal', 'any' or a boolean tensor (..., n, n)",
             got=repr(mask),
         )
-    if mask == "causal":
-        counts = torch.arange(1, n + 1, dtype=torch.float64, device=device)
-    else:
-        counts = torch.tensor([float(n)], dtype=torch.float64, device=device)
-    own = torch.full(counts.shape, mask != "any", device=device)
-    return VisibleRows(counts, own, mask == "any", None, n, mask)
+    counts = np.arange(1.0, n + 1) if mask == "causal" else np.array([float(n)])
+    return _rows(counts, np.full(counts.shape, mask != "any"), None, n, mask)
 
 
 def _given(n: int, mask: Tensor) -> VisibleRows:
@@ -101,12 +102,24 @@ def _given(n: int, mask: Tensor) -> VisibleRows:
             expected=f"a boolean tensor (..., {n}, {n}), True where query (row) sees key (column)",
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
         )
-    counts = mask.sum(dim=-1)
-    if not bool(counts.all()):
+    seen = mask.cpu().numpy()
+    counts = seen.sum(axis=-1, dtype=float)
+    if not counts.all():
         raise ArgumentError(
             "mask",
             expected="a key for every query",
-            got=f"none for query {int((counts == 0).nonzero()[0, -1])}",
+            got=f"none for query {int(np.argwhere(counts == 0)[0, -1])}",
             remedy="Let a query that shall see nothing see its own token.",
         )
-    return VisibleRows(counts.double(), mask.diagonal(dim1=-2, dim2=-1), False, mask, n, "given")
+    return _rows(counts, seen.diagonal(axis1=-2, axis2=-1), mask.cpu(), n, "given")
+
+
+def _rows(
+    counts: np.ndarray, own: np.ndarray, seen: Bool[Tensor, "*batch n n"] | None, n: int, kind: str
+) -> VisibleRows:
+    # In NumPy: within PyTorch's function transforms tensors have no numbers to take out.
+    with np.errstate(divide="ignore"):
+        phi = np.where(own, wrightomega(np.log(counts - 1) - 1.0), np.inf)
+    phi[counts <= 1] = 0.0
+    m, sees_itself, of_row = (torch.from_numpy(np.ascontiguousarray(array)) for array in (counts, own, phi))
+    return VisibleRows(m, sees_itself, kind == "any", seen, n, kind, of_row)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
+from howsmooth.bounds.visible_rows import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.layer_map import LayerMap
+from howsmooth.nn.attention.layout import rows_of
 
 __all__ = ["OwnBoundAttention", "hull_radius", "in_double", "ready"]
 
@@ -35,20 +36,14 @@ class OwnBoundAttention(LipschitzAttention):
     def _bound_of(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         """Return the bound at a radius, which may be infinite, for the masks of these rows."""
 
-    def _rows(self, length: int) -> VisibleRows:
-        kind, hidden = self.masking.kind, self.masking.hidden
-        if hidden is not None:
-            return visible_rows(length, ~hidden)
-        return visible_rows(length, "any" if kind == "additive" else kind)  # type: ignore[arg-type]
-
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
         with torch.no_grad():
-            value = float(self._bound_of(self._rows(length), radius, in_double(weights)))
+            value = float(self._bound_of(rows_of(self.masking, length), radius, in_double(weights)))
         quantity = Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
         return Bound.upper(self._bound_name, quantity, _SOURCE, formula=value)
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        return self._bound_of(self._rows(length), radius, in_double(weights)).log()
+        return self._bound_of(rows_of(self.masking, length), radius, in_double(weights)).log()
 
     @property
     def _own_radius(self) -> float:
