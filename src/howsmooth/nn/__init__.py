@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificate import ModelCertificate
     from howsmooth.nn.certification import certify
     from howsmooth.nn.contract import LipschitzModule
+    from howsmooth.nn.evaluation import Evaluation, evaluate
     from howsmooth.nn.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.monitor import LipschitzMonitor
     from howsmooth.nn.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
@@ -34,6 +35,7 @@ __all__ = [
     "CenterNorm",
     "ClipTokens",
     "CosineAttention",
+    "Evaluation",
     "GroupSort",
     "L2Attention",
     "LipschitzAttention",
@@ -60,6 +62,7 @@ __all__ = [
     "TakeToken",
     "attention",
     "certify",
+    "evaluate",
     "load",
     "load_saved",
     "penalty",
@@ -80,6 +83,7 @@ _MODULES = {
     "certificate": ("ModelCertificate",),
     "certification": ("certify",),
     "contract": ("LipschitzModule",),
+    "evaluation": ("Evaluation", "evaluate"),
     "linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitor": ("LipschitzMonitor",),
     "norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificate import ModelCertificate
 from howsmooth.nn.certification import certify
+from howsmooth.nn.numbers import check_size
 from howsmooth.nn.tokens import ClipTokens, Patches
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def evaluate(
     """
     import pandas as pd
 
+    check_size("batch", batch)
     exact = copy.deepcopy(model).double().eval()
     certificate = certify(exact, length, radius)
     x = _checked(inputs)
@@ -156,10 +158,11 @@ def evaluate(
             expected=f"whole numbers, one for each of {len(x)} inputs",
             got=f"{labels.dtype} of shape {tuple(labels.shape)}",
         )
+    labels = None if labels is None else labels.detach().to("cpu", torch.int64)
     logits = torch.cat(list(_logits(exact, x, batch, on_batch)))
     radii = certificate.certified_radius(logits, labels)
     predicted = logits.argmax(dim=1)
-    own = predicted if labels is None else labels.to(torch.int64)
+    own = predicted if labels is None else labels
     others = logits.scatter(1, own[:, None], -math.inf).amax(dim=1)
     columns = {
         "index": torch.arange(len(x)),
@@ -244,14 +247,14 @@ def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
     return nn.Sequential(found)
 
 
-@torch.no_grad()
 def _logits(
     model: nn.Module, x: Tensor, batch: int, on_batch: Callable[[int, int], None] | None
 ) -> Iterator[Tensor]:
     done = 0
     for part in x.split(batch):
         try:
-            logits = model(part)
+            with torch.no_grad():
+                logits = model(part)
         except (RuntimeError, IndexError, TypeError, AssertionError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise ArgumentError(
