@@ -368,3 +368,73 @@ def test_errors() -> None:
             with pytest.raises(error, match=words):
                 penalty()
             assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_first_members_alone(batch_first: bool) -> None:
+    layer, x = attention(batch_first=batch_first), tokens(members=4)  # as many sequences as tokens
+    given = x if batch_first else x.transpose(0, 1)
+    padding = torch.zeros(4, N, dtype=torch.bool)
+    mask = torch.zeros(4 * 2, N, N, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(0))
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
+        layer(given, given, given, key_padding_mask=padding.double(), attn_mask=mask)
+        penalty()
+        whole = penalty.report.layers[0].value
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6, members=2) as penalty:
+        layer(given, given, given, key_padding_mask=padding.double(), attn_mask=mask)
+        penalty().backward()
+        assert torch.allclose(penalty.report.layers[0].value, whole[:2], rtol=1e-8)
+        with pytest.raises(ArgumentError, match="could not be cut"):  # one mask for all, of (n, n)
+            penalty._checked.clear()
+            layer(given, given, given, attn_mask=mask[0])
+            penalty()
+
+
+def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
+    layer, x = attention(), tokens()
+    real = torch.tensor([[True] * 4, [True] * 3 + [False], [True] * 2 + [False] * 2])
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
+        layer(x, x, x, key_padding_mask=~real)
+        penalty(tokens=real)
+        found = penalty.report.layers[0].value
+        layer(x, x, x, key_padding_mask=~real)
+        with pytest.raises(ArgumentError, match="one truth value a token"):
+            penalty(tokens=real[:, :2])
+    for row, seen, value in zip(x, real, found, strict=True):
+        assert torch.allclose(value, norms(layer, row[seen][None]).detach()[0], rtol=1e-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
+def test_values_become_one_as_asked(reduction: str) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = attention(0), attention(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x, x, x)[0]
+            return self.b(x, x, x)[0] + self.a(x, x, x)[0]
+
+    def hinge(s: Tensor) -> Tensor:
+        return (s - 2.0).clamp(min=0.0) ** 2
+
+    model, x = Two(), tokens()
+    options = {"over_members": reduction, "over_layers": reduction, "transform": hinge}
+    with SpectralPenalty(model, first_steps=60, rtol=1e-6, **options) as penalty:  # type: ignore[arg-type]
+        model(x)
+        total = penalty()
+        total.backward()
+    assert [layer.name for layer in penalty.report.layers] == ["a", "b", "a[1]"]
+    found = gradients(model)
+    model.zero_grad()
+    y = model.a(x, x, x)[0].detach()
+    each = [norms(model.a, x), norms(model.b, y), norms(model.a, y)]
+    one = getattr(torch, reduction)
+    expected = one(torch.stack([one(hinge(s)) for s in each]))
+    assert bool((torch.cat(each) < 2).any())  # a member without a share is among them
+    expected.backward()
+    assert torch.allclose(total, expected, rtol=1e-8)
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(found[name], gradient, rtol=1e-6, atol=1e-9), name
+    # Members without a share were improved all the same.
+    assert penalty.report.converged

@@ -87,6 +87,27 @@ class Pair(LinearOperator):
     def _among(self, t: Tensor) -> Tensor:
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
+    def improved(self, u: Tensor, steps: int) -> Tensor:
+        """Return the best left directions in the Krylov spaces of u after ``steps`` products with J Jᵀ.
+
+        Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …; the leading left singular vector of
+        J on their span. All members at once, without an interval.
+        """
+        rights: list[Tensor] = []
+        images: list[Tensor] = []
+        for _ in range(steps):
+            z = self.adjoint_product(u).flatten(1)
+            for _ in range(2 if rights else 0):  # twice is enough (Daniel, Gragg, Kaufman, Stewart 1976)
+                basis = torch.stack(rights, dim=1)
+                z = z - ((basis @ z[:, :, None]).mT @ basis)[:, 0]
+            z = unit(z)
+            rights.append(z)
+            u = self.product(z.view(-1, *self.in_shape))
+            images.append(u.flatten(1))
+        stacked = torch.stack(images, dim=1)
+        best = torch.linalg.eigh(stacked @ stacked.mT).eigenvectors[:, :, -1]
+        return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
+
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
         """Return left directions after some steps of Golub and Kahan, and upper limits of the norms.
 
@@ -162,7 +183,8 @@ def leading_singular_value(
     state
         ``directions`` of the last result; None begins at random, from ``seed``.
     steps
-        Products with JᵀJ a call.
+        Products with JᵀJ a call: one is a step of power iteration, more find the best direction in their
+        Krylov space.
     first_steps
         Products for members that have no direction yet.
     rtol
@@ -217,8 +239,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
         u = torch.where(new, left, u)
         upper[cold] = limit[cold]
     if steps > 1 and not bool(cold.all()):
-        # Directions of before are not random: no limit comes of them.
-        u, _ = pair.refined(pair.adjoint_product(u), steps, rtol)
+        u = pair.improved(u, steps - 1)
     return u.detach().clone(), upper
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,49 @@ class Call:
         leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
+
+    def first(self, members: int) -> Call:
+        """Return the call for the first sequences alone.
+
+        Which arguments hold something for each sequence is not written anywhere: those are cut that have
+        their number, or a multiple of it, along the first axis. Whether that was right, the output decides.
+        """
+        axis = self.batch_axis
+        if axis is None or self.tokens.shape[axis] <= members:
+            return self
+        batch = self.tokens.shape[axis]
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+                return leaf
+            if axis == 1 and leaf.ndim == 3 and leaf.shape[1:] == self.tokens.shape[1:]:
+                return leaf.narrow(1, 0, members)
+            size = leaf.shape[0]
+            whole = size == batch or (leaf.ndim > 2 and size % batch == 0)
+            return leaf.narrow(0, 0, size // batch * members) if whole and size else leaf
+
+        leaves = [leaf if leaf is _X else cut(leaf) for leaf in self.leaves]
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
+
+    def check_first(self, module: nn.Module, members: int) -> None:
+        """Refuse a layer whose call cannot be cut to the first sequences."""
+        alone = self.first(members)
+        if alone is self:
+            return
+        with torch.no_grad():
+            wanted = self.run(module, self.members)[:members]
+            try:
+                same = torch.allclose(alone.run(module, alone.members), wanted, rtol=1e-3, atol=1e-5)
+            except (RuntimeError, ValueError, IndexError):
+                same = False
+        if not same:
+            raise ArgumentError(
+                "members",
+                expected="layers that can be run on the first sequences of a batch alone",
+                got=f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut",
+                remedy="Leave members=None for it.",
+            )
 
     def check_unchanged(self) -> None:
         """Refuse arguments that were written to since the call."""

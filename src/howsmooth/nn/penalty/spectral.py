@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from howsmooth.errors import ArgumentError
+from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.pair import Pair, begin, check_finite, check_steps, relative_residual, unit
 from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
@@ -61,8 +62,12 @@ class SpectralPenalty:
         same tensor is queries, keys and values it is moved in all three, everything else is held constant.
     on_input
         Whether the gradient also flows to the inputs of the layers, and so to what is before them.
+    members
+        How many sequences of a batch, from its first, take part; all by default. The cost goes with it. In
+        shuffled batches they stand for the others, and few with more ``steps`` are better than many with one.
     steps
-        Products with JᵀJ a call; the pair of the last call is where it begins.
+        Products with JᵀJ a call; the pair of the last call is where it begins. One is enough where the same
+        sequences come again in the same places; for new sequences in each batch take two to five.
     first_steps
         Products for sequences that have no pair yet.
     rtol
@@ -92,6 +97,7 @@ class SpectralPenalty:
         layers: Sequence[str] | None = None,
         *,
         on_input: bool = False,
+        members: int | None = None,
         steps: int = 1,
         first_steps: int = 8,
         rtol: float = 1e-2,
@@ -103,12 +109,16 @@ class SpectralPenalty:
         if not isinstance(model, nn.Module):
             raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
         check_steps(steps, first_steps, rtol)
+        if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
+            raise ArgumentError("members", expected="an integer >= 1, or None for all", got=repr(members))
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
             if given not in _REDUCTIONS:
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
         self.layers = attention_layers(model, layers)
         self._recorder = Recorder(model, self.layers)
         self._on_input = bool(on_input)
+        self._members = members
+        self._checked: set[str] = set()
         self._steps, self._first_steps, self._rtol = steps, first_steps, rtol
         self._over_members, self._over_layers = _REDUCTIONS[over_members], _REDUCTIONS[over_layers]
         self._transform = transform
@@ -213,13 +223,20 @@ class SpectralPenalty:
         self, name: str, call: Call, directions: Directions, tokens: Tensor | None
     ) -> tuple[Tensor, LayerReport]:
         call.check_unchanged()
+        body = replica(call.layer, call.name)
+        if self._members is not None:
+            whole, call = call, call.first(self._members)
+            tokens = None if tokens is None else tokens[: self._members]
+            if name not in self._checked:
+                with drawing_nothing(name, whole.tokens.device), one_backend():
+                    whole.check_first(body, self._members)
+                self._checked.add(name)
         x = call.members.requires_grad_()
         weights = [p for p in call.layer.parameters() if p.requires_grad]
         # The graph that is made here is used up here: the loss gets numbers, so that it may be differentiated
         # in any way, and the memory is free again before the next layer.
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             with drawing_nothing(name, x.device):
-                body = replica(call.layer, call.name)
                 pair = Pair(lambda t: call.run(body, t), x, _real(tokens, x))
                 u, upper = begin(pair, directions, self._steps, self._first_steps, self._rtol)
             u.requires_grad_()
