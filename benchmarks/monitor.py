@@ -1,7 +1,7 @@
 """What a monitor adds to training: processor seconds of its measurements, and of the steps between.
 
-Each model is trained from its configuration on random tokens. Blocks of steps without a measurement and single
-measurements are timed in turns, so that what else the machine does falls on both; a monitor at ``every = k``
+Each model is trained from its configuration on random tokens. Blocks of steps without a measurement, and
+measurements, are timed in turns, so that what else the machine does falls on both; a monitor at ``every = k``
 costs one measurement in k steps, ``overhead = measurement / (k · step)``. Medians, one thread.
 """
 
