@@ -13,12 +13,14 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 import howsmooth as hs
 from howsmooth.bounds import Bound, Quantity, norm_radius
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn import ModelCertificate, certify
+from howsmooth.nn.encoders import encoder_layer
 from tests._steepest import dense_norm, steepest
 
 N, D = 4, 6
@@ -278,8 +280,14 @@ def test_parametrised_maps_of_torch() -> None:
 
 
 def test_everywhere_or_on_the_ball_alone() -> None:
-    everywhere = certify(nn.Sequential(hs.nn.ClipTokens(1.0), _attention(1.0)), N, math.inf)
-    assert everywhere.constant == pytest.approx(1.0)
+    for model in (nn.Sequential(hs.nn.ClipTokens(1.0), _attention(1.0)), _attention(1.0)):
+        everywhere = certify(model, N, math.inf)
+        assert everywhere.constant == pytest.approx(1.0)
+        assert math.isfinite(everywhere.output_radius)
+    for kind in (hs.nn.CosineAttention, hs.nn.L2Attention):
+        torch.manual_seed(0)
+        layer = hs.nn.SelfAttentionBlock(kind(D, 2, length=N))
+        assert certify(layer, N, 1e3).constant <= certify(layer, N, math.inf).constant < math.inf
     assert "of norm" not in str(everywhere).splitlines()[0]
     assert certify(nn.Linear(D, 2), N, math.inf).output_radius == math.inf
     with pytest.raises(CertificateError) as caught:
@@ -308,6 +316,60 @@ def test_an_empty_model_is_the_identity() -> None:
     assert (certificate.output_radius, certificate.output_length) == (2.0, N)
     assert len(certificate.table) == 0
     assert str(certificate).startswith("Lipschitz constant at most 1 on 4 tokens")
+
+
+# ---- PyTorch's own Transformers
+
+
+def _encoder(layers: int = 2, **settings: object) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True, layer_norm_eps=1.0, **settings)  # type: ignore[arg-type]
+    return nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(D, eps=1.0), enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU()])
+def test_encoder_layers_are_the_parts_that_they_are_certified_as(
+    norm_first: bool, activation: str | nn.Module
+) -> None:
+    model = _seeded(lambda: _encoder(norm_first=norm_first, activation=activation, bias=activation != "gelu"))
+    x = torch.randn(5, N, D, dtype=torch.float64)
+    layer = model.layers[0]  # type: ignore[index, union-attr]
+    parts = encoder_layer(layer, N)
+    assert isinstance(parts, nn.Module)
+    torch.testing.assert_close(parts(x), layer(x))
+    certificate = certify(nn.Sequential(nn.Identity(), model), N, 1.0)
+    paths = {path for path, _ in nn.Sequential(nn.Identity(), model).named_modules()}
+    missing = set(certificate.table.path) - paths
+    assert {path for path in missing if not path.endswith("activation")} == set()
+    assert list(certificate.table.path).count("1.layers.1") == 2
+    assert certificate.rows[-1].path == "1.norm"
+
+
+@pytest.mark.parametrize(("norm_first", "factor"), [(True, 25.0), (False, 60.0)])
+def test_an_encoder_of_torch_is_certified(norm_first: bool, factor: float) -> None:
+    model = _seeded(lambda: _encoder(1, norm_first=norm_first, activation="gelu"))
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivatives
+        found = steepest(model, N, 1.0, D, starts=2, steps=8)
+    assert found <= certify(model, N, 1.0).constant <= factor * found
+
+
+def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
+    model = nn.Sequential(_encoder(activation=torch.sin)).eval()
+    with pytest.raises(CertificateError, match="neither relu, gelu nor a module") as caught:
+        certify(model, N, 1.0)
+    assert caught.value.path == "0.layers.0"
+    model = nn.Sequential(_encoder(activation=nn.Softplus())).eval()
+    with pytest.raises(CertificateError, match="without a rule") as caught:
+        certify(model, N, 1.0)
+    assert caught.value.path == "0.layers.0.activation"
+    with pytest.raises(CertificateError, match="batch_first=True"):
+        certify(nn.TransformerEncoderLayer(D, 2, 8).eval(), N, 1.0)
+    with pytest.raises(CertificateError, match=r"model\.eval\(\)"):
+        certify(_encoder().train(), N, 1.0)
+    patched = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    patched.self_attn.forward = lambda *given, **named: (given[0], None)  # type: ignore[method-assign]
+    with pytest.raises(CertificateError, match="as it is"):
+        certify(patched, N, 1.0)
 
 
 # ---- what is refused
@@ -379,6 +441,13 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("attention radius", lambda: nn.Sequential(nn.Identity(), _undivided(radius=0.1)), "1", "0.1"),
     ("a pair", lambda: nn.Sequential(hs.nn.SoftmaxAttention(D, 2, length=N)), "0", "SelfAttentionBlock"),
     ("residual over a pool", lambda: hs.nn.Residual(hs.nn.MeanPool()), "", "adds 4 tokens to the 1"),
+    (
+        "torch's attention",
+        lambda: nn.Sequential(nn.MultiheadAttention(D, 2)),
+        "0",
+        "SoftmaxAttention.from_torch",
+    ),
+    ("convolution", lambda: nn.Conv2d(1, 1, 2, stride=2), "", "hs.nn.Patches"),
     ("hypothesis", lambda: nn.Sequential(_Lower()), "0", "the moon is full"),
 ]
 

@@ -149,7 +149,8 @@ class AddPositions(_Tokens):
 
     def _reach(self, length: int, radius: float) -> float:
         positions = self.positions.detach().to("cpu", torch.float64)
-        return above(radius + max(norm_above("positions", position[None]) for position in positions))
+        longest = torch.linalg.vector_norm(positions, dim=1).argmax()
+        return above(radius + norm_above("positions", positions[longest, None]))
 
 
 class PrependToken(_Tokens):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -107,7 +108,14 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
     if "forward" in vars(module):
         raise refusal(module, path, "has a forward of its own, put on it after it was built")
     if isinstance(module, nn.Sequential) and kind_of(module).forward is nn.Sequential.forward:
-        return _through(module, length, radius, path, level)
+        return _through(module._modules, length, radius, path, level)
+    if kind_of(module) is nn.TransformerEncoder:
+        assert isinstance(module, nn.TransformerEncoder)
+        layers = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
+        last = {} if module.norm is None else {"norm": module.norm}
+        return _through(layers | last, length, radius, path, level)
+    if kind_of(module) is nn.TransformerEncoderLayer:
+        return _encoder_layer(module, length, radius, path, level)
     if isinstance(module, Composite):
         rows = module.rows(length, radius, path, level)
     elif isinstance(module, LipschitzModule):
@@ -128,10 +136,12 @@ def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> Cert
     return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
 
 
-def _through(modules: nn.Sequential, length: int, radius: float, path: str, level: int) -> Walk:
+def _through(
+    modules: Mapping[str, nn.Module | None], length: int, radius: float, path: str, level: int
+) -> Walk:
     rows: tuple[Row, ...] = ()
     constants = []
-    for name, module in modules._modules.items():  # named_children() would leave out one that comes twice
+    for name, module in modules.items():
         assert module is not None
         step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
         rows += step.rows
@@ -140,6 +150,29 @@ def _through(modules: nn.Sequential, length: int, radius: float, path: str, leve
     # Zero if one is, even where another is infinite.
     constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0))
     return Walk(rows, constant, length, radius)
+
+
+def _encoder_layer(module: nn.Module, length: int, radius: float, path: str, level: int) -> Walk:
+    from howsmooth.nn.encoders import encoder_layer  # whose residuals are composites of this module
+
+    assert isinstance(module, nn.TransformerEncoderLayer)
+    parts = encoder_layer(module, length)
+    if isinstance(parts, str):
+        raise refusal(module, path, parts)
+
+    def own(inside: str) -> str:
+        # Names of parts are those in the layer; its residuals have none there.
+        name = inside.removeprefix("attention").removeprefix("feed_forward").removeprefix(".inner.")
+        return f"{path}.{name}".strip(".")
+
+    try:
+        step = walk(parts, length, radius, "", level)
+    except CertificateError as error:
+        raise CertificateError(
+            own(error.path), kind=error.kind, reason=error.reason, remedy=error.remedy
+        ) from error
+    rows = tuple(replace(row, path=own(row.path)) for row in step.rows)
+    return replace(step, rows=rows)
 
 
 def _layer(module: LipschitzModule, length: int, radius: float, path: str, level: int) -> Row:
@@ -159,16 +192,21 @@ def _layer(module: LipschitzModule, length: int, radius: float, path: str, level
     return _row(module, reach, length, radius, path, level)
 
 
+_HINT = (
+    "Certified are the layers of hs.nn, torch.nn.Sequential, and the modules of PyTorch listed in "
+    "docs/guide/lipschitz-layers.md; a class of your own may derive from hs.nn.LipschitzModule."
+)
+_HINTS = {
+    nn.MultiheadAttention: "Use hs.nn.SoftmaxAttention.from_torch, within hs.nn.SelfAttentionBlock.",
+    nn.Conv2d: "A convolution whose kernels do not overlap is hs.nn.Patches before a linear map.",
+}
+
+
 def _of_torch(module: nn.Module, length: int, radius: float, path: str, level: int) -> Row:
     rule = rule_of(kind_of(module))
     if rule is None:
-        raise refusal(
-            module,
-            path,
-            "is of a kind without a rule",
-            "Certified are the layers of hs.nn, torch.nn.Sequential, and the modules of PyTorch listed in "
-            "docs/guide/lipschitz-layers.md; a class of your own may derive from hs.nn.LipschitzModule.",
-        )
+        hint = next((words for kind, words in _HINTS.items() if isinstance(module, kind)), _HINT)
+        raise refusal(module, path, "is of a kind without a rule", hint)
     reach = rule(module, length, radius)
     if isinstance(reach, str):
         raise refusal(module, path, reach)

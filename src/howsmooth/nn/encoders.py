@@ -1,0 +1,57 @@
+"""PyTorch's own Transformer layers, as parts that certify knows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from howsmooth.nn.attention.softmax import SoftmaxAttention
+from howsmooth.nn.blocks import SelfAttentionBlock
+from howsmooth.nn.residual import Residual
+
+__all__ = ["encoder_layer"]
+
+_ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
+
+
+def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequential | str:
+    """Return an encoder layer without masks and dropout as a sequence of parts, or say why it is none.
+
+    The parts are the layer's own, but for the attention, which is a copy. Their names in the sequence are
+    those that they have in the layer.
+    """
+    if type(layer.self_attn) is not nn.MultiheadAttention or "forward" in vars(layer.self_attn):
+        return "has an attention that is not torch.nn.MultiheadAttention as it is"
+    if not layer.self_attn.batch_first:
+        return "takes its batch second: build it with batch_first=True"
+    if layer.training and layer.self_attn.dropout > 0:
+        return "drops attention weights at random, as it is in training mode: call model.eval() first"
+    activation = layer.activation
+    if not isinstance(activation, nn.Module):
+        known = _ACTIVATIONS.get(activation)
+        if known is None:
+            return "has an activation that is neither relu, gelu nor a module"
+        activation = known()
+    attention = SelfAttentionBlock(SoftmaxAttention.from_torch(layer.self_attn, length=length))
+    attend = [("self_attn", attention)]
+    feed = [("linear1", layer.linear1), ("activation", activation), ("linear2", layer.linear2)]
+    if layer.norm_first:
+        return _sequence(
+            ("attention", _residual(("norm1", layer.norm1), *attend)),
+            ("feed_forward", _residual(("norm2", layer.norm2), *feed)),
+        )
+    return _sequence(
+        ("attention", _residual(*attend)),
+        ("norm1", layer.norm1),
+        ("feed_forward", _residual(*feed)),
+        ("norm2", layer.norm2),
+    )
+
+
+def _residual(*parts: tuple[str, nn.Module]) -> nn.Module:
+    return Residual(_sequence(*parts))
+
+
+def _sequence(*parts: tuple[str, nn.Module]) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(parts))
