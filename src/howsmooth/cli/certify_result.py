@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from howsmooth.cli.result import package_version, records
+from howsmooth import __version__
 from howsmooth.nn.evaluation import Evaluation
 from howsmooth.study.certifying import Certified
 from howsmooth.study.names import encodable, readable
@@ -22,9 +22,12 @@ __all__ = ["as_json", "show"]
 
 def as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
     """Describe a certificate as one JSON object; a number that is infinite is null."""
+    # With it comes all that draws figures, which takes seconds.
+    from howsmooth.cli.result import records
+
     certificate, evaluation = found.certificate, found.evaluation
     described = {
-        "howsmooth": package_version(),
+        "howsmooth": __version__,
         "model": encodable(str(found.asked.model)),
         "notes": {encodable(name): encodable(words) for name, words in found.saved.notes.items()},
         "length": certificate.length,

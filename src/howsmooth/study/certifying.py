@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.models.array_files import read_arrays
 from howsmooth.nn.certificate import ModelCertificate
 from howsmooth.nn.certification import certify
 from howsmooth.nn.evaluation import Evaluation, evaluate, tokens_of
@@ -105,6 +104,9 @@ def certify_file(asked: Asked, on_batch: Callable[[int, int], None] | None = Non
 
 
 def _data(data: Path, labels: Path | None) -> tuple[Tensor, Tensor | None]:
+    # With it comes transformers, which takes seconds.
+    from howsmooth.models.array_files import read_arrays
+
     arrays = read_arrays(data, "data file")
     inputs = _one(arrays, data, "data", _INPUTS)
     if labels is not None:
