@@ -52,8 +52,8 @@ def steepest(
     Parameters
     ----------
     f
-        A module or function of tokens (1, n, d), twice differentiable; a copy in float64 is made of a module.
-        Of a tuple the first is taken.
+        A module or function of tokens (batch, n, d), each sequence by itself, twice differentiable; of a
+        module a copy in float64 is made. Of a tuple the first is taken.
     length, radius, d
         Of the tokens.
     starts, steps, rate
@@ -73,11 +73,21 @@ def steepest(
         f = copy.deepcopy(f).double()
         for parameter in f.parameters():
             parameter.requires_grad_(False)
-    function = _as_function(f, **keywords)
     generator = torch.Generator().manual_seed(seed)
-    points = [x.detach().double() / radius for x in given]
+    points = [_projected(x.detach().double() / radius) for x in given]
     points += [_start(i, length, d, generator) for i in range(starts)]
-    return max(_climb(function, point, radius, steps, rate, generator) for point in points)
+    batch = torch.stack(points)
+    for name, mask in keywords.items():  # masks of one sequence, for each start
+        if isinstance(mask, Tensor) and (name == "key_padding_mask" or mask.ndim == 3):
+            keywords[name] = mask.repeat(len(points), *[1] * (mask.ndim - 1))
+
+    def function(x: Tensor) -> Tensor:
+        result = f(x, **keywords)
+        output = result[0] if isinstance(result, tuple) else result
+        assert isinstance(output, Tensor)
+        return output.flatten(1)
+
+    return _climb(function, batch, radius, steps, rate)
 
 
 def _start(i: int, n: int, d: int, generator: torch.Generator) -> Tensor:
@@ -104,34 +114,28 @@ def _projected(x: Tensor) -> Tensor:
     return inside
 
 
-def _climb(
-    f: Callable[[Tensor], Tensor],
-    start: Tensor,
-    radius: float,
-    steps: int,
-    rate: float,
-    generator: torch.Generator,
-) -> float:
-    """Adam on σ = uᵀ J v with u, v the leading singular vectors, held fixed for the gradient."""
+def _climb(f: Callable[[Tensor], Tensor], start: Tensor, radius: float, steps: int, rate: float) -> float:
+    """Adam on σ = uᵀ J v of each member, with u, v the leading singular vectors held fixed."""
     x = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([x], lr=rate, maximize=True)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1), eta_min=rate / 50)
     best = 0.0
     for step in range(steps + 1):
         tokens = radius * x
-        jacobian = torch.autograd.functional.jacobian(f, tokens.detach())
-        assert isinstance(jacobian, Tensor)
-        shape = jacobian.shape
-        rows = jacobian.reshape(-1, tokens.numel())
-        u, s, vh = torch.linalg.svd(rows, full_matrices=False)
+        y = f(tokens)
+        # Members do not see each other: one derivative of a sum gives a row of each Jacobian.
+        rows = [
+            torch.autograd.grad(y[:, i].sum(), tokens, retain_graph=True, allow_unused=True)[0]
+            for i in range(y.shape[1])
+        ]
+        jacobian = torch.stack([torch.zeros_like(tokens) if r is None else r for r in rows], dim=1).flatten(2)
+        u, s, vh = torch.linalg.svd(jacobian, full_matrices=False)
         assert bool(torch.isfinite(s).all()), "the Jacobian is not finite"
-        best = max(best, float(s[0]))
+        best = max(best, float(s[:, 0].max()))
         if step == steps:
             break
-        out_shape = shape[: len(shape) - 2]
-        y = f(tokens)
-        (pulled,) = torch.autograd.grad(y, tokens, u[:, 0].reshape(out_shape), create_graph=True)
-        sigma = (pulled * vh[0].reshape(tokens.shape)).sum()
+        (pulled,) = torch.autograd.grad(y, tokens, u[:, :, 0], create_graph=True)
+        sigma = (pulled.flatten(1) * vh[:, 0]).sum()
         optimiser.zero_grad()
         if not sigma.requires_grad:  # a linear map: the same everywhere
             break

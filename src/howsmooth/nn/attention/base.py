@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,14 +87,14 @@ class LipschitzAttention(LipschitzModule):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: object,
+        num_heads: object,
         *,
-        length: int,
-        radius: float | None = None,
-        constant: float | None = None,
+        length: object,
+        radius: object = None,
+        constant: object = None,
         bias: bool = True,
-        beyond: Literal["refuse", "clip"] = "refuse",
+        beyond: object = "refuse",
         shorter: bool = False,
         mask: object = "none",
         device: torch.device | str | None = None,
@@ -120,7 +120,7 @@ class LipschitzAttention(LipschitzModule):
             )
         if beyond not in ("refuse", "clip"):
             raise ArgumentError("beyond", expected="'refuse' or 'clip'", got=repr(beyond))
-        self.beyond = beyond
+        self.beyond = str(beyond)
         self.shorter = bool(shorter)
         self.masking = Masking.read(mask, self.length)
         if self.masking.kind not in self.masks:

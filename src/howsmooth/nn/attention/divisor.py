@@ -97,20 +97,20 @@ class _Inverse(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         output, *tensors = ctx.saved_tensors
+
+        def log(*given: Tensor) -> Tensor:
+            return ctx.expression({**ctx.others, **dict(zip(ctx.names, given, strict=True))})
+
         with torch.enable_grad():
-            leaves = {
-                name: tensor.detach().requires_grad_()
-                for name, tensor in zip(ctx.names, tensors, strict=True)
-            }
-            log = ctx.expression({**ctx.others, **leaves})
-            found = torch.autograd.grad(log, list(leaves.values()), allow_unused=True)
+            _, pull = torch.func.vjp(log, *tensors)
+            found = pull(torch.ones((), dtype=torch.float64))
         factor = -(gradient * output).double()
         return (
             None,
             None,
             None,
             None,
-            *(None if g is None else (factor.to(g.device) * g.double()).to(g.dtype) for g in found),
+            *((factor.to(g.device) * g.double()).to(g.dtype) for g in found),
         )
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import query_key_norm_layer, softmax_output_radius
 from howsmooth.nn.attention.base import LipschitzAttention, Weights, positive
-from howsmooth.nn.attention.layout import Parts, rows_of
+from howsmooth.nn.attention.layout import Parts, log_value, rows_of
 
 __all__ = ["QueryKeyNormAttention"]
 
@@ -52,17 +52,17 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: object,
+        num_heads: object,
         *,
-        length: int,
-        radius: float | None = None,
-        constant: float | None = None,
-        temperature: float | None = None,
+        length: object,
+        radius: object = None,
+        constant: object = None,
+        temperature: object = None,
         learn_temperature: bool = True,
-        eps: float = 1.0,
+        eps: object = 1.0,
         bias: bool = True,
-        beyond: Literal["refuse", "clip"] = "refuse",
+        beyond: object = "refuse",
         shorter: bool = False,
         mask: object = "none",
         device: torch.device | str | None = None,
@@ -147,13 +147,11 @@ class QueryKeyNormAttention(LipschitzAttention):
     # ---- the bound
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        with torch.no_grad():
-            log = float(self._log_bound(length, radius, weights))
         return Bound.upper(
             "query_key_norm_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
             "howsmooth, docs/theory/enforce.md, Normalised queries and keys",
-            log_formula=log,
+            log_formula=log_value(lambda: self._log_bound(length, radius, weights)),
         )
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:

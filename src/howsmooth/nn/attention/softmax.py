@@ -13,7 +13,7 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention, Weights
-from howsmooth.nn.attention.layout import Parts, rows_of
+from howsmooth.nn.attention.layout import Parts, log_value, rows_of
 
 __all__ = ["SoftmaxAttention"]
 
@@ -45,7 +45,7 @@ class SoftmaxAttention(LipschitzAttention):
     """
 
     @classmethod
-    def from_torch(cls, attention: nn.MultiheadAttention, **settings: Any) -> SoftmaxAttention:
+    def from_torch(cls, attention: object, **settings: Any) -> SoftmaxAttention:
         """Take the weights of a torch.nn.MultiheadAttention over; its dropout is left out.
 
         Parameters
@@ -115,13 +115,11 @@ class SoftmaxAttention(LipschitzAttention):
     # ---- the bound
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        with torch.no_grad():
-            log = float(self._log_bound(length, radius, weights))
         return Bound.upper(
             "softmax_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
             "howsmooth, Theorem A for several heads, docs/theory/enforce.md",
-            log_formula=log,
+            log_formula=log_value(lambda: self._log_bound(length, radius, weights)),
         )
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
