@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from howsmooth import nn as hs_nn
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
-from howsmooth.nn.penalty import Directions, SpectralPenalty, leading_singular_value
+from howsmooth.nn.penalty import (
+    Directions,
+    JasminPenalty,
+    SpectralPenalty,
+    jasmin,
+    leading_singular_value,
+    softmax_jacobian_bound,
+)
+from tests._tiny_models import tiny, token_ids
 
 D, N, B = 6, 4, 3
 
@@ -142,7 +151,7 @@ def test_without_on_input_nothing_flows_to_what_is_before() -> None:
 def test_value_is_a_lower_estimate_before_it_has_converged() -> None:
     layer = attention()
     with SpectralPenalty(layer, [""], first_steps=2, rtol=1e-6) as penalty:
-        for seed in range(10):
+        for seed in range(4):
             x = tokens(seed)
             layer(x, x, x)
             penalty()
@@ -164,12 +173,12 @@ def test_a_remembered_direction_converges_at_one_product_a_step() -> None:
     expected = norms(layer, x).detach()
     errors = []
     with SpectralPenalty(layer, [""], first_steps=2) as penalty:
-        for _ in range(200):
+        for _ in range(80):
             layer(x, x, x)
             penalty()
             errors.append(float((1 - penalty.report.layers[0].value / expected).max()))
     assert errors[0] > 1e-3
-    assert errors[-1] < 1e-7
+    assert errors[-1] < 1e-4
     # Power iteration never goes back.
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
 
@@ -323,7 +332,7 @@ def test_a_jacobian_that_is_zero_has_value_and_gradient_zero() -> None:
         layer(x, x, x)
         term = penalty()
         term.backward()
-    assert float(term) == 0
+    assert float(term.detach()) == 0
     assert penalty.report.converged
     assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)
 
@@ -384,9 +393,9 @@ def test_the_first_members_alone(batch_first: bool) -> None:
         layer(given, given, given, key_padding_mask=padding.double(), attn_mask=mask)
         penalty().backward()
         assert torch.allclose(penalty.report.layers[0].value, whole[:2], rtol=1e-8)
-        with pytest.raises(ArgumentError, match="could not be cut"):  # one mask for all, of (n, n)
-            penalty._checked.clear()
-            layer(given, given, given, attn_mask=mask[0])
+        penalty._checked.clear()
+        layer(given, given, given, attn_mask=mask[0])  # one for all, as long as there are sequences
+        with pytest.raises(ArgumentError, match="could not be cut"):
             penalty()
 
 
@@ -438,3 +447,226 @@ def test_values_become_one_as_asked(reduction: str) -> None:
         assert torch.allclose(found[name], gradient, rtol=1e-6, atol=1e-9), name
     # Members without a share were improved all the same.
     assert penalty.report.converged
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_transformers_models(name: str, attention: str) -> None:
+    model = tiny(name, torch.float64, attention).train()  # dropout 0.9 where the type has one
+    ids = token_ids(2, 5)
+    with SpectralPenalty(model, first_steps=120, rtol=1e-6) as penalty:
+        model(input_ids=ids)
+        penalty().backward()
+        calls = penalty._recorder.calls
+    assert len(calls) == len(penalty.report.layers) == 3
+    # Oracle: the module itself in evaluation mode, one backward pass an entry of its output.
+    model.eval()
+    call, found = calls[1], penalty.report.layers[1]
+    assert call.layer is dict(model.named_modules())[call.name]
+    x = call.members.requires_grad_()
+    y = call.run(call.layer, x)
+    for member in range(2):
+        rows = [
+            torch.autograd.grad(e, x, retain_graph=True)[0][member].reshape(-1) for e in y[member].reshape(-1)
+        ]
+        assert torch.allclose(found.value[member], torch.linalg.matrix_norm(torch.stack(rows), 2), rtol=1e-6)
+    assert found.converged.all()
+    weights = [p for p in call.layer.parameters() if p.ndim == 2]
+    assert all(p.grad is not None and bool(p.grad.any()) for p in weights)
+
+
+LAYERS = ["SoftmaxAttention", "QueryKeyNormAttention", "L2Attention", "CosineAttention", "SinkhornAttention",
+          "LipschitzNormAttention"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_this_library_with_their_divisor(name: str) -> None:
+    torch.manual_seed(0)
+    layer = getattr(hs_nn, name)(D, 2, length=N, radius=1.0, constant=1.0, beyond="clip", dtype=torch.float64)
+    x = 0.3 * tokens(members=1)
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
+        layer(x)
+        penalty().backward()
+    key, weight = next((k, p) for k, p in layer.named_parameters() if p.grad is not None)
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def at(step: float) -> Tensor:
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.get_parameter(key).add_(step * direction)
+        row = x[0].clone().requires_grad_()
+        return torch.linalg.matrix_norm(dense(lambda t: other(t[None])[0][0], row).detach(), 2)
+
+    assert float(penalty.report.layers[0].value) == pytest.approx(float(at(0.0)), rel=1e-8)
+    slope = float((weight.grad * direction).sum())
+    assert slope == pytest.approx(float(at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-4)
+
+
+def test_half_precision_and_autocast_compute_in_float32() -> None:
+    layer, x = attention().float(), tokens().float()
+    model = Model(layer).float()
+
+    def gradient(**options: bool) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with SpectralPenalty(model, first_steps=40, rtol=1e-3) as penalty:
+            with torch.autocast("cpu", torch.bfloat16, **options):
+                model(x)
+                term = penalty()
+            term.backward()
+        return penalty.report.layers[0].value, model.attention.in_proj_weight.grad.clone()
+
+    value, full = gradient(enabled=False)
+    cast_value, cast = gradient(enabled=True)
+    assert cast_value.dtype == cast.dtype == torch.float32
+    # Its inputs are those of the pass under autocast; what is computed with them is not rounded again.
+    assert torch.allclose(cast_value, value, rtol=0.05)
+    assert torch.allclose(cast, full, rtol=0.2, atol=0.02)
+
+    half, y = copy.deepcopy(layer).bfloat16(), x.bfloat16()
+    with SpectralPenalty(half, [""], first_steps=60, rtol=1e-3, on_input=True) as penalty:
+        y.requires_grad_()
+        half(y, y, y)
+        penalty().backward()
+    assert half.in_proj_weight.grad.dtype == y.grad.dtype == torch.bfloat16
+    expected = norms(copy.deepcopy(half).double(), y.detach().double()).detach()
+    assert torch.allclose(penalty.report.layers[0].value.double(), expected, rtol=1e-4)
+
+
+def test_measured_with_an_interval() -> None:
+    layer, x = attention(), tokens()
+    with SpectralPenalty(layer, [""], first_steps=2) as penalty:
+        layer(x, x, x)
+        penalty()
+        kept = penalty.state_dict()[""]["left"].clone()
+        (found,) = penalty.measure(rtol=1e-6).values()
+        assert torch.equal(kept, penalty.state_dict()[""]["left"])
+    expected = norms(layer, x).detach()
+    assert bool(((found.lower <= expected * (1 + 1e-9)) & (expected <= found.upper * (1 + 1e-9))).all())
+    assert bool((penalty.report.layers[0].value <= found.upper).all())
+
+
+def test_goes_on_from_its_state() -> None:
+    layer, x = attention(), tokens()
+    penalty = SpectralPenalty(layer, [""], first_steps=2, seed=3)
+    with penalty:
+        layer(x, x, x)
+        penalty()
+        other = SpectralPenalty(layer, [""], first_steps=2)
+        other.load_state_dict(copy.deepcopy(penalty.state_dict()))
+        with other:
+            layer(x, x, x)
+            assert torch.equal(penalty(), other())
+
+
+def test_checkpointed_layers_and_weights_made_by_hooks() -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return h
+
+    model, x = Checkpointed(attention()), tokens()
+    plain = Model(model.attention)
+    plain.load_state_dict(model.state_dict())
+    found = []
+    for m in (model, plain):
+        m.zero_grad()
+        with SpectralPenalty(m, first_steps=40) as penalty:
+            (m(x).sum() + penalty()).backward()
+            assert len(penalty._recorder.calls) == 1  # the second pass of the checkpoint is not counted
+        found.append(gradients(m))
+    assert all(torch.allclose(found[0][name], g) for name, g in found[1].items())
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.utils.weight_norm(nn.Linear(D, D, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    mixing = Mixing()
+    with SpectralPenalty(mixing, [""], first_steps=40, rtol=1e-6) as penalty:
+        (mixing(x).sum() + penalty()).backward()
+    weight = torch._weight_norm(mixing.linear.weight_v, mixing.linear.weight_g, 0)
+    assert torch.allclose(
+        penalty.report.layers[0].value, torch.linalg.matrix_norm(weight, 2).detach(), rtol=1e-8
+    )
+    assert mixing.linear.weight_g.grad is not None
+
+
+def test_an_argument_that_changed_since_is_refused() -> None:
+    layer, x = attention(), tokens()
+    mask = torch.zeros(N, N, dtype=torch.float64)
+    with SpectralPenalty(layer, [""]) as penalty:
+        layer(x, x, x, attn_mask=mask)
+        x.add_(1.0)  # X is a copy: nothing is lost
+        penalty()
+        mask.add_(1.0)
+        with pytest.raises(DerivativeError, match="changed in place"):
+            penalty()
+
+
+def test_the_bound_of_a_softmax_jacobian() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.softmax(4 * torch.randn(200, 5, generator=generator, dtype=torch.float64), dim=-1)
+    norm = torch.linalg.matrix_norm(torch.diag_embed(p) - p[:, :, None] * p[:, None, :], 2)
+    g = softmax_jacobian_bound(p)
+    assert bool((norm <= g * (1 + 1e-12)).all())
+    assert float((norm / g).max()) > 0.99
+    for row, first, third in zip(p.tolist(), g, softmax_jacobian_bound(p, 3), strict=True):
+        a = sorted(row, reverse=True)
+        assert float(first) == pytest.approx(a[0] * (1 - a[0] + a[1]))
+        assert float(third) == pytest.approx(a[2] * (1 - a[2] + a[3]))
+    assert float(softmax_jacobian_bound(p[:1], 5)) == pytest.approx(
+        min(p[0].tolist()) * (1 - min(p[0].tolist()))
+    )
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_jasmin_reads_the_probabilities_of_a_layer(k: int, causal: bool) -> None:
+    layer, x = attention(dropout=0.5), tokens()
+    mask = torch.ones(N, N, dtype=torch.bool).triu(1) if causal else None
+    with JasminPenalty(layer, [""], k=k) as penalty:
+        layer(x, x, x, attn_mask=mask)
+        found = penalty()
+        found.backward()
+    by_penalty = layer.in_proj_weight.grad.clone()
+    layer.zero_grad()
+    q, key, _ = (x @ layer.in_proj_weight.T + layer.in_proj_bias).chunk(3, dim=-1)
+    each = []
+    for i in range(2):
+        part = slice(3 * i, 3 * i + 3)
+        scores = q[..., part] @ key[..., part].mT / 3**0.5
+        p = (scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1)
+        for sequence in p:
+            rows = []
+            for row in sequence:
+                a = [*row.sort(descending=True).values, torch.zeros(()), torch.zeros(())]
+                first, other = a[0] * (1 - a[0] + a[1]), 1.0 if not k else a[k - 1] * (1 - a[k - 1] + a[k])
+                if first > 1e-100 and other > 1e-100:
+                    rows.append((first / other).log())
+            each.append(torch.stack(rows).max())
+    expected = torch.stack(each).mean()
+    expected.backward()
+    assert torch.allclose(found, expected, rtol=1e-10)
+    assert torch.allclose(by_penalty, layer.in_proj_weight.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_jasmin_on_a_fused_kernel_and_its_refusals() -> None:
+    model = tiny("gpt2", torch.float64, "sdpa")
+    with JasminPenalty(model) as penalty:
+        model(input_ids=token_ids(2, 5))
+        terms = penalty.terms()
+    model.set_attn_implementation("eager")
+    weights = model(input_ids=token_ids(2, 5), output_attentions=True).attentions
+    assert torch.allclose(terms["h.0.attn"], jasmin(weights[0]), rtol=1e-6)
+    with pytest.raises(ArgumentError, match="always 1"):
+        jasmin(weights[0], 1)
+    with pytest.raises(ArgumentError, match="between 0 and 1"):
+        jasmin(2 * torch.ones(2, 2))
+    linear = nn.Linear(D, D, dtype=torch.float64)
+    with JasminPenalty(linear, [""]) as penalty:
+        linear(tokens())
+        with pytest.raises(ArgumentError, match="none was seen"):
+            penalty()

@@ -41,7 +41,12 @@ class Call:
     @property
     def members(self) -> Tensor:
         """X as (members, ...), without its history, in float32 or float64."""
-        x = self.tokens.detach()
+        return self.history.detach()
+
+    @property
+    def history(self) -> Tensor:
+        """X as (members, ...), of the model's graph, in float32 or float64."""
+        x = self.tokens
         return self.by_member(x.float() if x.dtype in _HALF else x)
 
     def by_member(self, t: Tensor) -> Tensor:
@@ -156,6 +161,29 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles, self._running, self.calls = [], False, []
+
+    def named(self) -> dict[str, Call]:
+        """Return the calls of the last forward pass by name; the further ones of a layer with their number.
+
+        Raises
+        ------
+        ArgumentError
+            If there are none.
+
+        """
+        if not self.calls:
+            raise ArgumentError(
+                "penalty",
+                expected="a forward pass of the model with gradients since it was attached",
+                got="none seen" if self.attached else "a penalty that is not attached",
+                remedy="Write `with penalty:` around forward pass and call, or penalty.attach() before.",
+            )
+        counts: dict[str, int] = {}
+        named: dict[str, Call] = {}
+        for call in self.calls:
+            index = counts[call.name] = counts.get(call.name, -1) + 1
+            named[f"{call.name}[{index}]" if index else call.name] = call
+        return named
 
     def _begin(self, module: nn.Module, args: object) -> None:
         if _counts():

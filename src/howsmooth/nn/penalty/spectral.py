@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
+from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.pair import Pair, begin, check_finite, check_steps, relative_residual, unit
 from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
@@ -166,7 +168,7 @@ class SpectralPenalty:
 
     def terms(self, tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Return the penalty of each layer, by name, for weights of your own; see :meth:`__call__`."""
-        calls = self._named_calls()
+        calls = self._recorder.named()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
         for name, call in calls.items():
@@ -191,6 +193,41 @@ class SpectralPenalty:
             raise ArgumentError("report", expected="a penalty that was called", got="none yet")
         return self._report
 
+    def measure(
+        self, *, rtol: float = 1e-3, confidence: float = 0.999, max_iterations: int = 200, seed: int = 0
+    ) -> dict[str, LipschitzEstimate]:
+        """Measure each layer at the inputs of the last forward pass, with an interval.
+
+        What :func:`howsmooth.local_lipschitz` finds from random starts, for the same maps as the penalty
+        sees: evaluation mode, every sequence with all its tokens. It costs some ten to a hundred products
+        with JᵀJ; the directions of the penalty stay as they are.
+
+        Parameters
+        ----------
+        rtol, confidence, max_iterations, seed
+            As for :func:`howsmooth.local_lipschitz`.
+
+        Returns
+        -------
+        dict
+            One estimate of shape (members,) a layer.
+
+        """
+        found: dict[str, LipschitzEstimate] = {}
+        for name, call in self._recorder.named().items():
+            call.check_unchanged()
+            body, x = replica(call.layer, call.name), call.members
+            with torch.autocast(x.device.type, enabled=False), drawing_nothing(name, x.device):
+                found[name] = local_lipschitz(
+                    partial(call.run, body),
+                    x,
+                    rtol=rtol,
+                    confidence=confidence,
+                    max_iterations=max_iterations,
+                    seed=seed,
+                )
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return the directions, to go on after a checkpoint."""
         return {name: directions.state_dict() for name, directions in self._directions.items()}
@@ -201,23 +238,6 @@ class SpectralPenalty:
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
             self._directions[name].load_state_dict(kept)
-
-    def _named_calls(self) -> dict[str, Call]:
-        calls = self._recorder.calls
-        if not calls:
-            got = "none seen" if self._recorder.attached else "a penalty that is not attached"
-            raise ArgumentError(
-                "penalty",
-                expected="a forward pass of the model with gradients since it was attached",
-                got=got,
-                remedy="Write `with penalty:` around forward pass and call, or penalty.attach() before.",
-            )
-        counts: dict[str, int] = {}
-        named: dict[str, Call] = {}
-        for call in calls:
-            index = counts[call.name] = counts.get(call.name, -1) + 1
-            named[f"{call.name}[{index}]" if index else call.name] = call
-        return named
 
     def _of_layer(
         self, name: str, call: Call, directions: Directions, tokens: Tensor | None

@@ -1,0 +1,223 @@
+"""JaSMin: a penalty on attention probabilities alone (Yudin et al. 2025), for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian.autodiff import one_backend
+from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
+from howsmooth.nn.penalty.replica import drawing_nothing, replica
+
+if TYPE_CHECKING:
+    from howsmooth.models.watching import CoreCall
+
+__all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
+
+
+def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
+    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) of each row p, its entries in falling order.
+
+    g_1 bounds ‖diag(p) − p pᵀ‖, the norm of the Jacobian of a softmax: see :func:`howsmooth.bounds.yudin` and
+    its proof in docs/theory/certificates.md. Entries beyond the last are zero.
+    """
+    _check_probabilities(probabilities)
+    _check_k(k, 1)
+    keys = probabilities.shape[-1]
+    largest = probabilities.topk(min(k + 1, keys), dim=-1).values
+    first = largest[..., k - 1] if keys >= k else torch.zeros_like(largest[..., 0])
+    second = largest[..., k] if keys > k else torch.zeros_like(first)
+    return first * (1 - first + second)
+
+
+def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Float[Tensor, ""]:
+    """Return the JaSMin penalty of attention probabilities: how large the softmax's Jacobian may be.
+
+    For k = 0 the mean over sequences and heads of max_i log g_1(P_i); for k >= 2 of
+    max_i log(g_1(P_i) / g_k(P_i)), which also keeps rows from becoming uniform. It says nothing of values,
+    keys and queries: it is no bound on a local Lipschitz constant.
+
+    Parameters
+    ----------
+    probabilities
+        Rows that sum to one; masked entries are zero.
+    k
+        0, or at least 2.
+
+    Raises
+    ------
+    ArgumentError
+        If they are no probabilities, or k is another number.
+
+    Notes
+    -----
+    Rows that see a single key, or fewer than k, have g = 0 and are left out. The form, with the maximum over
+    the rows and the mean over heads, is that of a public implementation of equations (8) and (9).
+
+    References
+    ----------
+    Yudin, Gaponov, Kudriashov, Rakhuba, *Pay Attention to Attention Distribution: A New Local Lipschitz Bound
+    for Transformers*, 2025 (arXiv 2507.07814).
+
+    """
+    _check_k(k, 0)
+    if k == 1:
+        raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")
+    # Below this no number is left in the other half of the product.
+    least = torch.finfo(probabilities.dtype).tiny ** 0.5
+    g = softmax_jacobian_bound(probabilities)
+    counts = g > least
+    log = g.clamp(min=least).log()
+    if k:
+        other = softmax_jacobian_bound(probabilities, k)
+        counts = counts & (other > least)
+        log = log - other.clamp(min=least).log()
+    rows = torch.where(counts, log, -torch.inf)
+    largest = rows.amax(dim=-1)
+    # A head all of whose rows are left out has nothing to penalise.
+    has = largest.isfinite()
+    return torch.where(has, largest, 0.0).sum() / has.sum().clamp(min=1)
+
+
+class JasminPenalty:
+    """JaSMin of every attention layer at the batch of the moment; to be used as :class:`SpectralPenalty`.
+
+    Each layer is run once more as there, in evaluation mode and without touching the model, and its softmax
+    probabilities are read on the way, whatever code computes them.
+
+    Parameters
+    ----------
+    model, layers
+        As for :class:`SpectralPenalty`.
+    k
+        As for :func:`jasmin`.
+    on_input
+        Whether the gradient also flows to the inputs of the layers.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or no layer is found.
+
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str] | None = None, *, k: int = 0, on_input: bool = False
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+        _check_k(k, 0)
+        self.layers = attention_layers(model, layers)
+        self._recorder = Recorder(model, self.layers)
+        self._k, self._on_input = k, bool(on_input)
+
+    def attach(self) -> JasminPenalty:
+        """Begin to see the forward passes of the model."""
+        self._recorder.attach()
+        return self
+
+    def detach(self) -> None:
+        """Take all hooks away."""
+        self._recorder.detach()
+
+    def __enter__(self) -> JasminPenalty:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def __call__(self) -> Tensor:
+        """Return the mean over the layers, a scalar to add to the loss.
+
+        Raises
+        ------
+        ArgumentError
+            If no forward pass with gradients was seen, or a layer has no softmax that can be read.
+
+        """
+        return torch.stack(list(self.terms().values())).mean()
+
+    def terms(self) -> dict[str, Tensor]:
+        """Return the penalty of each layer, by name; see :meth:`__call__`."""
+        terms: dict[str, Tensor] = {}
+        for name, call in self._recorder.named().items():
+            found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]
+            terms[name] = torch.stack(found).mean()
+        first = next(iter(terms.values()))
+        return {name: term.to(first) for name, term in terms.items()}
+
+
+def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
+    """Run a layer once more and return the probabilities of its softmaxes (..., queries, keys)."""
+    from howsmooth.models.watching import Watch  # with transformers, which takes seconds to import
+
+    call.check_unchanged()
+    cores: list[CoreCall] = []
+    x = call.history if on_input else call.members
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False), one_backend():  # noqa: SIM117
+        with drawing_nothing(name, x.device), Watch(lambda core: cores.append(core), check=False):
+            call.run(replica(call.layer, call.name), x)
+    if not cores:
+        raise ArgumentError(
+            "layers", expected="layers with softmax attention", got=f"{name}, where none was seen"
+        )
+    return [_of_core(name, core) for core in cores]
+
+
+def _of_core(name: str, core: CoreCall) -> Tensor:
+    if core.probabilities is not None:
+        return core.probabilities
+    if core.query is None or core.key is None or core.sinks is not None:
+        reason = core.obstacle or "its sinks take part of each row"
+        raise ArgumentError(
+            "layers", expected="layers whose probabilities can be read", got=f"{name}: {reason}"
+        )
+    groups = core.query.shape[-3] // core.key.shape[-3]
+    key = core.key.repeat_interleave(groups, dim=-3)
+    scores = core.scale * (core.query @ key.mT)
+    if core.softcap is not None:
+        scores = core.softcap * torch.tanh(scores / core.softcap)
+    if core.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if core.mask is not None:
+        boolean = core.mask.dtype == torch.bool
+        scores = scores.masked_fill(~core.mask, -torch.inf) if boolean else scores + core.mask
+    # A query that sees no key has no probabilities; it counts for nothing.
+    return scores.softmax(dim=-1).nan_to_num(nan=0.0)
+
+
+def _check_probabilities(probabilities: object) -> None:
+    if (
+        not isinstance(probabilities, Tensor)
+        or not probabilities.is_floating_point()
+        or probabilities.ndim < 1
+        or probabilities.numel() == 0
+    ):
+        got = (
+            f"{probabilities.dtype} of shape {tuple(probabilities.shape)}"
+            if isinstance(probabilities, Tensor)
+            else type(probabilities).__name__
+        )
+        raise ArgumentError("probabilities", expected="probabilities (..., queries, keys)", got=got)
+    p = probabilities.detach()
+    if not bool(((p >= 0) & (p <= 1 + 1e-3)).all()):
+        raise ArgumentError(
+            "probabilities",
+            expected="numbers between 0 and 1",
+            got="others",
+            remedy="Give a softmax's output.",
+        )
+
+
+def _check_k(k: object, least: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < least:
+        raise ArgumentError("k", expected=f"an integer >= {least}", got=repr(k))
