@@ -124,13 +124,21 @@ def sinkhorn_layer(
 ) -> Float[Tensor, ""]:
     """Bound multi-head converged Sinkhorn attention on the ball, whatever n and the biases.
 
-    ‖W_O‖ ( ‖[V_h]_h‖ + R² ( ‖[ν_h A_h]_h‖ + ‖[ν_h A_hᵀ]_h‖ ) ), stacked over the heads, ν_h = ‖V_h‖.
+    With O_h = W_h V_h and ν_h = ‖V_h‖, and matrices stacked over the heads, it is c₁ + R²c₂,
+    c₁ = min{‖W_O‖‖[V_h]‖, (Σ_{h,g} ‖O_hᵀO_g‖)^{1/2}},
+    c₂ = min{‖W_O‖(‖[ν_h A_h]‖ + ‖[ν_h A_hᵀ]‖), ‖[O_h]‖(‖[A_h]‖ + ‖[A_hᵀ]‖)}.
+    For one head it is ‖O‖(1 + 2‖A‖R²).
     """
-    v = value.double()
+    v, w = value.double(), output.double()
     a = scale * (key.double().mT @ query.double())
+    blocks = w.unflatten(1, v.shape[:2]).transpose(0, 1) @ v
     scaled = _norm(v)[:, None, None] * a
-    weights = _norm(scaled.flatten(0, 1)) + _norm(scaled.mT.flatten(0, 1))
-    return _norm(output.double()) * (_norm(v.flatten(0, 1)) + radius * radius * weights)
+    whole = _norm(w)
+    grams = _norm(blocks.mT[:, None] @ blocks[None])
+    linear = torch.minimum(whole * _norm(v.flatten(0, 1)), grams.sum().sqrt())
+    apart = whole * (_norm(scaled.flatten(0, 1)) + _norm(scaled.mT.flatten(0, 1)))
+    folded = _norm(blocks.transpose(0, 1).flatten(1)) * (_norm(a.flatten(0, 1)) + _norm(a.mT.flatten(0, 1)))
+    return linear + radius * radius * torch.minimum(apart, folded)
 
 
 def lipschitz_norm_layer(

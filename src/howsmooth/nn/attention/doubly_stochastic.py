@@ -19,7 +19,11 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 __all__ = ["doubly_stochastic"]
 
 # Sinkhorn's iterations before Newton's method is tried: with small scores they are enough.
-_PATIENCE = 12
+_PATIENCE = 8
+# Lengths that a Newton step is cut to, of its largest entry.
+_LENGTHS = (1.0, 5.0, 25.0)
+# Sums of columns this near to one are the better measure: the objective no longer changes in its digits.
+_NEAR = 1e-3
 # Added to the diagonal of the systems, which are singular where P is a permutation to the last digit.
 _RIDGE = 1e-15
 
@@ -124,7 +128,11 @@ def _kernel(scores: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch #n #n"
 def _scaled(
     scores: Float[Tensor, "*batch n n"], kernel: Tensor, tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P, by Sinkhorn's iterations in logarithms, and Newton's method where they are slow."""
+    """Return P, by the minimum of the convex Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j.
+
+    Its gradient is c − 1, with c the sums of the columns. A Sinkhorn iteration never raises it, so that the
+    best of several steps, that one among them, converges.
+    """
     if bool((scores.isnan() | (scores == torch.inf)).any()):
         raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
     g = torch.zeros_like(scores[..., :1, :])
@@ -134,14 +142,10 @@ def _scaled(
         late = off > tolerance
         if not bool(late.any()):
             return log_p.exp()
-        following = torch.where(late, g - columns, g)
-        if step >= _PATIENCE and bool((off < 1).any()):
-            # Newton's method is not safe far from the limit: its step is taken if it gets nearer.
-            p = log_p.exp()
-            trial = g - torch.linalg.solve(_system(p, kernel), (p.sum(dim=-2) - 1)[..., None]).mT
-            better = _normalised(scores, trial)[2] < 0.5 * off
-            following = torch.where(late & better, trial, following)
-        g = following
+        trials = [g - columns]
+        if step >= _PATIENCE:
+            trials += _newton(g, log_p.exp(), kernel)
+        g = torch.where(late, _best(scores, trials, near=off < _NEAR), g)
     raise ArgumentError(
         "max_iterations",
         expected=f"enough for columns that sum to one within {tolerance:g}",
@@ -149,6 +153,28 @@ def _scaled(
         remedy="The bound holds for the limit only. Give more iterations, a larger tolerance, or smaller "
         "weights: the number grows with the scores.",
     )
+
+
+def _newton(g: Tensor, p: Tensor, kernel: Tensor) -> list[Tensor]:
+    """Return Newton steps of several lengths: far from the limit a whole one may go astray."""
+    step = torch.linalg.solve(_system(p, kernel), (p.sum(dim=-2) - 1)[..., None]).mT
+    largest = step.abs().amax(dim=-1, keepdim=True)
+    return [g - step, *(g - step * (length / largest).clamp(max=1) for length in _LENGTHS)]
+
+
+def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
+    """Return, for each matrix, the trial of least objective; near the limit, of sums nearest to one."""
+    if len(trials) == 1:
+        return trials[0]
+    ranks = []
+    for g in trials:
+        rows = torch.logsumexp(scores + g, dim=-1).sum(dim=-1)
+        objective = rows[..., None, None] - g.sum(dim=-1, keepdim=True)
+        rank = torch.where(near, _normalised(scores, g)[2], objective)
+        ranks.append(rank.nan_to_num(nan=torch.inf))
+    choice = torch.stack(ranks).argmin(dim=0, keepdim=True)
+    stacked = torch.stack(trials)
+    return stacked.gather(0, choice.expand(1, *stacked.shape[1:]))[0]
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:

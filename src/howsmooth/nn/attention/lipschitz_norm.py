@@ -53,8 +53,8 @@ class LipschitzNormAttention(OwnBoundAttention):
         if added is not None:
             present = (added > -math.inf).any(dim=-2)[..., None].to(q.dtype)
             q, k, v = q * present, k * present, v * present
-        u = torch.linalg.vector_norm(q, dim=(-2, -1))
-        by_key, by_value = (torch.linalg.vector_norm(t, dim=-1).amax(dim=-1) for t in (k, v))
+        u = _root(q.square().sum(dim=(-2, -1)))
+        by_key, by_value = (_root(t.square().sum(dim=-1).amax(dim=-1)) for t in (k, v))
         divisor = torch.stack((u * by_key, u * by_value, by_key * by_value)).amax(dim=0)
         # Where it is zero, scores are zero.
         divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -71,3 +71,9 @@ class LipschitzNormAttention(OwnBoundAttention):
         b_v = w["in_proj_bias"].chunk(3)[2] if self.bias else None
         value = self._cut(w["in_proj_weight"].chunk(3)[2])
         return hull_radius(w["out_proj.weight"], value, (b_v, w.get("out_proj.bias")), radius)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Return the root, 0 with derivative 0 at 0."""
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
