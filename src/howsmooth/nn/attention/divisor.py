@@ -99,11 +99,12 @@ class _Inverse(torch.autograd.Function):
         output, *tensors = ctx.saved_tensors
 
         def log(*given: Tensor) -> Tensor:
-            return ctx.expression({**ctx.others, **dict(zip(ctx.names, given, strict=True))})
+            result: Tensor = ctx.expression({**ctx.others, **dict(zip(ctx.names, given, strict=True))})
+            return result
 
         with torch.enable_grad():
-            _, pull = torch.func.vjp(log, *tensors)
-            found = pull(torch.ones((), dtype=torch.float64))
+            at, pull, *_ = torch.func.vjp(log, *tensors)
+            found = pull(torch.ones_like(at))
         factor = -(gradient * output).double()
         return (
             None,

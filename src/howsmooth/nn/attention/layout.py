@@ -73,6 +73,6 @@ def log_value(expression: Callable[[], Tensor]) -> float:
     try:
         with torch.no_grad():
             value = float(expression())
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return math.inf
     return math.inf if math.isnan(value) else value
