@@ -160,7 +160,7 @@ def check_radius(radius: object) -> float:
     """Return the radius as a float, after checking that it is a finite number > 0."""
     try:
         value = float(radius)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if isinstance(radius, bool) or not (math.isfinite(value) and value > 0):
         raise ArgumentError(

@@ -17,6 +17,7 @@ from howsmooth.nn.numbers import (
     above,
     check_ball,
     check_length,
+    check_placement,
     check_size,
     check_tokens,
     norm_above,
@@ -46,6 +47,7 @@ class _ConstrainedLinear(LipschitzModule):
         check_size("out_features", out_features)
         if dtype not in (None, torch.float32, torch.float64):
             raise ArgumentError("dtype", expected="float32 or float64", got=str(dtype))
+        check_placement(device, dtype)
         self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         if bias:
             nn.init.zeros_(self.linear.bias)
@@ -63,6 +65,7 @@ class _ConstrainedLinear(LipschitzModule):
     @property
     def weight(self) -> Tensor:
         """The weight that is applied, (out_features, in_features)."""
+        self._stored()
         return self.linear.weight
 
     @property
@@ -72,7 +75,15 @@ class _ConstrainedLinear(LipschitzModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (..., in_features) to (..., out_features)."""
-        check_tokens("x", x, dim=self.in_features)
+        stored = self._stored()
+        check_tokens("x", x, dim=self.in_features, like=stored)
+        if x.dtype != stored.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ArgumentError(
+                "x",
+                expected=f"{stored.dtype} as the weights",
+                got=str(x.dtype),
+                remedy="Convert one of the two, with .to(dtype).",
+            )
         y: Tensor = self.linear(x)
         return y
 
@@ -98,6 +109,19 @@ class _ConstrainedLinear(LipschitzModule):
     def extra_repr(self) -> str:
         """Return what ``repr`` shows between the brackets."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def _stored(self) -> Tensor:
+        """Return what PyTorch makes the weight of, in a precision in which it can."""
+        stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
+        assert isinstance(stored, Tensor)
+        if stored.dtype not in (torch.float32, torch.float64):
+            raise ArgumentError(
+                "weight",
+                expected="float32 or float64, in which PyTorch can parametrise it",
+                got=str(stored.dtype),
+                remedy="Convert the model with .float(); autocast may choose a lower precision.",
+            )
+        return stored
 
     def _norm(self) -> float:
         with _as_it_is(self.linear):

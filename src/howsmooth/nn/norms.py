@@ -16,6 +16,7 @@ from howsmooth.nn.numbers import (
     above,
     check_ball,
     check_length,
+    check_placement,
     check_size,
     check_tokens,
     norm_above,
@@ -42,6 +43,7 @@ class _LipschitzNorm(LipschitzModule):
     ) -> None:
         super().__init__()
         self.dim = check_size("dim", dim)
+        check_placement(device, dtype)
         self.affine = bool(affine)
         self.gain: nn.Parameter | None
         self.shift: nn.Parameter | None
@@ -56,7 +58,7 @@ class _LipschitzNorm(LipschitzModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (..., dim) one by one."""
-        check_tokens("x", x, dim=self.dim)
+        check_tokens("x", x, dim=self.dim, like=self.gain)
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         u = self._shorten(h)
         if self.gain is None:

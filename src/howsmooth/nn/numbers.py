@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.bound import check_length
+from howsmooth.bounds.bound import check_length as check_whole_length
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
     "above",
     "check_ball",
     "check_length",
+    "check_placement",
     "check_size",
     "check_tokens",
     "norm_above",
@@ -30,6 +31,8 @@ _MARGIN = 1e-12
 # Radius of tokens that are all zero: formulas divide by the radius or take its logarithm, and a larger ball
 # is no mistake.
 _SMALLEST = 1e-100
+# Whole numbers above are not exact in float64.
+_LONGEST = 2**53
 
 
 def above(value: float) -> float:
@@ -42,11 +45,21 @@ def times(factor: float, value: float) -> float:
     return factor * value if factor and value else 0.0
 
 
+def check_length(length: object) -> int:
+    """Return the number of tokens, after checking that it is a whole number >= 1 that float64 holds."""
+    n = check_whole_length(length)
+    if n > _LONGEST:
+        raise ArgumentError(
+            "length", expected=f"a whole number of tokens n <= {_LONGEST}", got="a larger one"
+        )
+    return n
+
+
 def check_ball(radius: object) -> float:
     """Return the radius of a ball of tokens, after checking that it is a number >= 0; inf is all of space."""
     try:
         value = float(radius)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if isinstance(radius, bool) or not value >= 0:
         raise ArgumentError(
@@ -64,10 +77,30 @@ def check_size(argument: str, value: object, *, least: int = 1) -> int:
     return value
 
 
-def check_tokens(argument: str, x: object, *, dim: int | None = None, ndim: int | None = None) -> Tensor:
-    """Return ``x`` after checking that it is a floating-point tensor of these sizes."""
-    if not isinstance(x, Tensor):
-        raise ArgumentError(argument, expected="a tensor of tokens (batch, n, d)", got=type(x).__name__)
+def check_placement(device: object, dtype: object) -> None:
+    """Refuse a device that is not there, and a dtype that weights cannot have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=repr(dtype))
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
+        raise ArgumentError(
+            "device", expected="one that PyTorch has here, such as 'cpu'", got=f"{device!r} ({reason})"
+        ) from error
+
+
+def check_tokens(
+    argument: str, x: object, *, dim: int | None = None, ndim: int | None = None, like: Tensor | None = None
+) -> Tensor:
+    """Return ``x`` after checking that it is a floating-point tensor of these sizes, where ``like`` is."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)
+        raise ArgumentError(argument, expected="a dense tensor of tokens (batch, n, d)", got=got)
+    if like is not None and x.device != like.device:
+        raise ArgumentError(
+            argument, expected=f"a tensor on {like.device}, as the weights", got=str(x.device)
+        )
     if not x.is_floating_point() or x.ndim < 1 or (ndim is not None and x.ndim != ndim):
         shape = "tokens (..., d)" if ndim is None else f"{ndim} axes"
         raise ArgumentError(

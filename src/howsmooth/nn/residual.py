@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.numbers import above, times
+from howsmooth.nn.numbers import above, check_placement, check_tokens, times
 from howsmooth.nn.walk import Composite, Row, refusal, walk
 
 __all__ = ["AverageResidual", "Residual"]
@@ -39,6 +39,7 @@ class _Residual(Composite):
         return (*branch.rows, row)
 
     def _branch(self, x: Tensor) -> Tensor:
+        check_tokens("x", x)
         y = self.inner(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
@@ -48,7 +49,8 @@ class _Residual(Composite):
                 got=got,
                 remedy="Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone.",
             )
-        return y
+        # Under autocast a branch may come back in a lower precision.
+        return y.to(x.dtype)
 
     @abstractmethod
     def _weights(self) -> tuple[float, float]: ...
@@ -86,6 +88,7 @@ class AverageResidual(_Residual):
         if not 0 <= number <= 1 or (self.learnable and number in (0.0, 1.0)):
             expected = "a number strictly between 0 and 1" if self.learnable else "a number from 0 to 1"
             raise ArgumentError("weight", expected=expected, got=repr(weight))
+        check_placement(device, dtype)
         if self.learnable:
             logit = math.log(number) - math.log1p(-number)
             self.logit = nn.Parameter(torch.tensor(logit, device=device, dtype=dtype))
@@ -98,8 +101,8 @@ class AverageResidual(_Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (batch, n, d)."""
-        w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
-        return torch.lerp(x, self._branch(x), w)
+        y = self._branch(x)
+        return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor besides ``inner``."""

@@ -16,6 +16,7 @@ from howsmooth.nn.numbers import (
     above,
     check_ball,
     check_length,
+    check_placement,
     check_size,
     check_tokens,
     norm_above,
@@ -123,6 +124,7 @@ class AddPositions(_Tokens):
         super().__init__()
         check_size("length", length)
         check_size("dim", dim)
+        check_placement(device, dtype)
         self.std = float(std)
         if not (math.isfinite(self.std) and self.std >= 0):
             raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
@@ -131,7 +133,7 @@ class AddPositions(_Tokens):
     def forward(self, x: Tensor) -> Tensor:
         """Add the positions to tokens (batch, n, d)."""
         length, dim = self.positions.shape
-        check_tokens("x", x, dim=dim)
+        check_tokens("x", x, dim=dim, like=self.positions)
         if x.ndim < 2 or x.shape[-2] != length:
             raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
         return x + self.positions
@@ -175,6 +177,7 @@ class PrependToken(_Tokens):
     ) -> None:
         super().__init__()
         check_size("dim", dim)
+        check_placement(device, dtype)
         self.std = float(std)
         if not (math.isfinite(self.std) and self.std >= 0):
             raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
@@ -182,7 +185,7 @@ class PrependToken(_Tokens):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (batch, n, d) to (batch, n + 1, d)."""
-        check_tokens("x", x, dim=len(self.token), ndim=3)
+        check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
     def settings(self) -> dict[str, Any]:
@@ -244,6 +247,7 @@ class MeanPool(_Tokens):
     def forward(self, x: Tensor) -> Tensor:
         """Sum the tokens and divide by √n."""
         check_tokens("x", x, ndim=3)
+        check_length(x.shape[1])
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
     def settings(self) -> dict[str, Any]:

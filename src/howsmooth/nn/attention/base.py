@@ -23,6 +23,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.divisor import Remembered, divided
 from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.contract import LipschitzModule
+from howsmooth.nn.numbers import check_placement
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 
@@ -130,6 +131,7 @@ class LipschitzAttention(LipschitzModule):
         if self.shorter and self.masking.kind == "fixed":
             raise ArgumentError("shorter", expected="False with a mask of one length", got="True")
         self.bias = bool(bias)
+        check_placement(device, dtype)
         self._make_weights({"device": device, "dtype": dtype})
         self._log_divisor_of = Remembered()
 
@@ -368,6 +370,9 @@ class LipschitzAttention(LipschitzModule):
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return tokens (batch, n, d) in the working dtype, and the weights, after checks."""
+        if not isinstance(query, Tensor) or query.layout is not torch.strided:
+            got = str(query.layout) if isinstance(query, Tensor) else type(query).__name__
+            raise ArgumentError("query", expected="a dense tensor of tokens (batch, n, d)", got=got)
         for name, other in (("key", key), ("value", value)):
             if other is not None and other is not query:
                 raise ArgumentError(

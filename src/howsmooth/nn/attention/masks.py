@@ -146,6 +146,9 @@ class Masking:
 def _shaped(
     name: str, mask: Tensor, shapes: Mapping[tuple[int, ...], tuple[int, ...]], device: torch.device
 ) -> tuple[str, Tensor]:
+    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.is_meta:
+        got = type(mask).__name__ if not isinstance(mask, Tensor) else f"{mask.layout} on {mask.device}"
+        raise ArgumentError(name, expected="a dense tensor", got=got)
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ArgumentError(name, expected="a boolean or floating-point tensor", got=str(mask.dtype))
     if tuple(mask.shape) not in shapes:
