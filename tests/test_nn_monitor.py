@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
+from howsmooth.nn import probing
 from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.monitor import LipschitzMonitor
 from howsmooth.nn.record import MonitorRecord
@@ -601,3 +603,57 @@ def test_steps_are_counted_as_told() -> None:
         monitor.step(-1)
     assert repr(monitor).startswith("LipschitzMonitor(GPT2LMHeadModel, every 10 steps, input_ids 3 x 7;")
     assert isinstance(monitor.records[0], MonitorRecord)
+
+
+# ---------------------------------------------------------------- layers are read again
+
+
+class Tempered(nn.Module):
+    """Attention whose scores have a learned factor, which is no weight of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8).double() for _ in range(4))
+        self.factor = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o((self.factor * self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x))
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "torch"])
+@pytest.mark.parametrize("scope", ["attention", "residual"])
+def test_layers_read_again_are_those_captured_anew(
+    name: str, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = encoder() if name == "torch" else tiny(name)
+    ids = torch.randn(3, 5, 8) if name == "torch" else token_ids(3, 5)
+    monitor = LipschitzMonitor(model, ids, scope=scope, layers=[-1], strict=True)
+    monitor.measure(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    fresh = LipschitzMonitor(model, ids, scope=scope, layers=[-1], strict=True).measure(1)
+    monkeypatch.setattr(probing, "read_layer", None)  # which captures
+    again = monitor.measure(1)
+    assert [replace(row, seconds=0) for row in again] == [replace(row, seconds=0) for row in fresh]
+    assert again[0].each != monitor.records[0].each
+
+
+def test_a_layer_that_changed_otherwise_is_captured_anew() -> None:
+    torch.manual_seed(0)
+    model, x = Tempered(), torch.randn(2, 5, 8, dtype=torch.float64)
+    monitor = LipschitzMonitor(model, x, rtol=1e-6, strict=True)
+    for step in range(3):
+        (row,) = monitor.measure(step)
+        assert row.method == "closed form"
+        assert row.each == pytest.approx([norm(model, member) for member in x], rel=1e-5)
+        with torch.no_grad():
+            model.factor += 0.5
+    model.k = nn.Linear(8, 8).double()  # another module in its place
+    (row,) = monitor.measure(3)
+    assert row.each == pytest.approx([norm(model, member) for member in x], rel=1e-5)

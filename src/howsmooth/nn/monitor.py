@@ -18,7 +18,7 @@ from howsmooth.models.site import SCOPES
 from howsmooth.nn.logging import RecordFile, ScalarWriter, write_scalars
 from howsmooth.nn.neutral import unwrapped
 from howsmooth.nn.probes import ProbeInputs, Probes
-from howsmooth.nn.probing import Accuracy, measured
+from howsmooth.nn.probing import Accuracy, Readings, measured
 from howsmooth.nn.record import MonitorRecord, table
 
 __all__ = ["LipschitzMonitor"]
@@ -129,6 +129,7 @@ class LipschitzMonitor:
         self.records: list[MonitorRecord] = []
         self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
         self._steps = 0
+        self._readings: Readings = {}
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Say that the optimizer made a step; every so many of them, measure.
@@ -154,6 +155,7 @@ class LipschitzMonitor:
             self.model,
             self.probes,
             at,
+            readings=self._readings,
             layers=self.layers,
             scope=self.scope,
             accuracy=self._accuracy,

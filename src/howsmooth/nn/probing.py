@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,16 +18,17 @@ from howsmooth.models.borrow import implementation
 from howsmooth.models.capture import capture
 from howsmooth.models.given import ModelInputs
 from howsmooth.models.owners import CrossAttention
-from howsmooth.models.passes import Passed, Wanted, forward_pass
+from howsmooth.models.passes import Passed, Wanted, forward_pass, run
 from howsmooth.models.recording import AttentionLayer, first_tokens
 from howsmooth.models.verified import read_layer
 from howsmooth.nn.neutral import unmarked
 from howsmooth.nn.own_layers import OwnAttention, OwnLayers
 from howsmooth.nn.probes import Probes
 from howsmooth.nn.record import MonitorRecord
+from howsmooth.nn.rereading import SCOPES, Reading, reading_of
 from howsmooth.nn.statistics import Entropy, score_norm
 
-__all__ = ["Accuracy", "measured"]
+__all__ = ["Accuracy", "Readings", "measured"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class _Layer:
     attention: TokenMap | None = None
     tokens: Tensor | None = None
     own: OwnAttention | None = None
+    #: Where a captured layer may be read next time; which of the package's own calls this was.
+    again: Reading | int | None = None
     failure: Exception | None = None
     seconds: float = 0.0
 
@@ -74,17 +78,24 @@ class _Row:
     parts: list[_Layer] = field(default_factory=list)
 
 
+#: For each of the probes, where its layers were read.
+Readings = dict[int, list[tuple[int, Reading | int]]]
+
+
 def measured(
     model: nn.Module,
     probes: Probes,
     step: int,
     *,
+    readings: Readings,
     layers: Sequence[int] | None,
     scope: str,
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
     """Measure every layer at all probes, and leave the model as it was found.
+
+    ``readings`` is what the last measurement left for this one, and is brought up to date.
 
     Whatever goes wrong in a layer becomes its row; what goes wrong before any layer is seen, a row of the
     model; under ``strict`` it is raised.
@@ -94,8 +105,15 @@ def measured(
     rows: dict[int, _Row] = {}
     try:
         with unmarked(model):
-            for given in probes.of_model(model):
-                for index, found in _layers(model, given, layers, scope):
+            for number, given in enumerate(probes.of_model(model)):
+                before = readings.pop(number, None)
+                layers_found = before and _read_again(model, given, before, scope)
+                if not layers_found:
+                    layers_found = _layers(model, given, layers, scope)
+                known = [(index, found.again) for index, found in layers_found if found.again is not None]
+                if len(known) == len(layers_found):
+                    readings[number] = known
+                for index, found in layers_found:
                     rows.setdefault(index, _Row(found.name)).parts.append(found)
             return [
                 _record(replace(blank, layer=index, name=row.name), row, accuracy, strict)
@@ -131,10 +149,47 @@ def _layers(
     shared = (time.process_time() - began) / len(places)
     wanted = range(len(places)) if layers is None else _indices(layers, len(places))
     found = [(i, _read(places[i], model, given, scope)) for i in wanted]
+    for _, layer in found:
+        if layer.own is not None:
+            layer.again = own.calls.index(layer.own)
     if layers is None:
         found = [(i, layer) for i, layer in found if not isinstance(layer.failure, CrossAttention)]
     for _, layer in found:
         layer.seconds += shared
+    return found
+
+
+def _read_again(
+    model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
+) -> list[tuple[int, _Layer]] | None:
+    """Run the model once, and read its layers where they were before; None if one of them is not there."""
+    own = OwnLayers(model)
+    began = time.process_time()
+    captured = [reading for _, reading in known if isinstance(reading, Reading)]
+    with ExitStack() as stack:
+        for one in captured:
+            stack.enter_context(one.hooked())
+        stack.enter_context(own.hooked(lambda name: None))
+        run(model, (), given.named)
+    found: list[tuple[int, _Layer]] = []
+    for index, reading in known:
+        if isinstance(reading, int):
+            if reading >= len(own.calls):
+                return None
+            layer = _read(own.calls[reading], model, given, scope)
+        else:
+            try:
+                again = reading.read(scope)
+            except HowsmoothError:  # weights that are not finite, say: the capture says it better
+                return None
+            if again is None:
+                return None
+            attention, f, x = again
+            layer = _Layer(reading.name, map=f, x=x, attention=attention, tokens=x)
+        layer.again = reading
+        found.append((index, layer))
+    for _, layer in found:
+        layer.seconds = (time.process_time() - began) / len(found)
     return found
 
 
@@ -157,6 +212,7 @@ def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, sc
             _check_finite(place)
             read = read_layer(place, given.batch, implementation(model))
             layer.name = read.owner.layer.name
+            layer.again = reading_of(read) if scope in SCOPES else None
             whole = read.sites(scope)[0]
             inner = whole if scope == "attention" else read.sites("attention")[0]
             layer.map, layer.x, layer.attention, layer.tokens = whole.map, whole.x, inner.map, inner.x

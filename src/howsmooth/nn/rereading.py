@@ -1,0 +1,169 @@
+"""Reading a layer again where it was read before: in later measurements its weights only have changed.
+
+The first time, a layer is captured: found and proved by running it several times. If every parameter of its
+map is a block of a weight of the model, the blocks are remembered. The next time they are read, tokens and
+output are taken from the pass, and the map must give that output; if not, the layer is captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import Residual, SelfAttention, TokenMap
+from howsmooth.models.recording import bound_arguments
+from howsmooth.models.repeated import as_tokens, first_tensor
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.verified import VerifiedLayer
+
+__all__ = ["SCOPES", "Reading", "reading_of"]
+
+#: The scopes whose maps are the attention alone, and what is known of it.
+SCOPES = ("attention", "heads", "residual")
+
+_BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "output": "output_bias"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Some rows of a weight, transposed perhaps; or of its bias, some entries."""
+
+    module: nn.Module
+    name: str
+    rows: slice
+    transposed: bool
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Return the block as it is now."""
+        whole: Tensor = getattr(self.module, self.name).detach()
+        return (whole.mT if self.transposed else whole)[self.rows].reshape(self.shape).clone()
+
+
+@dataclass(eq=False)
+class Reading:
+    """Where a layer has its weights, its tokens and its output."""
+
+    name: str
+    owner: nn.Module
+    x_name: str
+    batch: int
+    batch_axis: int
+    projection: nn.Module
+    blocks: Mapping[str, _Block]
+    others: Mapping[str, Any]
+    given: list[Tensor] = field(default_factory=list)
+    output: list[Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Note tokens and output of the pass within the context."""
+        self.given.clear()
+        self.output.clear()
+        with ExitStack() as stack:
+            stack.callback(self.owner.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
+            stack.callback(self.projection.register_forward_hook(self._ends).remove)
+            yield
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = bound_arguments(module, args, kwargs).get(self.x_name)
+        if isinstance(x, Tensor):
+            self.given.append(x.detach().clone())
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.given:
+            self.output.append(first_tensor(output).detach().clone())
+
+    def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
+        """Return the attention, the map of the scope, and the tokens; None if that is not what ran."""
+        if len(self.given) != 1 or len(self.output) != 1:
+            return None
+        x = as_tokens(self.given.pop(), self.batch, self.batch_axis)
+        own = as_tokens(self.output.pop(), self.batch, self.batch_axis)
+        parameters: dict[str, Any] = {name: block.read() for name, block in self.blocks.items()}
+        f = SelfAttention(**parameters, **self.others)
+        found = f(x)
+        q, k, _ = f.projections(x)
+        condition = abs(f.scale) * float(q.norm(dim=-1).max()) * float(k.norm(dim=-1).max())
+        allowed = tolerance(precision(x.dtype), condition)
+        if own.shape != found.shape or not all(
+            relative_error(a, b) <= allowed for a, b in zip(found, own, strict=True)
+        ):
+            return None
+        match scope:
+            case "heads":
+                return f, f.without_output(), x
+            case "residual":
+                return f, Residual(f), x
+            case _:
+                return f, f, x
+
+
+def reading_of(read: VerifiedLayer) -> Reading | None:
+    """Return where a captured layer has its weights; None if some are no blocks of the model's."""
+    f, call = read.found.map, read.owner.repeated
+    if not isinstance(f, SelfAttention) or f.feature_names():
+        return None
+    weights = _matrices(read.owner.layer.root)
+    blocks: dict[str, _Block] = {}
+    for name, bias_name in _BIASES.items():
+        matrix, bias = getattr(f, name), getattr(f, bias_name)
+        if matrix is None:
+            return None
+        found = _found(matrix, bias, weights)
+        if found is None:
+            return None
+        blocks[name] = found[0]
+        if found[1] is not None:
+            blocks[bias_name] = found[1]
+    others = {"scale": f.scale, "causal": f.causal, "window": f.window, "mask": f.mask, "rotary": f.rotary}
+    return Reading(
+        name=read.owner.layer.name,
+        owner=call.module,
+        x_name=call.x_name,
+        batch=call.batch,
+        batch_axis=call.batch_axis,
+        projection=read.output.call.module,
+        blocks=blocks,
+        others=others,
+    )
+
+
+def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, p.detach())
+        for module in root.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.ndim == 2
+    ]
+
+
+def _found(
+    matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
+) -> tuple[_Block, _Block | None] | None:
+    """Return the only block of a weight that equals the matrix (..., d), and that of its bias."""
+    flat = matrix.flatten(0, -2)
+    found: list[tuple[_Block, _Block | None]] = []
+    for module, name, weight in weights:
+        for transposed in (False, True):
+            whole = weight.mT if transposed else weight
+            if whole.shape[1] != flat.shape[1]:
+                continue
+            for start in range(0, whole.shape[0] - len(flat) + 1, len(flat)):
+                rows = slice(start, start + len(flat))
+                if not torch.equal(whole[rows], flat):
+                    continue
+                block = _Block(module, name, rows, transposed, tuple(matrix.shape))
+                if bias is None:
+                    found.append((block, None))
+                    continue
+                own = getattr(module, name.replace("weight", "bias"), None)
+                if isinstance(own, Tensor) and torch.equal(own[rows], bias.flatten()):
+                    shape = tuple(bias.shape)
+                    found.append((block, _Block(module, name.replace("weight", "bias"), rows, False, shape)))
+    return found[0] if len(found) == 1 else None
