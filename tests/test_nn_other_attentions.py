@@ -181,6 +181,27 @@ def test_gradient_at_zero_weights_is_finite() -> None:
         assert all(bool(torch.isfinite(g).all()) for g in found if g is not None)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_penalties_have_their_gradients(kind: str) -> None:
+    """d‖J‖ by a weight, which is a second derivative of the layer, against differences of dense Jacobians."""
+    f = layer(kind, radius=2.0, constant=1.0)
+    x, direction = tokens(5, 1, N, D, radius=1.0), tokens(6, *f.in_proj_weight.shape)
+    model = torch.nn.Sequential(nn.SelfAttentionBlock(f))
+    penalty = nn.penalty.SpectralPenalty(model, steps=30)
+    with penalty:
+        model(x)
+        value = penalty()
+    value.backward()
+    norms, weight, h = [], f.in_proj_weight.detach().clone(), 1e-5
+    for sign in (1, -1, 0):
+        with torch.no_grad():
+            f.in_proj_weight.copy_(weight + sign * h * direction)
+        norms.append(dense_norm(f, x[0]))
+    assert float(value.detach()) == pytest.approx(norms[2], rel=1e-6)
+    slope = float((f.in_proj_weight.grad * direction).sum())
+    assert slope == pytest.approx((norms[0] - norms[1]) / (2 * h), rel=1e-4, abs=1e-7)
+
+
 # ---- the doubly stochastic matrix
 
 
