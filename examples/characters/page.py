@@ -1,0 +1,286 @@
+"""Draw the figures of the docs page "A character model, plain and penalised", and write its tables.
+
+    python examples/characters/page.py
+
+It reads the tables that `train.py` wrote and trains nothing. A table of the page stands between
+``<!-- table NAME -->`` and ``<!-- end -->``, and is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+DOCS = HERE.parents[1] / "docs"
+PAGE = DOCS / "guide" / "character-model.md"
+FIGURES = DOCS / "_static" / "character-model"
+NBSP = "\N{NO-BREAK SPACE}"
+
+#: Colour on light, colour on dark, dashes.
+STYLES: dict[str, tuple[str, str, Any]] = {
+    "plain": ("#1a1a1a", "#e6e6e6", "-"),
+    "plain-short": ("#1a1a1a", "#e6e6e6", (0, (1, 1.5))),
+    "spectral": ("#0b5fa5", "#7ab8f5", "-"),
+    "spectral-strong": ("#0b5fa5", "#7ab8f5", (0, (4, 2))),
+    "blocks": ("#00724f", "#5fd3a8", "-"),
+    "jasmin": ("#b35900", "#ffab5e", "-"),
+}
+
+
+class Results:
+    """The tables of a folder."""
+
+    def __init__(self, folder: Path = RESULTS) -> None:
+        self.losses, self.layers, self.constants, self.robustness = (
+            pd.read_csv(folder / f"{name}.csv", dtype={"layer": str})
+            for name in ("losses", "layers", "constants", "robustness")
+        )
+        self.facts: dict[str, Any] = json.loads((folder / "setting.json").read_text("utf-8"))
+        self.forms = list(dict.fromkeys(self.losses["form"]))
+        self.seeds = sorted(self.losses["seed"].unique())
+
+    def name(self, form: str) -> str:
+        """Name a form and its strength."""
+        given = self.facts["forms"][form]
+        if given["penalty"] == "none":
+            steps = round(given["share"] * self.facts["setting"]["steps"])
+            return "plain" if given["share"] == 1 else f"plain, {steps} steps"
+        names = {"spectral": "spectral", "blocks": "spectral of blocks", "jasmin": "JaSMin"}
+        return f"{names[given['penalty']]}, {given['strength']:g}"
+
+    def at_the_end(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of the last look at each run."""
+        return table[table["step"] == table.groupby(["form", "seed"])["step"].transform("max")]
+
+    def end_losses(self) -> pd.DataFrame:
+        """Return the held-out loss at the end, a row a seed, a column a form."""
+        end = self.at_the_end(self.losses)
+        return end.pivot_table(index="seed", columns="form", values="held_out")[self.forms]
+
+    def end_constants(self, column: str = "constant") -> pd.DataFrame:
+        """Return constants at the end, mean over the windows, by form and seed, a column a layer."""
+        return self.constants.pivot_table(index=["form", "seed"], columns="layer", values=column)
+
+    def largest(self) -> pd.DataFrame:
+        """Return the largest constant of a layer at each look, mean over the probe windows."""
+        return self.layers.groupby(["form", "seed", "step"], as_index=False)["lipschitz_mean"].max()
+
+
+def spread(values: pd.Series, digits: str = ".2f") -> str:
+    """Write the mean over the seeds, and the least and the largest."""
+    return f"{values.mean():{digits}} ({values.min():{digits}} to {values.max():{digits}})".replace(" ", NBSP)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def losses(results: Results) -> str:
+    """Write one row a form: loss, how much more than plain at the same seed, best loss on the way."""
+    ends = results.end_losses()
+    rows = []
+    for form in results.forms:
+        more = ends[form] - ends["plain"]
+        rows.append(
+            [results.name(form), spread(ends[form], ".3f"), "" if form == "plain" else spread(more, "+.3f")]
+        )
+    return table(["penalty, strength", "held-out loss", "more than plain"], rows)
+
+
+def constants(results: Results) -> str:
+    """Write one row a form: constants at the end, layer by layer and of the whole model."""
+    ends = results.end_constants()
+    peak = results.largest().groupby(["form", "seed"])["lipschitz_mean"].max()
+    layers = [layer for layer in ends.columns if layer != "whole"]
+    rows = [
+        [
+            results.name(form),
+            *(spread(ends.loc[form][layer]) for layer in layers),
+            spread(peak.loc[form], ".1f"),
+            spread(ends.loc[form]["whole"], ".0f"),
+        ]
+        for form in results.forms
+    ]
+    head = ["penalty, strength", *(f"layer {layer}" for layer in layers), "largest on the way", "whole model"]
+    return table(head, rows)
+
+
+def relative(results: Results) -> str:
+    """Write one row a form: constants times the norm of the tokens."""
+    ends = results.end_constants("relative")
+    layers = [layer for layer in ends.columns if layer != "whole"]
+    rows = [
+        [
+            results.name(form),
+            *(spread(ends.loc[form][layer], ".0f") for layer in layers),
+            spread(ends.loc[form]["whole"], ".0f"),
+        ]
+        for form in results.forms
+    ]
+    return table(["penalty, strength", *(f"layer {layer}" for layer in layers), "whole model"], rows)
+
+
+def inside(results: Results) -> str:
+    """Write one row a form: what the monitor saw of scores and entropy at the end, means over the layers."""
+    end = results.at_the_end(results.layers)
+    means = end.groupby(["form", "seed"])[["score_norm", "entropy_normalised", "radius_mean"]].mean()
+    rows = [
+        [results.name(form), *(spread(means.loc[form][column]) for column in means.columns)]
+        for form in results.forms
+    ]
+    return table(["penalty, strength", "norm of the score matrix", "entropy over uniform", "radius"], rows)
+
+
+def robustness(results: Results) -> str:
+    """Write one row a form: what noise and attack of two sizes do."""
+    found = results.robustness.set_index(["form", "kind", "size"])
+    cases = [("noise", 0.2), ("noise", 0.5), ("attack", 0.05), ("attack", 0.1)]
+    rows = [
+        [
+            results.name(form),
+            *(spread(found.loc[(form, *case)]["rise"]) for case in cases),
+            spread(100 * found.loc[(form, "noise", 0.5)]["changed"], ".0f"),
+        ]
+        for form in results.forms
+    ]
+    head = ["penalty, strength", *(f"{kind} {100 * size:.0f}{NBSP}%" for kind, size in cases)]
+    return table([*head, f"guesses changed by noise 50{NBSP}%, %"], rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "losses": losses,
+    "constants": constants,
+    "relative": relative,
+    "inside": inside,
+    "robustness": robustness,
+}
+
+
+def fill(page: str, results: Results) -> str:
+    """Replace the tables of the page."""
+
+    def filled(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}"
+
+    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", filled, page, flags=re.DOTALL)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def style(*, dark: bool) -> dict[str, Any]:
+    """Return colours and fonts."""
+    ink, back, grid = ("#e6e6e6", "#131416", "#3a3d42") if dark else ("#1a1a1a", "#ffffff", "#dcdcdc")
+    return {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.edgecolor": grid,
+        "axes.facecolor": back,
+        "axes.grid": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": grid,
+        "grid.linewidth": 0.4,
+        "figure.facecolor": back,
+        "savefig.facecolor": back,
+    }
+
+
+def curves(axis: Axes, data: pd.DataFrame, x: str, y: str, results: Results, *, dark: bool) -> None:
+    """Draw the mean over the seeds and the range between them, for each form."""
+    for form in results.forms:
+        wide = data[data["form"] == form].pivot_table(index=x, columns="seed", values=y)
+        colour, dashes = STYLES[form][dark], STYLES[form][2]
+        axis.fill_between(
+            wide.index, wide.min(axis=1), wide.max(axis=1), color=colour, alpha=0.15, linewidth=0
+        )
+        axis.plot(wide.index, wide.mean(axis=1), color=colour, linestyle=dashes, linewidth=1.5)
+
+
+def legend(figure: Figure, results: Results, *, dark: bool) -> None:
+    """Name the forms above the panels."""
+    handles = [
+        Line2D([], [], color=STYLES[form][dark], linestyle=STYLES[form][2], label=results.name(form))
+        for form in results.forms
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+
+
+def training(results: Results, *, dark: bool) -> Figure:
+    """Draw held-out loss and largest constant over the steps, and one against the other."""
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    first, second, third = figure.subplots(1, 3)
+    largest = results.largest()
+    curves(first, results.losses, "step", "held_out", results, dark=dark)
+    first.set(xlabel="step", ylabel="held-out loss (nats a character)")
+    curves(second, largest, "step", "lipschitz_mean", results, dark=dark)
+    second.set(xlabel="step", ylabel="largest constant of a layer", yscale="log")
+    both = largest.merge(results.losses, on=["form", "seed", "step"])
+    for form in results.forms:
+        way = both[both["form"] == form].groupby("step")[["held_out", "lipschitz_mean"]].mean()
+        colour, dashes = STYLES[form][dark], STYLES[form][2]
+        third.plot(way["held_out"], way["lipschitz_mean"], color=colour, linestyle=dashes, linewidth=1.2)
+        third.plot(*way.iloc[-1], "o", color=colour, markersize=5)
+    third.set(xlabel="held-out loss, falling", ylabel="largest constant of a layer", yscale="log")
+    third.invert_xaxis()
+    legend(figure, results, dark=dark)
+    return figure
+
+
+def perturbed(results: Results, *, dark: bool) -> Figure:
+    """Draw how much the loss rises with the size of noise and of the attack."""
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, kind, words in zip(
+        figure.subplots(1, 2), ("noise", "attack"), ("random noise", "attack (steepest ascent)"), strict=True
+    ):
+        data = results.robustness[results.robustness["kind"] == kind]
+        curves(axis, data, "size", "rise", results, dark=dark)
+        axis.set(
+            xlabel="size over that of the embedded characters", ylabel="rise of the loss (nats)", title=words
+        )
+    legend(figure, results, dark=dark)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw, and fill the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of tables [results/]")
+    parser.add_argument("--figures", type=Path, help="draw into this folder and leave the page alone")
+    options = parser.parse_args(arguments)
+    results = Results(options.results)
+    folder = options.figures or FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in (("training", training), ("robustness", perturbed)):
+        for dark in (False, True):
+            with rc_context(style(dark=dark)):
+                path = folder / f"{name}-{'dark' if dark else 'light'}.png"
+                draw(results, dark=dark).savefig(path, dpi=150, metadata={"Software": "howsmooth"})
+    if options.figures is None:
+        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
