@@ -40,11 +40,11 @@ class LipschitzMonitor:
     Parameters
     ----------
     model
-        Any model that :func:`~howsmooth.capture` understands, or with attention layers of
+        Any model that :func:`~howsmooth.models.capture` understands, or with attention layers of
         :mod:`howsmooth.nn`, which are measured by their ``map``. Wrappers for several devices and of
         ``torch.compile`` are looked into.
     probes
-        The inputs at which is measured, as for :func:`~howsmooth.capture`, without padding: several
+        The inputs at which is measured, as for :func:`~howsmooth.models.capture`, without padding: several
         sequences, say so many of the validation data; or a list of such, with sequences of other lengths.
         They are copied.
     every
@@ -59,7 +59,7 @@ class LipschitzMonitor:
         Which layers, counted in the order of the model's pass, negative from the end; by default all of
         self-attention.
     scope
-        What to call attention, as for :func:`~howsmooth.capture`; ``"head"`` aside.
+        What to call attention, as for :func:`~howsmooth.models.capture`; ``"head"`` aside.
     rtol, confidence, max_iterations
         As for :func:`~howsmooth.local_lipschitz`. The default asks for one percent: enough for a curve.
     seed

@@ -21,7 +21,7 @@ class MonitorRecord:
     layer: int | None
     #: Path of the attention module in the model.
     name: str
-    #: What is called attention, as in :class:`~howsmooth.Site`.
+    #: What is called attention, as in :class:`~howsmooth.models.Site`.
     scope: str
     #: The probe inputs, in words, with a checksum: rows with the same words were measured at the same inputs.
     probes: str

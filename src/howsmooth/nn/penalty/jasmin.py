@@ -146,7 +146,7 @@ class JasminPenalty:
         return torch.stack(list(self.terms().values())).mean()
 
     def terms(self) -> dict[str, Tensor]:
-        """Return the penalty of each layer, by name; see :meth:`__call__`."""
+        """Return the penalty of each layer, by name; see the class."""
         terms: dict[str, Tensor] = {}
         for name, call in self._recorder.named().items():
             found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]

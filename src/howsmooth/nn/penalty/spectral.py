@@ -167,7 +167,7 @@ class SpectralPenalty:
         return self._over_layers(torch.stack(list(self.terms(tokens).values())))
 
     def terms(self, tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the penalty of each layer, by name, for weights of your own; see :meth:`__call__`."""
+        """Return the penalty of each layer, by name, for weights of your own; see the class."""
         calls = self._recorder.named()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
