@@ -426,6 +426,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("half", lambda: nn.Sequential(nn.Linear(D, D).half()), "0", ".float() or .double()"),
     ("bfloat16", lambda: nn.Sequential(nn.LayerNorm(D).bfloat16()), "0", "torch.bfloat16"),
     ("meta", lambda: nn.Sequential(nn.Linear(D, D, device="meta")), "0", "meta device"),
+    ("lazy", lambda: nn.Sequential(nn.LazyLinear(D)), "0", "Give the model an input"),
     ("hook", _hooked, "1", "has hooks"),
     ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
     ("forward of its own", _patched, "1", "forward of its own"),
@@ -551,6 +552,7 @@ def test_no_attack_succeeds_within_the_certified_radius() -> None:
         (torch.full((3, 2), math.nan), None, "logits"),
         (torch.ones(3, 2), torch.tensor([0, 1]), "labels"),
         (torch.ones(3, 2), torch.tensor([0, 1, 2]), "labels"),
+        (torch.ones(3, 2), torch.tensor([0.0, 1.0, 0.7]), "labels"),
     ],
 )
 def test_logits_and_labels_are_checked(logits: Tensor, labels: Tensor | None, argument: str) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -63,9 +63,7 @@ class ModelCertificate:
         columns = list(Row.__dataclass_fields__)
         return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
-    def certified_radius(
-        self, logits: Float[Tensor, "..."], labels: Int[Tensor, "..."] | None = None
-    ) -> Float[Tensor, " inputs"]:
+    def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
         """Return how far, in Frobenius norm, an input may move without a change of the class it is given.
 
         That is the margin of the logit of the class over the largest other one, divided by √2 times the
@@ -93,6 +91,8 @@ class ModelCertificate:
             If a logit is not finite.
 
         """
+        if not isinstance(logits, Tensor):
+            raise ArgumentError("logits", expected="a tensor (batch, classes)", got=type(logits).__name__)
         z = logits.detach().to(torch.float64)
         if z.ndim != 2 or z.shape[1] < 2:
             raise ArgumentError(
@@ -102,6 +102,9 @@ class ModelCertificate:
             raise NonFiniteError("logits", expected="finite numbers", got="NaN or infinity")
         if labels is None:
             labels = z.argmax(dim=1)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+            got = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+            raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
         if labels.shape != z.shape[:1]:
             raise ArgumentError(
                 "labels", expected=f"one of each of {len(z)} inputs", got=f"shape {tuple(labels.shape)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificate import ModelCertificate
@@ -63,6 +64,9 @@ def _check(module: nn.Module, path: str) -> None:
     """Refuse what stands in the way in any class: half precision, NaN, functions that are not fixed."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
+        if is_lazy(value):
+            reason = f"has a {name} whose shape is not known yet"
+            raise refusal(module, path, reason, "Give the model an input once.")
         if value.is_meta:
             raise refusal(module, path, f"has no values for {name}, which is on the meta device")
         if value.is_complex() or (value.is_floating_point() and value.dtype.itemsize < 4):
