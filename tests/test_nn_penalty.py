@@ -670,3 +670,43 @@ def test_jasmin_on_a_fused_kernel_and_its_refusals() -> None:
         linear(tokens())
         with pytest.raises(ArgumentError, match="none was seen"):
             penalty()
+
+
+def test_weights_with_parametrizations() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            linear = nn.Linear(D, D, dtype=torch.float64)
+            self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D, dtype=torch.float64))
+            self.orthogonal = nn.utils.parametrizations.orthogonal(linear)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.spectral(self.orthogonal(x).tanh())
+
+    layer, x = Two().train(), tokens()
+    with SpectralPenalty(layer, [""], first_steps=40, rtol=1e-6) as penalty:
+        layer(x)
+        buffers = {name: b.clone() for name, b in layer.named_buffers()}
+        penalty().backward()
+    # In training its own vectors move in each forward pass of the layer, but not in that of the penalty.
+    assert all(torch.equal(b, buffers[name]) for name, b in layer.named_buffers())
+    layer.eval()
+    for row, value in zip(x, penalty.report.layers[0].value, strict=True):
+        exact = torch.linalg.matrix_norm(dense(layer, row.clone().requires_grad_()).detach(), 2)
+        assert torch.allclose(value, exact, rtol=1e-8)
+    assert len(gradients(layer)) == 2 + 1  # both originals, and the bias before tanh
+
+
+@pytest.mark.slow
+def test_compiled_models() -> None:
+    model, x = Model(attention()), tokens()
+    with SpectralPenalty(model) as penalty:
+        model(x)
+        expected = penalty().detach()
+    compiled = torch.compile(model, backend="eager")
+    for given in (model, compiled):
+        torch._dynamo.reset()
+        with SpectralPenalty(given) as penalty:
+            compiled(x)
+            assert torch.allclose(penalty(), expected)
