@@ -73,8 +73,9 @@ LAYERS = ATTENTION | PARTS
 
 def names() -> set[str]:
     """The layers that hs.nn has."""
-    # The Trainer's callback is no layer, and transformers takes seconds to import.
-    found = {name: getattr(hs.nn, name) for name in hs.nn.__all__ if name != "MonitorCallback"}
+    # What watches training brings transformers, which takes seconds to import.
+    others = ("LipschitzMonitor", "MonitorCallback", "penalty")
+    found = {name: getattr(hs.nn, name) for name in hs.nn.__all__ if name not in others}
     return {
         name
         for name, one in found.items()

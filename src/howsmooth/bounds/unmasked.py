@@ -241,7 +241,7 @@ def h_star_maximiser(a: float) -> float:
     """Return w = 2p − 1 at the maximum that h*(a) is; 1 for a <= 1/2, 0 up to the last digit for huge a."""
     if a <= 0.5:
         return 1.0
-    if a > 1e8:
+    if not a <= 1e8:  # where a is no number, neither is what is made of it
         return 0.0
     # With w = 2p − 1 it is 1 + (1 − w²)(a² − (1 − aw)²)/2: a quartic, whose derivative is this cubic.
     roots = np.roots([2.0, -3.0 / a, 1.0 / (a * a) - 2.0, 1.0 / a])
