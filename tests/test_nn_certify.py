@@ -165,6 +165,21 @@ def test_the_constant_follows_the_weights_and_the_radius() -> None:
     assert certify(attention, N, 2.0).constant > certify(attention, N, 1.0).constant
 
 
+def test_certifying_leaves_model_and_random_numbers_as_they_were() -> None:
+    torch.manual_seed(0)
+    spectral = hs.nn.SpectralLinear(D, D).eval()
+    model = nn.Sequential(spectral, _encoder(1).eval(), hs.nn.AverageResidual(_attention()).train())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    certify(model, N, 1.0)
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 # ---- rules for PyTorch's modules
 
 NUMBERS = [

@@ -92,7 +92,7 @@ def _longest(module: nn.Module, case: Case) -> float:
     x = (_tokens(case.n, case.d, 1.0, 3)).requires_grad_()
     optimiser = torch.optim.Adam([x], lr=0.05, maximize=True)
     best = 0.0
-    for _ in range(60):
+    for _ in range(40):
         y = module(case.radius * x).flatten(0, -2)
         norms = torch.linalg.vector_norm(y, dim=-1)
         best = max(best, float(norms.detach().max()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import torch
 from torch import nn
 
 from howsmooth.nn.attention.softmax import SoftmaxAttention
@@ -33,7 +34,9 @@ def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequenti
         if known is None:
             return "has an activation that is neither relu, gelu nor a module"
         activation = known()
-    attention = SelfAttentionBlock(SoftmaxAttention.from_torch(layer.self_attn, length=length))
+    weight = layer.self_attn.out_proj.weight
+    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):  # the copy draws initial weights
+        attention = SelfAttentionBlock(SoftmaxAttention.from_torch(layer.self_attn, length=length))
     attend = [("self_attn", attention)]
     feed = [("linear1", layer.linear1), ("activation", activation), ("linear2", layer.linear2)]
     if layer.norm_first:
