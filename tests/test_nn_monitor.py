@@ -20,11 +20,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
+import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.nn import probing
-from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.monitor import LipschitzMonitor
-from howsmooth.nn.record import MonitorRecord
+from howsmooth.nn import (
+    CosineAttention,
+    L2Attention,
+    LipschitzAttention,
+    LipschitzMonitor,
+    LipschitzNormAttention,
+    MonitorRecord,
+    QueryKeyNormAttention,
+    SelfAttentionBlock,
+    SinkhornAttention,
+    SoftmaxAttention,
+    probing,
+)
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 
@@ -223,6 +233,46 @@ def test_own_layers_are_measured_as_they_are_called(
     assert row.lipschitz is not None
     assert row.lipschitz <= row.bound
     assert rows[0].bound is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        (QueryKeyNormAttention, "normed queries or keys"),
+        (L2Attention, ""),
+        (CosineAttention, "scores that are no bilinear form of the tokens"),
+        (SinkhornAttention, ""),
+        (LipschitzNormAttention, "scores that are no bilinear form of the tokens"),
+    ],
+)
+def test_every_kind_of_layer_is_measured(kind: type[LipschitzAttention], missing: str) -> None:
+    torch.manual_seed(0)
+    layer, x = kind(8, 2, length=4, radius=6.0).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    (row,) = LipschitzMonitor(SelfAttentionBlock(layer), x, rtol=1e-5, strict=True).measure()
+    assert row.each == pytest.approx([norm(lambda y: layer(y)[0], member) for member in x], rel=2e-5)
+    assert row.lipschitz is not None
+    assert row.bound is not None
+    assert row.lipschitz <= row.bound
+    p = layer(x, average_attn_weights=False)[1]
+    assert p is not None
+    entropy = float(torch.special.entr(p.detach()).sum(-1).mean())
+    assert (row.entropy, row.entropy_normalised) == pytest.approx((entropy, entropy / math.log(4)), rel=1e-6)
+    assert row.score_norm_missing == missing
+    assert (row.score_norm is None) == bool(missing)
+
+
+def test_the_score_norm_of_distances_is_that_of_their_cross_term() -> None:
+    torch.manual_seed(0)
+    layer, x = L2Attention(8, 2, length=4, radius=6.0).double(), torch.randn(1, 4, 8, dtype=torch.float64)
+    (row,) = LipschitzMonitor(SelfAttentionBlock(layer), x, strict=True).measure()
+    f = layer.map
+    assert isinstance(f, hs.L2Attention)
+    assert row.score_norm == pytest.approx(
+        max(
+            float(torch.linalg.matrix_norm(2 * f.scale * k.T @ q, 2))
+            for q, k in zip(f.query, f.key, strict=True)
+        )
+    )
 
 
 # ---------------------------------------------------------------- training is what it was

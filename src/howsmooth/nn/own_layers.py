@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, TokenMap
+from howsmooth.attention.heads import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import precision, relative_error
@@ -80,6 +81,10 @@ class OwnAttention:
         """
         if self.map is None:
             raise ArgumentError("f", expected="a layer that was read", got="one that was not")
+        if not isinstance(self.map, HeadsAttention):
+            raise ArgumentError(
+                "f", expected="scores ⟨A x_i + b, x_j⟩", got="scores that are no bilinear form of the tokens"
+            )
         return score_norm(self.map)
 
     def bound(self) -> float | None:
