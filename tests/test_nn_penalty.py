@@ -324,6 +324,24 @@ def test_function_is_differentiable_by_weights_and_input() -> None:
     assert torch.equal(kept, found.directions.state_dict()["left"])
 
 
+def test_residual_is_that_of_the_pair() -> None:
+    layer, x = attention(), tokens()
+
+    def f(t: Tensor) -> Tensor:
+        return layer(t, t, t, need_weights=False)[0]
+
+    state = leading_singular_value(f, x, first_steps=2).directions
+    before = state.state_dict()["left"].flatten(1)
+    found = leading_singular_value(f, x, state)
+    for row, u, v, value, residual in zip(
+        x, before, found.right.flatten(1), found.value.detach(), found.residual, strict=True
+    ):
+        jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
+        assert torch.allclose(jacobian.T @ u, value * v)
+        assert torch.allclose((jacobian @ v - value * u).norm() / value, residual, rtol=1e-9)
+    assert float(found.residual.max()) > 1e-3
+
+
 def test_a_jacobian_that_is_zero_has_value_and_gradient_zero() -> None:
     layer, x = attention(), tokens()
     with torch.no_grad():

@@ -249,7 +249,7 @@ def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
     shape = (-1, *(1,) * (jv.ndim - 1))
     off = (jv - along.view(shape) * u).flatten(1).norm(dim=1)
     # A Jacobian that is zero is known exactly.
-    return torch.where(along > 0, off / along, torch.where(off > 0, torch.inf, 0.0))
+    return torch.where(along > 0, off / along, torch.where(off == 0, 0.0, torch.inf))
 
 
 def unit(t: Tensor) -> Tensor:
