@@ -448,13 +448,13 @@ def _parametrised(layer: Layer) -> None:
 def test_the_divisor_is_kept_until_weights_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(SoftmaxAttention, constant=1.0).eval()
     counted: list[int] = []
-    own = SoftmaxAttention._undivided_bound
+    own = SoftmaxAttention._log_bound
 
-    def counting(self: SoftmaxAttention, *arguments: Any) -> object:
+    def counting(self: SoftmaxAttention, *arguments: Any) -> Tensor:
         counted.append(1)
         return own(self, *arguments)
 
-    monkeypatch.setattr(SoftmaxAttention, "_undivided_bound", counting)
+    monkeypatch.setattr(SoftmaxAttention, "_log_bound", counting)
     x = tokens(2)
     with torch.no_grad():
         first = layer(x)[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -21,6 +22,8 @@ __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax
 
 # Norms are rounded up by it, as in ``parameters``.
 _NORM_MARGIN = 1e-12
+# From this size on a single eigenvector is computed instead of all.
+_LARGE = 96
 
 Maps = Float[Tensor, "heads rows columns"]
 
@@ -222,7 +225,11 @@ def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
 
 def _h_star(a: Tensor) -> Tensor:
     """Return h*(a), with the derivative at the maximiser held fixed."""
-    w = torch.tensor([h_star_maximiser(float(x)) for x in a.detach()], dtype=a.dtype, device=a.device)
+    w = torch.tensor(
+        [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
+        dtype=a.dtype,
+        device=a.device,
+    )
     return 1 + 0.5 * (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w)
 
 
@@ -259,18 +266,43 @@ def products_norms(
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the leading singular vectors of q_left @ small @ q_rightᵀ; the left one 0 for a zero matrix."""
-    u, s, vh = torch.linalg.svd(small, full_matrices=False)
-    first = u[..., :, 0] * (s[..., :1] > 0)
-    return (q_left @ first[..., None])[..., 0], (q_right @ vh[..., 0, :, None])[..., 0]
+    u, v = _singular_vectors(small)
+    return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
     """Return spectral norms, rounded up, with the gradient of ⟨u, M v⟩."""
     with torch.no_grad():
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        first = u[..., :, 0] * (s[..., :1] > 0)
-    norms: Tensor = torch.einsum("...m,...mk,...k->...", first, matrix, vh[..., 0, :])
+        u, v = _singular_vectors(matrix)
+    norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)
     return norms * (1 + _NORM_MARGIN)
+
+
+def _singular_vectors(
+    matrix: Float[Tensor, "*lead rows columns"],
+) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
+    """Return the leading singular vectors u, v; u = 0 for a zero matrix, NaN where entries are not finite.
+
+    From the Gram matrix, scaled so that it neither overflows nor vanishes: its largest eigenvalue has a
+    relative error of a few units of rounding, and |Mv| that of its root.
+    """
+    scale = matrix.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled = matrix / torch.where(scale > 0, scale, 1.0)
+    wide = matrix.shape[-2] < matrix.shape[-1]
+    tall = scaled.mT if wide else scaled
+    gram = tall.mT @ tall
+    if not bool(torch.isfinite(gram).all()):
+        v = torch.full_like(tall[..., 0, :], math.nan)
+    elif gram.ndim == 2 and len(gram) > _LARGE:
+        last = len(gram) - 1  # one eigenvector costs much less than all
+        found = scipy.linalg.eigh(gram.cpu().numpy(), subset_by_index=[last, last])[1]
+        v = torch.from_numpy(found[:, 0]).to(gram)
+    else:
+        v = torch.linalg.eigh(gram)[1][..., -1]
+    image = (tall @ v[..., None])[..., 0]
+    length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
+    u = image / torch.where(length > 0, length, 1.0)
+    return (v * (length > 0), u) if wide else (u, v)
 
 
 def _root(square: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A subclass says what its weights are (``_weights``), how queries, keys and values come from tokens
 (``_queries_keys_values``), what the attention weights are (``_probabilities``), what it is as a map
-(``_map``), and its bound, as a number (``_undivided_bound``) and as an expression with a gradient
-(``_log_bound``). All of these read the weights from the dictionary that they are given.
+(``_map``), and its bound, as an expression with a gradient (``_log_bound``) and by name (``_named_bound``).
+All of these read the weights from the dictionary that they are given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.attention.divisor import Remembered, divided
+from howsmooth.nn.attention.divisor import Remembered, divided, log_value
 from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.contract import LipschitzModule
 from howsmooth.nn.numbers import check_placement
@@ -177,12 +177,20 @@ class LipschitzAttention(LipschitzModule):
         """Return the attention weights (batch, heads, n, n); ``added`` to the scores is the mask."""
 
     @abstractmethod
-    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return an upper bound on the constant of the layer before it is divided, of its kind of masks."""
+    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
+        """Return the logarithm of an upper bound on the constant of the layer before it is divided.
+
+        Of its kind of masks, as a number in float64 with a graph to the weights; rounding aside.
+        """
 
     @abstractmethod
-    def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of that bound, a number with a graph to the weights, rounding aside."""
+    def _named_bound(self, log_formula: float, radius: float) -> Bound:
+        """Return this bound, from its logarithm, with its name and source."""
+
+    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
+        """Return the bound on the layer before it is divided."""
+        log = log_value(lambda given: self._log_bound(length, radius, given), weights)
+        return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
@@ -263,15 +271,19 @@ class LipschitzAttention(LipschitzModule):
 
     def _log_divisor(self, weights: Weights) -> float:
         """Return the logarithm of bound / constant, computed again if a weight is not what it was."""
-        assert self.constant is not None
-        goal = math.log(self.constant)
         key = (self.length, self.radius, self.constant)
-        return self._log_divisor_of(weights, key, lambda: self._log_bound_value() - goal)
+        return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
 
-    def _log_bound_value(self) -> float:
-        bound = self._undivided_bound(self.length, self._own_radius, self._finite_weights())
-        log = bound.log_value
+    def _log(self, weights: Weights) -> Tensor:
+        """Return the logarithm of the bound that the layer is divided by, with its graph."""
+        return self._log_bound(self.length, self._own_radius, weights)
+
+    def _log_quotient(self, log_formula: float) -> float:
+        """Return the logarithm of bound / constant from that of the bound before it is rounded."""
+        assert self.constant is not None
+        log = self._named_bound(log_formula, self._own_radius).log_value
         if not abs(log) < _LARGEST_LOG:
+            self._finite_weights()
             raise ArgumentError(
                 "constant",
                 expected="a layer whose bound is a positive number",
@@ -279,7 +291,7 @@ class LipschitzAttention(LipschitzModule):
                 remedy="A layer of constant zero cannot be scaled to another one; a huge bound comes from "
                 "huge weights or a huge radius.",
             )
-        return log
+        return log - math.log(self.constant)
 
     @property
     def _own_radius(self) -> float:
@@ -353,13 +365,17 @@ class LipschitzAttention(LipschitzModule):
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return 1/divisor with its gradient in the weights."""
-        length, radius = self.length, self._own_radius
-        return divided(
-            self._log_divisor(weights),
-            weights,
-            lambda given: self._log_bound(length, radius, given),
-            like,
-        )
+        learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
+        if not (self.training and learned):
+            return divided(self._log_divisor(weights), weights, self._log, like)
+        # A backward pass is to come, and these weights will not come again: the bound once, with its graph.
+        try:
+            log = self._log(weights)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            self._log_quotient(math.inf)  # says why
+            raise
+        log_divisor = torch.tensor(self._log_quotient(log_value(lambda _: log, weights)), dtype=log.dtype)
+        return ((-log_divisor).exp() * (log.detach() - log).exp()).to(like)
 
     def _by_head(self, t: Tensor) -> Tensor:
         """Cut (batch, n, heads · k) into (batch, heads, n, k)."""

@@ -6,13 +6,14 @@ weights, which is evaluated only where a backward pass asks for it. Derivation: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Remembered", "divided"]
+__all__ = ["Remembered", "divided", "log_value"]
 
 
 class Remembered:
@@ -44,6 +45,16 @@ def _same(now: Tensor, before: Tensor) -> bool:
 
 LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 """The logarithm of a bound as an expression of the weights: a number with a graph."""
+
+
+def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
+    """Return the value of the logarithm of a bound; infinite where products of the weights overflow."""
+    try:
+        with torch.no_grad():
+            value = float(expression(weights).detach())
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return math.inf
+    return math.inf if math.isnan(value) else value
 
 
 def divided(

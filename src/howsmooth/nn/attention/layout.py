@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from howsmooth.bounds.softmax_layer import any_boolean_mask
 from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
 from howsmooth.nn.attention.masks import Masking
 
-__all__ = ["Parts", "log_value", "rows_of"]
+__all__ = ["Parts", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +65,3 @@ def rows_of(masking: Masking, length: int) -> VisibleRows:
     if masking.kind == "any":
         return any_boolean_mask(length)
     return visible_rows(length, "any" if masking.kind == "additive" else masking.kind)  # type: ignore[arg-type]
-
-
-def log_value(expression: Callable[[], Tensor]) -> float:
-    """Return the value of the logarithm of a bound; infinite where products of the weights overflow."""
-    try:
-        with torch.no_grad():
-            value = float(expression())
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return math.inf
-    return math.inf if math.isnan(value) else value

@@ -12,7 +12,7 @@ from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import query_key_norm_layer, softmax_output_radius
 from howsmooth.nn.attention.base import LipschitzAttention, Weights, positive
-from howsmooth.nn.attention.layout import Parts, log_value, rows_of
+from howsmooth.nn.attention.layout import Parts, rows_of
 
 __all__ = ["QueryKeyNormAttention"]
 
@@ -146,12 +146,12 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     # ---- the bound
 
-    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
+    def _named_bound(self, log_formula: float, radius: float) -> Bound:
         return Bound.upper(
             "query_key_norm_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
             "howsmooth, docs/theory/enforce.md, Normalised queries and keys",
-            log_formula=log_value(lambda: self._log_bound(length, radius, weights)),
+            log_formula=log_formula,
         )
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:

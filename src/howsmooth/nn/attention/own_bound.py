@@ -36,11 +36,9 @@ class OwnBoundAttention(LipschitzAttention):
     def _bound_of(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
         """Return the bound at a radius, which may be infinite, for the masks of these rows."""
 
-    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        with torch.no_grad():
-            value = float(self._bound_of(rows_of(self.masking, length), radius, in_double(weights)))
+    def _named_bound(self, log_formula: float, radius: float) -> Bound:
         quantity = Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
-        return Bound.upper(self._bound_name, quantity, _SOURCE, formula=value)
+        return Bound.upper(self._bound_name, quantity, _SOURCE, log_formula=log_formula)
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
         return self._bound_of(rows_of(self.masking, length), radius, in_double(weights)).log()

@@ -13,7 +13,7 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention, Weights
-from howsmooth.nn.attention.layout import Parts, log_value, rows_of
+from howsmooth.nn.attention.layout import Parts, rows_of
 
 __all__ = ["SoftmaxAttention"]
 
@@ -114,12 +114,12 @@ class SoftmaxAttention(LipschitzAttention):
 
     # ---- the bound
 
-    def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
+    def _named_bound(self, log_formula: float, radius: float) -> Bound:
         return Bound.upper(
             "softmax_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
             "howsmooth, Theorem A for several heads, docs/theory/enforce.md",
-            log_formula=log_value(lambda: self._log_bound(length, radius, weights)),
+            log_formula=log_formula,
         )
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
