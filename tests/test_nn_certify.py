@@ -480,6 +480,27 @@ def test_refusals_name_the_module(make: Callable[[], nn.Module], path: str, word
     assert (str(again), again.path, again.kind) == (str(caught.value), path, caught.value.kind)
 
 
+def test_dropout_is_refused_wherever_it_is() -> None:
+    """Within a layer that says nothing of it, and where a residual is asked by itself."""
+
+    class Dropping(_Lower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.1)
+
+        def lipschitz_bound(self, length: int, radius: float) -> Bound:
+            return Bound.upper("one", Quantity.GLOBAL, "here", formula=1.0)
+
+    model = nn.Sequential(Dropping())
+    with pytest.raises(CertificateError) as caught:
+        certify(model, N, 1.0)
+    assert caught.value.path == "0.dropout"
+    assert certify(model.eval(), N, 1.0).constant == pytest.approx(1.0)
+    with pytest.raises(CertificateError) as caught:
+        hs.nn.Residual(nn.Dropout(0.1)).lipschitz_bound(N, 1.0)
+    assert caught.value.path == "inner"
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     model = nn.Sequential(nn.Identity(), hs.nn.Residual(nn.Linear(D, D)))
     with torch.no_grad():
