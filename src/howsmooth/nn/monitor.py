@@ -50,7 +50,7 @@ class LipschitzMonitor:
     every
         Number of steps from one measurement to the next.
     callback
-        Called with each record.
+        Called with each record. What it raises is not caught.
     tensorboard
         A ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
     file
