@@ -429,6 +429,15 @@ def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
             penalty(tokens=real[:, :2])
     for row, seen, value in zip(x, real, found, strict=True):
         assert torch.allclose(value, norms(layer, row[seen][None]).detach()[0], rtol=1e-8)
+    # Tokens that are seen and do not count: rows and columns of the Jacobian are left out.
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
+        layer(x, x, x)
+        penalty(tokens=real)
+    for row, counts, value in zip(x, real, penalty.report.layers[0].value, strict=True):
+        jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
+        chosen = counts.repeat_interleave(D)
+        part = jacobian[chosen][:, chosen]
+        assert torch.allclose(value, torch.linalg.matrix_norm(part, 2), rtol=1e-8)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
@@ -593,6 +602,11 @@ def test_checkpointed_layers_and_weights_made_by_hooks() -> None:
             assert len(penalty._recorder.calls) == 1  # the second pass of the checkpoint is not counted
         found.append(gradients(m))
     assert all(torch.allclose(found[0][name], g) for name, g in found[1].items())
+    with SpectralPenalty(plain) as penalty:
+        out = torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        calls = list(penalty._recorder.calls)
+        out.sum().backward()
+        assert penalty._recorder.calls == calls
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -615,10 +629,12 @@ def test_checkpointed_layers_and_weights_made_by_hooks() -> None:
 def test_an_argument_that_changed_since_is_refused() -> None:
     layer, x = attention(), tokens()
     mask = torch.zeros(N, N, dtype=torch.float64)
-    with SpectralPenalty(layer, [""]) as penalty:
+    with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
         layer(x, x, x, attn_mask=mask)
+        expected = norms(layer, x).detach()
         x.add_(1.0)  # X is a copy: nothing is lost
         penalty()
+        assert torch.allclose(penalty.report.layers[0].value, expected, rtol=1e-6)
         mask.add_(1.0)
         with pytest.raises(DerivativeError, match="changed in place"):
             penalty()
