@@ -141,6 +141,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
     "none": nn.Sequential,
     "names": lambda: nn.Sequential(OrderedDict({"a b": nn.Tanh()})),
+    "encoder": lambda: nn.TransformerEncoderLayer(
+        DIM, 3, 8, 0.0, "gelu", layer_norm_eps=1e-3, batch_first=True, norm_first=True, bias=False
+    ),
+    "plain encoder": lambda: nn.TransformerEncoderLayer(DIM, 2, 5, 0.25),
     "cayley": lambda: parametrizations.orthogonal(nn.Linear(DIM, 4), orthogonal_map="cayley"),
     "no base": lambda: parametrizations.orthogonal(nn.Linear(DIM, DIM), use_trivialization=False),
     "a bias of norm one": lambda: parametrizations.spectral_norm(nn.Linear(DIM, 3), "bias"),
@@ -243,6 +247,12 @@ def deep() -> nn.Module:
     return model
 
 
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 4)
+    layer.linear2 = nn.Linear(4, 4, bias=False)
+    return layer
+
+
 UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention of PyTorch": (lambda: nn.MultiheadAttention(4, 2), "model is a torch.*MultiheadAttention"),
     "within": (lambda: nn.Sequential(nn.Tanh(), nn.Conv2d(1, 1, 1)), r"module 1 is a torch.*Conv2d, unknown"),
@@ -286,6 +296,11 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "do not tell of its parametrizations",
     ),
+    "an activation of code": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 4, activation=nn.functional.silu),
+        "activation other than relu and gelu",
+    ),
+    "another encoder": (encoder, "linear2 was changed after it was made|tensor linear2"),
     "too deep": (deep, "lies deeper than"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "tensor weight holds no plain numbers"),
     "lazy": (lambda: nn.LazyLinear(2), "holds no plain numbers"),
@@ -444,6 +459,12 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "parametrization 'weight_norm'",
     ),
     "a parametrization of a list": (lambda d: steps(d).update(kind=[]), "parametrization "),
+    "a hidden layer of any size": (
+        lambda d: d.update(
+            tree={"class": "torch.nn.TransformerEncoderLayer", "settings": {"d_model": 8, "nhead": 2**30}}
+        ),
+        "TransformerEncoderLayer at the model cannot be built",
+    ),
     "many iterations": (lambda d: steps(d).update(n_power_iterations=10**12), "more than 1000 times"),
     "iterations of words": (lambda d: steps(d).update(n_power_iterations="3"), "takes no such settings"),
     "another step": (lambda d: steps(d).update(code="x"), "entry 'code'"),

@@ -25,7 +25,7 @@ from howsmooth.nn.contract import LipschitzModule
 
 __all__ = ["DescriptionError", "KnownClasses", "LimitedMemory", "build", "describe"]
 
-#: Modules of PyTorch whose constructor's arguments are their attributes.
+#: Modules of PyTorch whose constructor's arguments are their attributes, but for the last.
 TORCH_MODULES: tuple[type[nn.Module], ...] = (
     nn.CELU,
     nn.Dropout,
@@ -53,7 +53,11 @@ TORCH_MODULES: tuple[type[nn.Module], ...] = (
     nn.Softsign,
     nn.Tanh,
     nn.Tanhshrink,
+    nn.TransformerEncoderLayer,
 )
+
+# By name, as the constructor of an encoder layer takes them.
+_ACTIVATIONS = {nn.functional.relu: "relu", nn.functional.gelu: "gelu"}
 
 # JSON and Python's recursion are far from their ends at these.
 DEEPEST = 64
@@ -162,7 +166,8 @@ def _describe(
         }
         return node
     if cls in TORCH_MODULES:
-        node["settings"] = _torch_settings(module, cls)
+        encoder = cls is nn.TransformerEncoderLayer
+        node["settings"] = _encoder_settings(module, where) if encoder else _torch_settings(module, cls)
         found = _parametrizations(module, where)
         if found:
             node["parametrizations"] = found
@@ -265,6 +270,22 @@ def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
         name: getattr(module, name, None) is not None if name == "bias" else getattr(module, name)
         for name in _arguments(cls)
         if name not in _PLACEMENT and hasattr(module, name)
+    }
+
+
+def _encoder_settings(layer: Any, where: str) -> dict[str, Any]:
+    if layer.activation not in _ACTIVATIONS:
+        raise DescriptionError(f"{where} has an activation other than relu and gelu")
+    return {
+        "d_model": layer.self_attn.embed_dim,
+        "nhead": layer.self_attn.num_heads,
+        "dim_feedforward": layer.linear1.out_features,
+        "dropout": layer.dropout.p,
+        "activation": _ACTIVATIONS[layer.activation],
+        "layer_norm_eps": layer.norm1.eps,
+        "batch_first": layer.self_attn.batch_first,
+        "norm_first": layer.norm_first,
+        "bias": layer.linear1.bias is not None,
     }
 
 

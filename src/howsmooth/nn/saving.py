@@ -101,8 +101,8 @@ def save(
     ----------
     model
         Made of layers of :mod:`howsmooth.nn`, :class:`torch.nn.Sequential`, and modules of :mod:`torch.nn`
-        such as linear maps, activations, LayerNorm, RMSNorm and dropout. A tensor of one of the latter may
-        have the parametrizations :func:`torch.nn.utils.parametrizations.orthogonal` and
+        such as linear maps, activations, LayerNorm, RMSNorm, dropout and TransformerEncoderLayer. A tensor of
+        one of the latter may have the parametrizations :func:`torch.nn.utils.parametrizations.orthogonal` and
         :func:`~torch.nn.utils.parametrizations.spectral_norm`.
     path
         Of the file, with the ending ``.safetensors``. A reader sees the old file or the new one, never a
@@ -114,7 +114,7 @@ def save(
         Words to keep, such as how it was trained.
     classes
         Classes of your own among the modules, with a method ``settings`` as that of
-        :class:`~howsmooth.nn.contract.LipschitzModule`; :func:`load` needs them as well.
+        :class:`~howsmooth.nn.LipschitzModule`; :func:`load` needs them as well.
 
     Returns
     -------
