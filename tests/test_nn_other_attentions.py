@@ -244,7 +244,7 @@ def test_implicit_derivatives_are_those_of_unrolled_iterations() -> None:
 
 
 def test_derivatives_with_blocks_that_do_not_see_one_another() -> None:
-    """The systems have a kernel of the dimension of the number of blocks."""
+    """The systems have a kernel of the dimension of the number of blocks; P does not see it."""
     hidden = torch.block_diag(torch.ones(3, 3), torch.ones(1, 1), torch.ones(2, 2)) == 0
     s = tokens(2, 6, 6)
 
@@ -261,6 +261,15 @@ def test_derivatives_with_blocks_that_do_not_see_one_another() -> None:
             atol=1e-12,
         )
     assert bool(torch.isfinite(found).all())
+    far = limit((300 * tokens(8, 20, 6, 6)).masked_fill(hidden, -math.inf))
+    torch.testing.assert_close(far.sum(dim=-2), torch.ones(20, 6).double(), rtol=1e-12, atol=0)
+
+    def energy(p: Tensor) -> Tensor:
+        return (p**3).sum()
+
+    second = torch.func.hessian(lambda t: energy(whole(t)))(s)[:3, :3, :3, :3]
+    expected = torch.func.hessian(lambda t: energy(limit(t)))(s[:3, :3])
+    torch.testing.assert_close(second, expected, rtol=1e-9, atol=1e-12)
     band = torch.where(BAND, -math.inf, tokens(3, N, N))
     p = limit(band)
     torch.testing.assert_close(p.sum(dim=0), torch.ones(N).double(), rtol=1e-12, atol=0)

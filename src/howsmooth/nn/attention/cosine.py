@@ -24,6 +24,10 @@ class CosineAttention(OwnBoundAttention):
     ν softmax(τ q kᵀ) v. Without a radius the constant is :func:`howsmooth.bounds.scaled_cosine_sharp` of the
     matrices of all heads together, times ‖W_O‖; on a ball, where rows stay shorter than 1, it is smaller.
 
+    How near the bound is: gradient ascent found points 5 to 11 times less steep than it at random
+    weights (five tokens of dimension 4, one head and two), and 1.02 to 1.3 (τ = 1) at the worst
+    weights found.
+
     Masks: every kind.
 
     Parameters

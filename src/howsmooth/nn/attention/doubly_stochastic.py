@@ -24,7 +24,7 @@ _PATIENCE = 8
 _LENGTHS = (1.0, 5.0, 25.0)
 # Sums of columns this near to one are the better measure: the objective no longer changes in its digits.
 _NEAR = 1e-3
-# Added to the diagonal of the systems, which are singular where P is a permutation to the last digit.
+# Added to the diagonal of the systems, which are singular where P falls into blocks.
 _RIDGE = 1e-15
 
 
@@ -54,79 +54,64 @@ def doubly_stochastic(
         If a score is NaN or +∞.
 
     """
-    p: Tensor = _Scaling.apply(scores.double(), tolerance, max_iterations)[0]  # type: ignore[no-untyped-call]
+    p: Tensor = _Scaling.apply(scores.double(), tolerance, max_iterations)  # type: ignore[no-untyped-call]
     return p
 
 
 class _Scaling(torch.autograd.Function):
-    """Scores to P, and to the projection onto the kernel of its systems."""
+    """Scores to P."""
 
     @staticmethod
-    def forward(scores: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor]:
-        kernel = _kernel(scores)
-        return _scaled(scores, kernel, tolerance, max_iterations), kernel
+    def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
+        return _scaled(scores, tolerance, max_iterations)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*output)
-        ctx.save_for_forward(*output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        p, kernel = ctx.saved_tensors
-        return _projected(p, kernel, gradients[0]), None, None
+        (p,) = ctx.saved_tensors
+        return _projected(p, gradients[0]), None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
-        p, kernel = ctx.saved_tensors
-        return _projected(p, kernel, tangents[0]), None
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return _projected(p, tangents[0])
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], scores: Tensor, tolerance: float, max_iterations: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    ) -> tuple[Tensor, int]:
         moved = scores.movedim(in_dims[0], 0)
-        return _Scaling.apply(moved, tolerance, max_iterations), (0, 0)  # type: ignore[no-untyped-call]
+        return _Scaling.apply(moved, tolerance, max_iterations), 0  # type: ignore[no-untyped-call]
 
 
-def _projected(
-    p: Float[Tensor, "*batch n n"], kernel: Tensor, m: Float[Tensor, "*batch n n"]
-) -> Float[Tensor, "*batch n n"]:
+def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     """Return P ∘ (M − a_i − b_j), with a and b such that rows and columns have the sum zero.
 
     a = r − P b for the row sums r of P ∘ M; (I − PᵀP) b = s − Pᵀ r for its column sums s.
     """
     weighted = p * m
     r, s = weighted.sum(dim=-1, keepdim=True), weighted.sum(dim=-2)[..., None]
-    b = torch.linalg.solve(_system(p, kernel), s - p.mT @ r)
+    b = torch.linalg.solve(_system(p), s - p.mT @ r)
     projected: Tensor = weighted - p * (r - p @ b) - p * b.mT
     return projected
 
 
-def _system(p: Float[Tensor, "*batch n n"], kernel: Tensor) -> Float[Tensor, "*batch n n"]:
-    """Return diag(c) − PᵀP with c the sums of the columns, made invertible on its kernel."""
-    system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + kernel
+def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """Return diag(c) − PᵀP with c the sums of the columns, made invertible on its kernel.
+
+    That is the constants; if P falls into blocks, those on each block, for which the ridge is there. What is
+    solved for is free by the kernel, and P does not see it.
+    """
+    system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
     return system
 
 
-def _kernel(scores: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch #n #n"]:
-    """Return 1/n where two tokens are in one block of the pattern, else 0.
-
-    The kernel of the systems is spanned by the indicators of the blocks, one if no pair of tokens is hidden.
-    """
-    n = scores.shape[-1]
-    reached = scores > -torch.inf
-    if bool(reached.all()):
-        return scores.new_full((*scores.shape[:-2], 1, 1), 1 / n)
-    for _ in range((n - 1).bit_length()):
-        reached = (reached.to(scores.dtype) @ reached.to(scores.dtype)) > 0
-    kernel: Tensor = reached.to(scores.dtype) / n
-    return kernel
-
-
 def _scaled(
-    scores: Float[Tensor, "*batch n n"], kernel: Tensor, tolerance: float, max_iterations: int
+    scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
     """Return P, by the minimum of the convex Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j.
 
@@ -144,7 +129,7 @@ def _scaled(
             return log_p.exp()
         trials = [g - columns]
         if step >= _PATIENCE:
-            trials += _newton(g, log_p.exp(), kernel)
+            trials += _newton(g, log_p.exp())
         g = torch.where(late, _best(scores, trials, near=off < _NEAR), g)
     raise ArgumentError(
         "max_iterations",
@@ -155,9 +140,9 @@ def _scaled(
     )
 
 
-def _newton(g: Tensor, p: Tensor, kernel: Tensor) -> list[Tensor]:
+def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
     """Return Newton steps of several lengths: far from the limit a whole one may go astray."""
-    step = torch.linalg.solve(_system(p, kernel), (p.sum(dim=-2) - 1)[..., None]).mT
+    step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
     return [g - step, *(g - step * (length / largest).clamp(max=1) for length in _LENGTHS)]
 

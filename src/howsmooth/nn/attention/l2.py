@@ -26,6 +26,10 @@ class L2Attention(OwnBoundAttention):
     radius its constant is at most :func:`howsmooth.bounds.l2_attention_sharp`, of order √n log n. On a ball
     it is smaller, and free of n once n exceeds e^{4a}, a = ‖Q_h‖²R²/√k.
 
+    How near the bound is: gradient ascent found points 2 to 5 times less steep than it at random
+    weights (five tokens of dimension 4, one head and two), and 1.0 (R = 0.3) to 3.2 (R = 3) at the worst
+    weights found.
+
     Masks: every kind, if there is a radius. Without one, those that leave each token itself.
 
     Parameters

@@ -23,6 +23,10 @@ class LipschitzNormAttention(OwnBoundAttention):
     jointly is :func:`howsmooth.bounds.lipschitz_norm_sharp`; that of the layer follows with the norms of the
     projections.
 
+    How near the bound is: gradient ascent found points 5 to 12 times less steep than it at random
+    weights (five tokens of dimension 4, one head and two), and 2.4 to 3.4 at the worst
+    weights found.
+
     Masks: every kind. A token that is seen by none, as padding is, counts as absent: its query is taken as
     zero, so that it has no part in the norms.
 
