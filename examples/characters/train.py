@@ -1,6 +1,6 @@
 """Train a small causal character model plain and with penalties, and watch its Lipschitz constants.
 
-    python examples/characters/train.py           # all forms and seeds, a quarter of an hour on one core
+    python examples/characters/train.py           # all forms and seeds, ten minutes of one core
     python examples/characters/train.py --quick   # half a minute, into a temporary folder
     python examples/characters/train.py --forms plain spectral --seeds 0
 
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 BLOCK, HELD_OUT_EVERY = 20, 20  # every 20th block of 20 paragraphs is held out
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 NOISE = (0.1, 0.2, 0.5, 1.0)  # size of a perturbation over that of the embedded tokens, Frobenius norms
 ATTACK = (0.02, 0.05, 0.1, 0.2)
@@ -481,7 +481,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="FORM",
         help=f"which of {', '.join(FORMS)} [all]",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED", help="[0 1 2]")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED", help="[0 1]")
     parser.add_argument("--steps", type=int, help=f"steps a training [{Setting.steps}]")
     parser.add_argument("--out", type=Path, help="where the tables go [results/ beside this file]")
     parser.add_argument("--fresh", action="store_true", help="do again what is in the tables")
