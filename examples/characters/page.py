@@ -38,6 +38,15 @@ STYLES: dict[str, tuple[str, str, Any]] = {
     "blocks": ("#00724f", "#5fd3a8", "-"),
     "jasmin": ("#b35900", "#ffab5e", "-"),
 }
+#: Where there are no lines.
+MARKERS = {
+    "plain": "o",
+    "plain-short": "v",
+    "spectral": "o",
+    "spectral-strong": "s",
+    "blocks": "D",
+    "jasmin": "o",
+}
 
 
 class Results:
@@ -215,34 +224,45 @@ def curves(axis: Axes, data: pd.DataFrame, x: str, y: str, results: Results, *, 
         axis.plot(wide.index, wide.mean(axis=1), color=colour, linestyle=dashes, linewidth=1.5)
 
 
-def legend(figure: Figure, results: Results, *, dark: bool) -> None:
+def legend(figure: Figure, results: Results, *, dark: bool, markers: bool = False) -> None:
     """Name the forms above the panels."""
     handles = [
-        Line2D([], [], color=STYLES[form][dark], linestyle=STYLES[form][2], label=results.name(form))
+        Line2D(
+            [],
+            [],
+            color=STYLES[form][dark],
+            linestyle=STYLES[form][2],
+            marker=MARKERS[form] if markers else None,
+            label=results.name(form),
+        )
         for form in results.forms
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
 
 
 def training(results: Results, *, dark: bool) -> Figure:
-    """Draw held-out loss and largest constant over the steps, and one against the other."""
+    """Draw loss and largest constant over the steps, and the whole model's constant against the loss."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     first, second, third = figure.subplots(1, 3)
-    largest = results.largest()
     curves(first, results.losses, "step", "held_out", results, dark=dark)
+    learnt = results.losses[results.losses["step"] > 0]["held_out"]
     first.set(xlabel="step", ylabel="held-out loss (nats a character)")
-    curves(second, largest, "step", "lipschitz_mean", results, dark=dark)
+    first.set_ylim(learnt.min() - 0.05, learnt.max() + 0.05)  # where it begins is no news
+    curves(second, results.largest(), "step", "lipschitz_mean", results, dark=dark)
     second.set(xlabel="step", ylabel="largest constant of a layer", yscale="log")
-    both = largest.merge(results.losses, on=["form", "seed", "step"])
+    losses, whole = results.end_losses(), results.end_constants()["whole"]
     for form in results.forms:
-        way = both[both["form"] == form].groupby("step")[["held_out", "lipschitz_mean"]].mean()
-        colour, dashes = STYLES[form][dark], STYLES[form][2]
-        third.plot(way["held_out"], way["lipschitz_mean"], color=colour, linestyle=dashes, linewidth=1.2)
-        third.plot(*way.iloc[-1], "o", color=colour, markersize=5)
-    third.set(xlabel="held-out loss, falling", ylabel="largest constant of a layer", yscale="log")
-    third.invert_xaxis()
-    legend(figure, results, dark=dark)
+        third.plot(
+            losses[form],
+            whole.loc[form],
+            linestyle="none",
+            marker=MARKERS[form],
+            markersize=6,
+            color=STYLES[form][dark],
+        )
+    third.set(xlabel="held-out loss at the end", ylabel="constant of the whole model", ylim=(0, None))
+    legend(figure, results, dark=dark, markers=True)
     return figure
 
 
@@ -250,14 +270,21 @@ def perturbed(results: Results, *, dark: bool) -> Figure:
     """Draw how much the loss rises with the size of noise and of the attack."""
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
+    # A logarithmic axis: the sizes are about evenly spread on it.
     for axis, kind, words in zip(
         figure.subplots(1, 2), ("noise", "attack"), ("random noise", "attack (steepest ascent)"), strict=True
     ):
         data = results.robustness[results.robustness["kind"] == kind]
         curves(axis, data, "size", "rise", results, dark=dark)
         axis.set(
-            xlabel="size over that of the embedded characters", ylabel="rise of the loss (nats)", title=words
+            xscale="log",
+            xlabel="size over that of the embedded characters",
+            ylabel="rise of the loss (nats)",
+            title=words,
         )
+        sizes = sorted(data["size"].unique())
+        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axis.minorticks_off()
     legend(figure, results, dark=dark)
     return figure
 
