@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers.utils import hub as transformers_hub
 
 from howsmooth.errors import ModelError
 from howsmooth.models import load_model
@@ -88,6 +89,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # transformers keeps one client for the process. Made by an earlier test it would ask another server than
+    # this one, and wait long for its answers.
+    monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)
     monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
     yield made
     made.server.shutdown()
