@@ -55,9 +55,9 @@ def of_one(layer: nn.MultiheadAttention) -> Callable[[Tensor], Tensor]:
 
 def dense(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The Jacobian (n·d_out, n·d) of a map of one sequence, differentiable by its weights and x."""
-    y = f(x)
-    rows = [torch.autograd.grad(e, x, create_graph=True)[0].reshape(-1) for e in y.reshape(-1)]
-    return torch.stack(rows)
+    y = f(x).reshape(-1)
+    eye = torch.eye(len(y), dtype=y.dtype)
+    return torch.autograd.grad(y, x, eye, create_graph=True, is_grads_batched=True)[0].flatten(1)
 
 
 def norms(layer: nn.MultiheadAttention, xs: Tensor) -> Tensor:
@@ -491,12 +491,10 @@ def test_transformers_models(name: str, attention: str) -> None:
     call, found = calls[1], penalty.report.layers[1]
     assert call.layer is dict(model.named_modules())[call.name]
     x = call.members.requires_grad_()
-    y = call.run(call.layer, x)
-    for member in range(2):
-        rows = [
-            torch.autograd.grad(e, x, retain_graph=True)[0][member].reshape(-1) for e in y[member].reshape(-1)
-        ]
-        assert torch.allclose(found.value[member], torch.linalg.matrix_norm(torch.stack(rows), 2), rtol=1e-6)
+    y = call.run(call.layer, x).flatten(1)
+    rows = [torch.autograd.grad(e.sum(), x, retain_graph=True)[0] for e in y.unbind(1)]
+    norms_of_both = torch.linalg.matrix_norm(torch.stack(rows, dim=1).flatten(2), 2)
+    assert torch.allclose(found.value, norms_of_both, rtol=1e-6)
     assert found.converged.all()
     weights = [p for p in call.layer.parameters() if p.ndim == 2]
     assert all(p.grad is not None and bool(p.grad.any()) for p in weights)
