@@ -102,6 +102,7 @@ def lipschitz_vit(
     head: int = LIPSCHITZ_HEAD,
     radius: float = LIPSCHITZ_RADIUS,
     weight: float = LIPSCHITZ_WEIGHT,
+    learnable: bool = True,
 ) -> nn.Sequential:
     """Return a Vision Transformer with Lipschitz constant at most 1 for all inputs, images or not.
 
@@ -120,7 +121,9 @@ def lipschitz_vit(
     radius
         Of the ball in which attention has constant 1; longer tokens are projected on it.
     weight
-        Of attention in the average at the start; it is learned.
+        Of attention in the average at the start.
+    learnable
+        Whether that weight is learned.
 
     """
     nns = hs.nn
@@ -131,12 +134,26 @@ def lipschitz_vit(
     for _ in range(blocks):
         if attention is not None:
             branch = _attention(attention, dim, count, radius)
-            parts.append(nns.AverageResidual(branch, weight, learnable=True))
+            parts.append(nns.AverageResidual(branch, weight, learnable=learnable))
         parts += [_square(dim), nns.MaxMin(), _square(dim)]
     parts += [nn.Flatten(), nns.OrthogonalLinear(count * dim, head)]
     return nn.Sequential(
         *parts, nns.MaxMin(), _square(head), nns.MaxMin(), nns.OrthogonalLinear(head, CLASSES)
     )
+
+
+def settled(model: nn.Sequential) -> nn.Sequential:
+    """Return the model with its orthogonal layers as ordinary ones: smaller, and certified by their norms."""
+
+    def plain(module: nn.Module) -> nn.Module:
+        if not isinstance(module, hs.nn.OrthogonalLinear):
+            return module
+        linear = nn.Linear(module.in_features, module.out_features)
+        linear.weight = nn.Parameter(module.weight.detach().clone())
+        linear.bias = module.bias
+        return linear
+
+    return nn.Sequential(*map(plain, model)).train(model.training)
 
 
 def _square(dim: int) -> nn.Module:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from examples.digits.data import Digits, load
 from examples.digits.evaluate import RADII, certified_radii, evaluate
-from examples.digits.models import ATTENTIONS, SIDE, PlainViT, lipschitz_vit
+from examples.digits.models import ATTENTIONS, SIDE, PlainViT, lipschitz_vit, settled
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -101,22 +101,20 @@ def main() -> int:
     return 0
 
 
-def build(form: str, attention: str | None = "default") -> nn.Module:
-    """Return a model of a form, untrained."""
-    if form != "lipschitz":
-        return PlainViT()
-    return lipschitz_vit() if attention == "default" else lipschitz_vit(attention)
+def build(form: str, **settings: object) -> nn.Module:
+    """Return a model of a form, untrained; ``settings`` are those of `lipschitz_vit`."""
+    return lipschitz_vit(**settings) if form == "lipschitz" else PlainViT()
 
 
 def fit(
-    form: str, seed: int, train: Digits, epochs: int | None = None, attention: str | None = "default"
+    form: str, seed: int, train: Digits, epochs: int | None = None, **settings: object
 ) -> tuple[nn.Module, float]:
-    """Train a model; return it with the seconds of the processor that this took."""
+    """Train a model, built with ``settings``; return it with the seconds of the processor that this took."""
     recipe = RECIPES[form]
     epochs = epochs or recipe.epochs
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
-    model = build(form, attention)
+    model = build(form, **settings)
     images, labels = train.images.float(), train.labels
     optimiser = torch.optim.AdamW(groups(model, recipe), weight_decay=recipe.weight_decay)
     steps = len(train) // recipe.batch
@@ -143,6 +141,8 @@ def fit(
     progress("")
     if penalty is not None:
         penalty.detach()
+    if isinstance(model, nn.Sequential):
+        model = settled(model)
     return model.eval(), time.process_time() - begin
 
 
@@ -209,19 +209,28 @@ def progress(line: str) -> None:
 # ---------------------------------------------------------------- kinds of attention
 
 
+COMPARED: dict[str, dict[str, object]] = {
+    **{kind: {"attention": kind} for kind in ATTENTIONS},
+    "softmax, weight kept at 1/4": {"weight": 0.25, "learnable": False},
+    "none": {"attention": None},
+}
+
+
 def compare(asked: argparse.Namespace, train: Digits, test: Digits) -> int:
     """Train the 1-Lipschitz form with each kind of attention, and without, and write what is certified."""
     path = asked.out / "attentions.json"
     done = read(path)
-    for kind in (*ATTENTIONS, None):
+    for kind, settings in COMPARED.items():
         for seed in asked.seeds:
-            name = f"{kind or 'none'}-{seed}"
+            name = f"{kind}-{seed}"
             if name in done and not asked.again:
                 continue
-            model, seconds = fit("lipschitz", seed, train, asked.epochs, kind)
-            done[name] = {"attention": kind or "none", "seed": seed, **certified_only(model, test)}
+            model, seconds = fit("lipschitz", seed, train, asked.epochs, **settings)
+            weights = [m.weight for m in model.modules() if isinstance(m, hs.nn.AverageResidual)]
+            numbers = certified_only(model, test)
+            done[name] = {"attention": kind, "seed": seed, **numbers, "weights": weights}
             write(path, done)
-            print(name, json.dumps(done[name]), f"{seconds:.0f} s", flush=True)
+            print(f"{name}: {json.dumps(done[name])}, {seconds:.0f} s of the processor", flush=True)
     return 0
 
 

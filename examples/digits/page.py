@@ -1,0 +1,144 @@
+"""Write the tables and the figure of docs/guide/certified-digits.md from what train.py left.
+
+python examples/digits/page.py            # tables into the page, the figure into docs/_static
+python examples/digits/page.py --check    # only say whether the tables are those of the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parents[1] / "docs"
+PAGE = DOCS / "guide" / "certified-digits.md"
+FIGURE = DOCS / "_static" / "certified-digits.png"
+FORMS = ("plain", "penalised", "lipschitz")
+NAMES = {"plain": "plain", "penalised": "penalised", "lipschitz": "1-Lipschitz"}
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is old")
+    asked = parser.parse_args()
+    before = PAGE.read_text(encoding="utf-8")
+    after = with_tables(before)
+    if asked.check:
+        return int(before != after)
+    PAGE.write_text(after, encoding="utf-8")
+    draw(results(), FIGURE)
+    return 0
+
+
+def results(name: str = "results.json") -> list[Row]:
+    """Return the rows of a file of results."""
+    return list(json.loads((HERE / name).read_text(encoding="utf-8")).values())
+
+
+def with_tables(page: str) -> str:
+    """Return the page with each table between its marks."""
+    rows = results()
+    made = {
+        "accuracies": accuracies(rows),
+        "constants": constants(rows),
+        "attentions": attentions(results("attentions.json")),
+    }
+    for name, table in made.items():
+        mark = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        page, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
+        if count != 1:
+            raise SystemExit(f"The page has {count} places for the table {name}.")
+    return page
+
+
+def accuracies(rows: Sequence[Row]) -> str:
+    """Return the table of accuracies: in percent, the mean over the seeds, then the least and the largest."""
+    radii = rows[0]["radii"]
+    lines = [["form", "", "clean", *(f"r = {radius:g}" for radius in radii)]]
+    for form in FORMS:
+        own = [row for row in rows if row["form"] == form]
+        clean = spread([row["clean"] for row in own])
+        for kind in ("certified", "attacked"):
+            shares = [spread([row[kind][i] for row in own]) for i in range(len(radii))]
+            first = kind == "certified"
+            lines.append([NAMES[form] if first else "", kind, clean if first else "", *shares])
+    return markdown(lines)
+
+
+def constants(rows: Sequence[Row]) -> str:
+    """Return the table of constants, certified and measured."""
+    head = ["form", "seed", "certified", "model, median", "model, largest"]
+    lines = [[*head, "attention 1, largest", "attention 2, largest"]]
+    for row in rows:
+        measured = [*row["model_constants"], *(largest for _, largest in row["attention_constants"])]
+        shown = f"{row['constant']:.4f}" if row["constant"] < 100 else power(row["constant"])
+        lines.append([NAMES[row["form"]], str(row["seed"]), shown, *(f"{value:.3g}" for value in measured)])
+    return markdown(lines)
+
+
+def attentions(rows: Sequence[Row]) -> str:
+    """Return the table of kinds of attention."""
+    lines = [["attention", "clean", *(f"r = {radius:g}" for radius in rows[0]["radii"]), "learned weights"]]
+    for kind in dict.fromkeys(row["attention"] for row in rows):
+        own = [row for row in rows if row["attention"] == kind]
+        shares = [spread([row["certified"][i] for row in own]) for i in range(len(rows[0]["radii"]))]
+        weights = ", ".join(f"{weight:.3f}" for weight in own[0]["weights"]) or "-"
+        lines.append([kind, spread([row["clean"] for row in own]), *shares, weights])
+    return markdown(lines)
+
+
+def spread(shares: Sequence[float]) -> str:
+    """Write the mean of some shares in percent, and the range in brackets."""
+    percent = [100 * share for share in shares]
+    mean = f"{sum(percent) / len(percent):.1f}"
+    return mean if len(set(percent)) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
+
+
+def power(value: float) -> str:
+    """Write a large number as a power of ten."""
+    digits, exponent = f"{value:.0e}".split("e")
+    return f"{digits} · 10^{int(exponent)}"
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first line is its head."""
+    rule = ["---"] * len(lines[0])
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw accuracy over radius: certified as steps of proof, attacked as dots, one colour a form."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for form, colour in zip(FORMS, ("C1", "C2", "C0"), strict=True):
+        for i, row in enumerate(r for r in rows if r["form"] == form):
+            radii = [0, *row["radii"]]
+            label = NAMES[form] if i == 0 else None
+            ax.plot(radii, [row["clean"], *row["attacked"]], "o--", color=colour, lw=1, ms=3, label=label)
+            if form == "lipschitz":
+                certified = [row["clean"], *row["certified"]]
+                label = f"{NAMES[form]}, certified" if i == 0 else None
+                ax.plot(radii, certified, "-", color=colour, lw=2, label=label)
+    ax.set(xlabel="l2 radius", ylabel="accuracy on 500 test images", ylim=(0, 1))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, title="attacked (dashed), certified (solid)")
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

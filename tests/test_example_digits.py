@@ -1,0 +1,253 @@
+"""The worked case of examples/digits: committed weights, against an attack and dense Jacobians."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("sklearn")
+
+from examples.digits import page
+from examples.digits import train as training
+from examples.digits.attack import attack, margins
+from examples.digits.data import Digits, load
+from examples.digits.evaluate import RADII, certified_radii, constant_of, local_constants, of_parts
+from examples.digits.models import SIDE
+
+HERE = Path(training.__file__).parent
+RESULTS = json.loads((HERE / "results.json").read_text(encoding="utf-8"))
+LIPSCHITZ = [name for name, row in RESULTS.items() if row["form"] == "lipschitz"]
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Digits, Digits]:
+    return load()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def committed(name: str) -> nn.Module:
+    row = RESULTS[name]
+    return training.read_model(training.weights_path(HERE, row["form"], row["seed"]), row["form"])
+
+
+# ---- data
+
+
+def test_the_split_is_fixed_and_its_parts_share_no_image(digits: tuple[Digits, Digits]) -> None:
+    train, test = digits
+    assert (len(train), len(test)) == (1297, 500)
+    assert test.images.shape == (500, 1, SIDE, SIDE)
+    assert float(test.images.min()) == 0
+    assert float(test.images.max()) == 1
+    assert test.labels.bincount().tolist() == [50, 51, 49, 51, 50, 51, 50, 50, 48, 50]
+    assert test.labels[:12].tolist() == [4, 8, 8, 3, 9, 0, 6, 3, 9, 8, 4, 5]
+    assert float((test.images[:, 0, 3, 3] * test.labels).sum()) == 21694 / 16
+    assert float(torch.cdist(train.images.flatten(1), test.images.flatten(1)).min()) > 0
+
+
+# ---- the attack, against closed forms
+
+
+def linear(seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4, bias=False)).double()
+    model[1].weight.data = weight
+    images = torch.randn(20, 1, 2, 3, generator=generator, dtype=torch.float64)
+    return model, weight, images, model(images).argmax(dim=1).detach()
+
+
+def test_the_attack_of_a_linear_model_finds_the_worst_that_there_is() -> None:
+    model, weight, images, labels = linear(0)
+    radii = (0.01, 0.02)  # nothing is broken there, so nothing stops the search
+    clean = model(images).detach()
+    gaps = clean.gather(1, labels[:, None]) - clean
+    slopes = (weight[labels][:, None] - weight[None]).norm(dim=2)
+    found, _ = attack(model, images, labels, radii)
+    for radius, least in zip(radii, found, strict=True):
+        exact = (gaps - radius * slopes).scatter(1, labels[:, None], torch.inf).amin(dim=1)
+        kept = exact > 0
+        assert kept.sum() > 10
+        torch.testing.assert_close(least[kept], exact[kept], rtol=0, atol=2e-5)
+        assert bool((least >= exact - 1e-12).all())
+        assert bool((least[~kept] <= 0).all())
+
+
+def test_moves_are_within_the_radius_and_give_the_margins_that_are_told() -> None:
+    model, _, images, labels = linear(1)
+    radii = (0.1, 0.5, 3.0)
+    found, moves = attack(model, images, labels, radii, steps=10)
+    for radius, least, move in zip(radii, found, moves, strict=True):
+        assert float(move.flatten(1).norm(dim=1).max()) <= radius
+        torch.testing.assert_close(margins(model(images + move), labels), least, rtol=0, atol=0)
+    assert bool((found[0] >= found[1]).all())
+    assert bool((found[2] < 0).all())
+
+
+# ---- the committed models
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_ordered_image_by_image(name: str) -> None:
+    row = RESULTS[name]
+    assert row["wrongly_certified"] == 0
+    assert row["images"] == 500
+    assert row["radii"] == list(RADII)
+    for certified, attacked in zip(row["certified"], row["attacked"], strict=True):
+        assert certified <= attacked <= row["clean"]
+    assert row["attacked"] == sorted(row["attacked"], reverse=True)
+    assert row["model_constants"][1] <= row["constant"]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_committed_weights_give_the_accuracies_that_are_told(
+    name: str, digits: tuple[Digits, Digits]
+) -> None:
+    row, (_, test), model = RESULTS[name], digits, committed(name)
+    assert training.weights_path(HERE, row["form"], row["seed"]).stat().st_size < 300_000
+    with torch.no_grad():
+        right = model(test.images).argmax(dim=1) == test.labels
+    radii = certified_radii(model, test.images, test.labels)
+    assert float(right.double().mean()) == row["clean"]
+    assert [float((right & (radii >= radius)).double().mean()) for radius in RADII] == row["certified"]
+    assert constant_of(model).constant == pytest.approx(row["constant"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", LIPSCHITZ)
+def test_every_image_certified_at_a_radius_survives_the_attack_there(
+    name: str, digits: tuple[Digits, Digits]
+) -> None:
+    model, test = committed(name), digits[1]
+    radii = certified_radii(model, test.images, test.labels)
+    # Those that were certified by the least, at each radius: where a constant that is too small would show.
+    for radius in RADII:
+        order = torch.argsort(torch.where(radii >= radius, radii, torch.inf))[:12]
+        order = order[radii[order] >= radius]
+        assert len(order)
+        found, _ = attack(model, test.images[order], test.labels[order], [radius], steps=15, starts=0)
+        assert float(found.min()) > 0
+    # And the attack is one that breaks: none survives at three times a pixel's range.
+    some = test[:20]
+    broken, _ = attack(model, some.images, some.labels, [3.0], steps=15, starts=0)
+    assert float(broken.max()) < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIPSCHITZ)
+def test_every_image_certified_at_a_radius_survives_the_whole_attack(
+    name: str, digits: tuple[Digits, Digits]
+) -> None:
+    model, test = committed(name), digits[1]
+    radii = certified_radii(model, test.images, test.labels)
+    found, _ = attack(model, test.images, test.labels, RADII, seed=1)
+    for radius, least in zip(RADII, found, strict=True):
+        assert bool((least[radii >= radius] > 0).all())
+
+
+@pytest.mark.parametrize("name", LIPSCHITZ[:1])
+def test_the_margin_moves_by_no_more_than_the_constant_tells(
+    name: str, digits: tuple[Digits, Digits]
+) -> None:
+    model, test = committed(name), digits[1]
+    certificate = constant_of(model)
+    assert 0.5 < certificate.constant < 1 + 1e-5
+    assert math.isinf(certificate.radius)
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for image in test.images[:5]:
+        far = image + 10 * torch.randn(image.shape, generator=generator, dtype=image.dtype)
+        for x in (image, far):
+            jacobian = torch.autograd.functional.jacobian(model, x[None]).reshape(10, 64)
+            largest = max(largest, float(torch.linalg.matrix_norm(jacobian, 2)))
+    assert 0.3 < largest <= certificate.constant
+
+
+@pytest.mark.parametrize("name", [n for n in RESULTS if n.endswith("-0") and n not in LIPSCHITZ])
+def test_a_plain_model_and_its_parts_are_one_function(name: str, digits: tuple[Digits, Digits]) -> None:
+    model, images = committed(name), digits[1].images[:50]
+    parts, _ = of_parts(model)
+    with torch.no_grad():
+        torch.testing.assert_close(parts(images), model(images), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [n for n in RESULTS if n.endswith("-0")])
+def test_measured_constants_are_those_of_dense_jacobians(name: str, digits: tuple[Digits, Digits]) -> None:
+    model, images = committed(name), digits[1].images[:2]
+    of_model, of_layers = local_constants(model, images)
+    assert len(of_layers) >= 1
+    torch.backends.mha.set_fastpath_enabled(False)  # it has no derivative
+    try:
+        for image, value in zip(images, of_model, strict=True):
+            jacobian = torch.autograd.functional.jacobian(model, image[None]).reshape(10, 64)
+            assert float(value) == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=2e-3)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_the_page_shows_these_results() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.with_tables(text) == text
+    rows = [row for row in RESULTS.values() if row["form"] == "lipschitz"]
+    clean = 100 * sum(row["clean"] for row in rows) / len(rows)
+    assert f"| 1-Lipschitz | certified | {clean:.1f}" in text
+
+
+# ---- training
+
+
+def test_training_is_reproducible_and_lowers_the_loss(digits: tuple[Digits, Digits]) -> None:
+    train = digits[0][:128]
+    for form in training.FORMS:
+        recipe = training.RECIPES[form]
+        first, _ = training.fit(form, 3, train, epochs=2)
+        second, _ = training.fit(form, 3, train, epochs=2)
+        torch.manual_seed(3)
+        untrained = training.build(form)
+        with torch.no_grad():
+            images, labels = train.images.float(), train.labels
+            losses = [
+                float(training.criterion(m(images), labels, recipe)) for m in (untrained, first, second)
+            ]
+        assert losses[1] < losses[0]
+        assert losses[1] == losses[2]
+
+
+def test_what_is_there_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[str] = []
+
+    def no_training(form: str, seed: int, *_: object) -> tuple[nn.Module, float]:
+        fits.append(form)
+        torch.manual_seed(seed)
+        return training.build(form).eval(), 0.0
+
+    monkeypatch.setattr(training, "fit", no_training)
+    line = ["train.py", "--quick", "--forms", "lipschitz", "--seeds", "0", "--out", str(tmp_path)]
+    for again, count in ((False, 1), (False, 1), (True, 2)):
+        monkeypatch.setattr("sys.argv", [*line, "--again"] if again else line)
+        assert training.main() == 0
+        assert len(fits) == count
+    assert set(json.loads((tmp_path / "results.json").read_text())) == {"lipschitz-0"}
+
+
+@pytest.mark.slow
+def test_the_whole_training_gives_accuracies_like_those_that_are_told(digits: tuple[Digits, Digits]) -> None:
+    train, test = digits
+    model, _ = training.fit("lipschitz", 17, train)
+    found = training.certified_only(model, test)
+    certified = dict(zip(RADII, found["certified"], strict=True))
+    assert found["clean"] > 0.9
+    assert certified[0.1] > 0.8
+    assert certified[1.0] > 0
