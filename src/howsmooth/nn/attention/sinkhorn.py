@@ -31,7 +31,7 @@ class SinkhornAttention(OwnBoundAttention):
     The bound is one of the limit only: the layer refuses to answer where iterations have not converged.
 
     How near the bound is: gradient ascent found points 1.2 to 6 times less steep than it at random
-    weights (five tokens of dimension 4, one head and two), and 1.0 to 1.2 (R ≤ 4) at the worst
+    weights (five tokens of dimension 4, one head and two), and 1.0 to 1.8 (R ≤ 4) at the worst
     weights found.
 
     Masks: those that are symmetric and leave each token itself, with "any" also padding, and any finite
