@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import howsmooth as hs
 from howsmooth.bounds import any_mask_theorem_a, best, masked_theorem_a, theorem_a, two_cluster_sharp
-from howsmooth.bounds.softmax_layer import any_boolean_mask, softmax_layer
+from howsmooth.bounds.softmax_layer import _norm, any_boolean_mask, products_norms, softmax_layer
 from howsmooth.bounds.visible_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
@@ -216,6 +216,68 @@ def test_without_scores_it_is_attained_by_several_heads(cls: type[Layer]) -> Non
     assert truth < 0.9 * best(made(SoftmaxAttention).map, length=N, radius=R).value
 
 
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("kind", ["any", "additive"])
+def test_without_scores_it_is_attained_under_a_mask(cls: type[Layer], kind: str) -> None:
+    layer = made(cls, heads=1, mask=kind)
+    with torch.no_grad():
+        layer.in_proj_weight[: 2 * D] = 0
+        assert layer.in_proj_bias is not None
+        layer.in_proj_bias.zero_()
+    # All see the first token alone: the norm is √n ‖V‖, twice that without a mask
+    mask: Tensor = torch.ones(N, N, dtype=torch.bool)
+    mask[:, 0] = False
+    if kind == "additive":
+        mask = torch.zeros(N, N, dtype=torch.float64)
+        mask[:, 0] = 60.0
+    truth = dense_norm(layer, tokens(), attn_mask=mask)
+    assert layer.lipschitz_bound(N, R).value == pytest.approx(truth, rel=1e-10)
+
+
+def test_a_high_temperature_makes_normalised_attention_steep() -> None:
+    eye = torch.eye(2, dtype=torch.float64)
+    layer = made(QueryKeyNormAttention, 1, d=2, temperature=30.0, eps=1.0, bias=False)
+    with torch.no_grad():
+        layer.in_proj_weight.copy_(torch.cat([0.5 * eye, -0.5 * eye, eye]))
+        layer.out_proj.weight.copy_(eye)
+    found = steepest(layer, N, R, 2, starts=5, steps=30)
+    assert found <= layer.lipschitz_bound(N, R).value <= 5 * found
+
+
+@pytest.mark.parametrize("d", [4, 130])
+def test_norms_and_their_gradients_of_all_shapes(d: int) -> None:
+    """Against singular values of LAPACK and their gradient in PyTorch; large ones have a way of their own."""
+    generator = torch.Generator().manual_seed(d)
+    for shape in ((d, d), (d, d + 3), (d + 3, d)):
+        matrix = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        other = torch.randn(shape[1], d, generator=generator, dtype=torch.float64)
+        for ours, theirs in (
+            (_norm(matrix), torch.linalg.matrix_norm(matrix, 2)),
+            (products_norms(matrix, other), torch.linalg.matrix_norm(matrix @ other, 2)),
+        ):
+            assert ours.item() == pytest.approx(theirs.item(), rel=3e-12)
+            torch.testing.assert_close(
+                torch.autograd.grad(ours, matrix)[0],
+                torch.autograd.grad(theirs, matrix)[0],
+                rtol=1e-7,
+                atol=1e-9,
+            )
+    assert float(_norm(torch.zeros(d, d, dtype=torch.float64))) == 0
+
+
+def test_gradients_of_large_layers_in_evaluation() -> None:
+    d = 100
+    layer = made(SoftmaxAttention, 2, d=d, constant=1.0)
+    x = tokens(n=N, d=d)
+    slopes = []
+    for training in (True, False):
+        layer.train(training).zero_grad()
+        layer(x)[0].square().sum().backward()
+        slopes.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-15)
+
+
 def test_worst_of_all_boolean_masks() -> None:
     layer = made(SoftmaxAttention, heads=1, mask="any", size=0.6)
     f = layer.map
@@ -309,6 +371,9 @@ def test_the_attack_finds_what_is_known() -> None:
     # |x|²x has the norm 3R² at the sphere, |x|x 2R
     cubic = steepest(lambda x: x * x.square().sum(dim=-1, keepdim=True), 2, 1.5, 3, starts=2, steps=30)
     assert cubic == pytest.approx(3 * 1.5**2, rel=1e-9)
+    # Every token to the ends of the first axis, 2R, from anywhere
+    square = steepest(lambda x: x[..., :1].square(), 2, 1.5, 3, starts=1, steps=40, seed=3)
+    assert 2.99 <= square <= 3.0
     # A lower bound of hs.bounds, at inputs that it knows: A = −2I
     eye = torch.eye(2, dtype=torch.float64)[None]
     f = hs.SelfAttention(-2.0 * eye, eye, eye, scale=1.0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,7 +21,7 @@ __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax
 
 # Norms are rounded up by it, as in ``parameters``.
 _NORM_MARGIN = 1e-12
-# From this size on a single eigenvector is computed instead of all.
+# Beyond this size one eigenvector is computed instead of all.
 _LARGE = 96
 
 Maps = Float[Tensor, "heads rows columns"]
@@ -294,15 +293,29 @@ def _singular_vectors(
     if not bool(torch.isfinite(gram).all()):
         v = torch.full_like(tall[..., 0, :], math.nan)
     elif gram.ndim == 2 and len(gram) > _LARGE:
-        last = len(gram) - 1  # one eigenvector costs much less than all
-        found = scipy.linalg.eigh(gram.cpu().numpy(), subset_by_index=[last, last])[1]
-        v = torch.from_numpy(found[:, 0]).to(gram)
+        v = _last_eigenvector(gram)
     else:
         v = torch.linalg.eigh(gram)[1][..., -1]
     image = (tall @ v[..., None])[..., 0]
     length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
     u = image / torch.where(length > 0, length, 1.0)
     return (v * (length > 0), u) if wide else (u, v)
+
+
+def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
+    """Return an eigenvector of the largest eigenvalue, by inverse iteration: cheaper than all of them."""
+    largest = torch.linalg.eigvalsh(gram)[-1]
+    shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factors, pivots, _ = torch.linalg.lu_factor_ex(gram - shift * identity)
+    # A start without symmetries, which are what could make it orthogonal to the eigenvector.
+    v = torch.cos(torch.arange(1.0, len(gram) + 1, dtype=gram.dtype, device=gram.device).square())
+    for _ in range(3):
+        v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
+        v = v / torch.linalg.vector_norm(v)
+    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or another eigenvalue
+        v = torch.linalg.eigh(gram)[1][:, -1]
+    return v
 
 
 def _root(square: Tensor) -> Tensor:
