@@ -40,7 +40,7 @@ class SoftmaxAttention(LipschitzAttention):
     Notes
     -----
     Bound over the largest local constant found by ascent, 4 tokens of radius 2, one and two heads: 1 without
-    scores, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ from 0.5 to 2, at most 7.2 for random weights and biases.
+    scores, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ from 0.5 to 2, at most 7.2 for random weights.
 
     References
     ----------
