@@ -197,8 +197,8 @@ def test_dropout_and_training_do_not_matter() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
     x = torch.randn(9, 4)
     tables = [
-        hs.nn.evaluate(one, x, length=1, radius=9.0, batch=size).table
-        for one, size in ((model.train(), 2), (model, 4), (model.eval(), 99))
+        hs.nn.evaluate(model.train(training), x, length=1, radius=9.0, batch=size).table
+        for training, size in ((True, 2), (True, 4), (False, 99))
     ]
     for other in tables[1:]:
         pd.testing.assert_frame_equal(tables[0], other)
