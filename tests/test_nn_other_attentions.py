@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from scipy.special import lambertw
 from torch import Tensor
 from torch.func import functional_call
 
 import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
+from howsmooth.bounds import other_attentions_ball as ball
+from howsmooth.bounds.visible_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
 from tests._search import Point, largest_ratio
@@ -565,3 +568,33 @@ def test_lower_precision(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(output.double(), f(x.double())[0], rtol=tolerance, atol=tolerance)
     output.float().sum().backward()
     assert all(bool(torch.isfinite(p.grad).all()) for p in lower.parameters())
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "band"])
+def test_formulas_with_masks(mask: str) -> None:
+    """One head, all matrices the identity in one dimension: the formulas of the theory, row by row."""
+    seen = {"none": torch.ones(N, N).bool(), "causal": torch.ones(N, N).tril().bool(), "band": ~BAND}[mask]
+    seen[0, 2] |= mask == "band"  # not symmetric: rows and columns differ
+    rows = visible_rows(N, seen if mask == "band" else mask)
+    one, radius, tau = torch.ones(1, 1, 1).double(), 0.6, 2.0
+    counts = [int(row.sum()) for row in seen]
+
+    def heaviest(numbers: list[float]) -> float:
+        return max(sum(numbers[i] for i in range(N) if seen[i, j]) for j in range(N))
+
+    a, squares, spreads = radius**2, [], []
+    for m in counts:
+        phi = float(lambertw((m - 1) / math.e).real)
+        var, dist, p = min(a, phi), min(4 * a, phi), 1 / (1 + (m - 1) * math.exp(-4 * a))
+        r = math.sqrt(p) + 2 * min(math.sqrt(var * dist), math.sqrt(4 * a * var * p), math.sqrt(2) * a)
+        squares.append(r**2)
+        spreads.append(var)
+    l2 = float(ball.l2_layer(one, one, one[0], rows, radius))
+    assert l2 == pytest.approx(math.sqrt(heaviest(squares)) + 2 * max(spreads), rel=1e-10)
+
+    rho = radius / math.sqrt(radius**2 + 1)
+    p = [1 / (1 + (m - 1) * math.exp(-2 * tau * rho**2)) for m in counts]
+    c, spread = heaviest(p), heaviest([min(0.5, t) if m > 1 else 0.0 for t, m in zip(p, counts, strict=True)])
+    numbers = {"biases": (None, None, None), "temperature": tau, "gain": 1.0, "eps": 1.0}
+    cosine = float(ball.scaled_cosine_layer(one, one, one, one[0], rows, radius, **numbers))
+    assert cosine == pytest.approx(math.sqrt(c) + tau * rho**2 * (1 + math.sqrt(spread)), rel=1e-10)
