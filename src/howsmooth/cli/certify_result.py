@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from howsmooth import __version__
-from howsmooth.nn.evaluation import Evaluation
+from howsmooth.nn.certificates.evaluation import Evaluation
 from howsmooth.study.certifying import Certified
 from howsmooth.study.names import encodable, readable
 

@@ -30,7 +30,8 @@ _COLUMNS_ELSEWHERE = 8192
 # are rather taken a few at a time.
 _ROWS = 256
 # The tiles of one block of rows are kept between J and Jᵀ: at most these bytes, as far as rows can be fewer.
-_PANEL = 1 << 30
+_PANEL = {"cpu": 1 << 30}
+_PANEL_ELSEWHERE = 1 << 33
 _FEWEST_ROWS = 16
 # Exponentials of scores up to these, and n times them, are in the range of their dtype.
 _BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
@@ -51,7 +52,8 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
     entries = _TILE.get(device.type, _TILE_ELSEWHERE)
     rows = max(entries // (heads * columns), _ROWS)
-    rows = max(_FEWEST_ROWS, min(rows, _PANEL // (heads * n * itemsize)))
+    panel = _PANEL.get(device.type, _PANEL_ELSEWHERE)
+    rows = max(_FEWEST_ROWS, min(rows, panel // (heads * n * itemsize)))
     return max(1, min(heads, entries // (rows * columns))), rows, columns
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from howsmooth.nn import attention, penalty
-    from howsmooth.nn.activations import GroupSort, MaxMin
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
     from howsmooth.nn.attention.l2 import L2Attention
@@ -15,19 +14,20 @@ if TYPE_CHECKING:
     from howsmooth.nn.attention.normalised import QueryKeyNormAttention
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
-    from howsmooth.nn.blocks import SelfAttentionBlock
-    from howsmooth.nn.certificate import ModelCertificate
-    from howsmooth.nn.certification import certify
+    from howsmooth.nn.certificates.certificate import ModelCertificate
+    from howsmooth.nn.certificates.certification import certify
+    from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.contract import LipschitzModule
-    from howsmooth.nn.evaluation import Evaluation, evaluate
-    from howsmooth.nn.linear import OrthogonalLinear, SpectralLinear
-    from howsmooth.nn.monitor import LipschitzMonitor
-    from howsmooth.nn.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.record import MonitorRecord
-    from howsmooth.nn.residual import AverageResidual, Residual
+    from howsmooth.nn.monitoring.monitor import LipschitzMonitor
+    from howsmooth.nn.monitoring.record import MonitorRecord
+    from howsmooth.nn.monitoring.trainer import MonitorCallback
+    from howsmooth.nn.parts.activations import GroupSort, MaxMin
+    from howsmooth.nn.parts.blocks import SelfAttentionBlock
+    from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
+    from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
+    from howsmooth.nn.parts.residual import AverageResidual, Residual
+    from howsmooth.nn.parts.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
-    from howsmooth.nn.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
-    from howsmooth.nn.trainer import MonitorCallback
 
 __all__ = [
     "AddPositions",
@@ -71,7 +71,7 @@ __all__ = [
 
 # `import howsmooth.nn` takes no time: what a name needs is imported when it is first asked for.
 _MODULES = {
-    "activations": ("GroupSort", "MaxMin"),
+    "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
     "attention.cosine": ("CosineAttention",),
     "attention.l2": ("L2Attention",),
@@ -79,19 +79,19 @@ _MODULES = {
     "attention.normalised": ("QueryKeyNormAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
-    "blocks": ("SelfAttentionBlock",),
-    "certificate": ("ModelCertificate",),
-    "certification": ("certify",),
+    "parts.blocks": ("SelfAttentionBlock",),
+    "certificates.certificate": ("ModelCertificate",),
+    "certificates.certification": ("certify",),
     "contract": ("LipschitzModule",),
-    "evaluation": ("Evaluation", "evaluate"),
-    "linear": ("OrthogonalLinear", "SpectralLinear"),
-    "monitor": ("LipschitzMonitor",),
-    "norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
-    "record": ("MonitorRecord",),
-    "residual": ("AverageResidual", "Residual"),
+    "certificates.evaluation": ("Evaluation", "evaluate"),
+    "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
+    "monitoring.monitor": ("LipschitzMonitor",),
+    "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
+    "monitoring.record": ("MonitorRecord",),
+    "parts.residual": ("AverageResidual", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
-    "tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
-    "trainer": ("MonitorCallback",),
+    "parts.tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
+    "monitoring.trainer": ("MonitorCallback",),
 }
 _WHOLE_MODULES = ("attention", "penalty")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.nn.certificate import ModelCertificate
-from howsmooth.nn.certification import certify
-from howsmooth.nn.evaluation import Evaluation, evaluate, tokens_of
+from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.nn.certificates.certification import certify
+from howsmooth.nn.certificates.evaluation import Evaluation, evaluate, tokens_of
 from howsmooth.nn.saving import SavedModel, load_saved
 
 __all__ = ["Asked", "Certified", "certify_file"]

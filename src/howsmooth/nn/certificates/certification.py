@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificate import ModelCertificate
+from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.nn.certificates.walk import refusal, walk
 from howsmooth.nn.numbers import check_ball, check_length
-from howsmooth.nn.walk import refusal, walk
 
 __all__ = ["certify", "foreign_hooks"]
 

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.certificates.rules import Reach, rule_of
 from howsmooth.nn.contract import LipschitzModule
 from howsmooth.nn.numbers import above, check_ball, check_length, upper
-from howsmooth.nn.rules import Reach, rule_of
 
 __all__ = ["Composite", "Row", "Walk", "walk"]
 
@@ -153,7 +153,9 @@ def _through(
 
 
 def _encoder_layer(module: nn.Module, length: int, radius: float, path: str, level: int) -> Walk:
-    from howsmooth.nn.encoders import encoder_layer  # whose residuals are composites of this module
+    from howsmooth.nn.certificates.encoders import (
+        encoder_layer,
+    )  # whose residuals are composites of this module
 
     assert isinstance(module, nn.TransformerEncoderLayer)
     parts = encoder_layer(module, length)

@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.statistics import Entropy, score_norm
+from howsmooth.nn.monitoring.statistics import Entropy, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 

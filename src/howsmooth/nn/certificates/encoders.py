@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from howsmooth.nn.attention.softmax import SoftmaxAttention
-from howsmooth.nn.blocks import SelfAttentionBlock
-from howsmooth.nn.residual import Residual
+from howsmooth.nn.parts.blocks import SelfAttentionBlock
+from howsmooth.nn.parts.residual import Residual
 
 __all__ = ["encoder_layer"]
 

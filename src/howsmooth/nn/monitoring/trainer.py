@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.monitor import LipschitzMonitor
-from howsmooth.nn.neutral import unwrapped
+from howsmooth.nn.monitoring.monitor import LipschitzMonitor
+from howsmooth.nn.monitoring.neutral import unwrapped
 
 __all__ = ["MonitorCallback"]
 

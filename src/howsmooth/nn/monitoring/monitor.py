@@ -15,11 +15,11 @@ from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.site import SCOPES
-from howsmooth.nn.logging import RecordFile, ScalarWriter, write_scalars
-from howsmooth.nn.neutral import unwrapped
-from howsmooth.nn.probes import ProbeInputs, Probes
-from howsmooth.nn.probing import Accuracy, Readings, measured
-from howsmooth.nn.record import MonitorRecord, table
+from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
+from howsmooth.nn.monitoring.neutral import unwrapped
+from howsmooth.nn.monitoring.probes import ProbeInputs, Probes
+from howsmooth.nn.monitoring.probing import Accuracy, Readings, measured
+from howsmooth.nn.monitoring.record import MonitorRecord, table
 
 __all__ = ["LipschitzMonitor"]
 

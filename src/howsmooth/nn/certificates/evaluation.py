@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificate import ModelCertificate
-from howsmooth.nn.certification import certify
+from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.nn.certificates.certification import certify
 from howsmooth.nn.numbers import check_size
-from howsmooth.nn.tokens import ClipTokens, Patches
+from howsmooth.nn.parts.tokens import ClipTokens, Patches
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,12 +21,12 @@ from howsmooth.models.owners import CrossAttention
 from howsmooth.models.passes import Passed, Wanted, forward_pass, run
 from howsmooth.models.recording import AttentionLayer, first_tokens
 from howsmooth.models.verified import read_layer
-from howsmooth.nn.neutral import unmarked
-from howsmooth.nn.own_layers import OwnAttention, OwnLayers
-from howsmooth.nn.probes import Probes
-from howsmooth.nn.record import MonitorRecord
-from howsmooth.nn.rereading import SCOPES, Reading, reading_of
-from howsmooth.nn.statistics import Entropy, score_norm
+from howsmooth.nn.monitoring.neutral import unmarked
+from howsmooth.nn.monitoring.own_layers import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.probes import Probes
+from howsmooth.nn.monitoring.record import MonitorRecord
+from howsmooth.nn.monitoring.rereading import SCOPES, Reading, reading_of
+from howsmooth.nn.monitoring.statistics import Entropy, score_norm
 
 __all__ = ["Accuracy", "Readings", "measured"]
 

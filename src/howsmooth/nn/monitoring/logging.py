@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.record import MonitorRecord
+from howsmooth.nn.monitoring.record import MonitorRecord
 
 __all__ = ["RecordFile", "ScalarWriter", "write_scalars"]
 

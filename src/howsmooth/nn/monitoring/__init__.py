@@ -1,0 +1,1 @@
+"""Attention watched in training: probes, records, where they go."""

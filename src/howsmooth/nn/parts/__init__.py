@@ -1,0 +1,1 @@
+"""Parts of models whose constant is one, or stated."""
