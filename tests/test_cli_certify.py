@@ -311,16 +311,13 @@ def test_files_of_data(howsmooth: Howsmooth, files: Any, tmp_path: Path) -> None
     _, wanted, _ = howsmooth("model.safetensors", "--data", "data.npz", "--json", "-q")
     np.save("x.npy", x.numpy())
     np.save("y.npy", y.numpy())
-    torch.save(x, "x.pt")
-    torch.save({"X": x, "y": y}, "both.pt")
     save_file({"X": x, "y": y}, "both.safetensors")
     np.savez("y.npz", y=y.numpy().astype(np.uint8), other=np.ones(3))
     ways = [
         ["x.npy", "--labels", "y.npy"],
-        ["x.pt", "--labels", "y.npz"],
-        ["both.pt"],
+        ["x.npy", "--labels", "y.npz"],
         ["both.safetensors"],
-        ["data.npz", "--labels", "both.pt"],
+        ["data.npz", "--labels", "both.safetensors"],
     ]
     for way in ways:
         code, out, _ = howsmooth("model.safetensors", "--data", *way, "--json", "-q", "--batch", "7")
@@ -373,8 +370,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such data": (["model.safetensors", "--data", "none.npy"], "There is no data file none.npy"),
     "data of words": (["model.safetensors", "--data", "words.txt"], "words.txt is neither .npy nor .npz"),
     "pickled data": (["model.safetensors", "--data", "pickled.npy"], "pickled.npy cannot be read: "),
-    "a pickled model": (["model.safetensors", "--data", "module.pt"], "it is no file of tensors alone"),
-    "a huge view": (["model.safetensors", "--data", "view.pt"], "X is no plain tensor"),
+    "a pickled model": (["model.safetensors", "--data", "module.pt"], "Pickled formats are never read"),
     "several arrays": (["model.safetensors", "--data", "names.npz"], "one of the name X, got a, b"),
     "no arrays": (["model.safetensors", "--data", "nothing.npz"], "one of the name X, got none"),
     "NaN": (
@@ -443,7 +439,6 @@ def bad(files: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "names.npz", a=np.zeros(3), b=np.zeros(3))
     np.savez(tmp_path / "nothing.npz")
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
-    torch.save({"X": torch.zeros(1).expand(10**9, 1, 4, 4), "y": torch.zeros(1)}, tmp_path / "view.pt")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

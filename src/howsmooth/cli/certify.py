@@ -36,7 +36,7 @@ def certify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Inputs, as the model takes them: .npy, .npz, .safetensors, or .pt with tensors alone. Of "
+            help="Inputs, as the model takes them: .npy, .npz or .safetensors. Of "
             "several arrays, X are the inputs and y the labels.",
             show_default=False,
             rich_help_panel=WHAT,

@@ -1,4 +1,4 @@
-"""Arrays in files: .npy, .npz, .safetensors, and .pt with tensors alone. Nothing in them is ever run."""
+"""Arrays in files: .npy, .npz, .safetensors. Nothing in them is ever run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from howsmooth.errors import ModelError
 
 __all__ = ["read_arrays", "reason"]
 
-SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
+SUFFIXES = (".npy", ".npz", ".safetensors")
 
 
 def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
@@ -44,33 +44,12 @@ def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> 
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        if path.suffix in (".pt", ".pth"):
-            return _pt(path)
         return _npz(path) if path.suffix == ".npz" else {"": _tensor("it", np.load(path, allow_pickle=False))}
     except MemoryError as error:
         # A few bytes are enough to announce an array of any size.
         raise ModelError(f"{where} cannot be read: it does not fit into memory.") from error
     except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ModelError(f"{where} cannot be read: {reason(error)}.") from error
-
-
-def _pt(path: Path) -> dict[str, Tensor]:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:  # of damaged files and of pickled objects, PyTorch raises many kinds
-        raise ValueError(f"it is no file of tensors alone ({reason(error)})") from error
-    named = {"": found} if isinstance(found, Tensor) else found
-    if not isinstance(named, dict) or not all(
-        isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()
-    ):
-        raise ValueError("it holds neither a tensor nor tensors under names")
-    for name, t in named.items():
-        # A view of a few numbers can have any size.
-        if t.layout is not torch.strided or t.untyped_storage().nbytes() < t.numel() * t.element_size():
-            raise ValueError(f"{name or 'it'} is no plain tensor")
-    return {name: t.detach() for name, t in named.items()}
 
 
 def _npz(path: Path) -> dict[str, Tensor]:
