@@ -33,8 +33,8 @@ from howsmooth.nn import (
     SelfAttentionBlock,
     SinkhornAttention,
     SoftmaxAttention,
-    probing,
 )
+from howsmooth.nn.monitoring import probing
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 

@@ -16,7 +16,7 @@ import torch
 import howsmooth as hs
 
 # The example is not part of the package: it stands in the repository, beside its weights.
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = next(folder for folder in Path.cwd().parents if (folder / "examples" / "digits").is_dir())
 sys.path.insert(0, str(ROOT))
 
 from examples.digits.attack import attack  # noqa: E402

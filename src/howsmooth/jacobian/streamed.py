@@ -31,7 +31,7 @@ _COLUMNS_ELSEWHERE = 8192
 _ROWS = 256
 # The tiles of one block of rows are kept between J and Jᵀ: at most these bytes, as far as rows can be fewer.
 _PANEL = {"cpu": 1 << 30}
-_PANEL_ELSEWHERE = 1 << 33
+_PANEL_ELSEWHERE = 1 << 32
 _FEWEST_ROWS = 16
 # Exponentials of scores up to these, and n times them, are in the range of their dtype.
 _BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
