@@ -2,7 +2,7 @@
 
     python examples/digits/train.py                              # everything, minutes of one core
     python examples/digits/train.py --forms lipschitz --seeds 0  # one model
-    python examples/digits/train.py --quick --out /tmp/digits    # all forms, far from trained
+    python examples/digits/train.py --quick --out out/digits     # all forms, far from trained
     python examples/digits/train.py --attentions                 # 1-Lipschitz, by kind of attention
 
 plain is an ordinary pre-norm Vision Transformer; penalised is the same, with the local Lipschitz constants of
