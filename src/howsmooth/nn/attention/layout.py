@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from howsmooth.attention import SelfAttention
 from howsmooth.bounds.softmax_layer import any_boolean_mask
 from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
 from howsmooth.nn.attention.masks import Masking
@@ -56,6 +58,23 @@ class Parts:
         if "in_proj_bias" in w:
             b_q, b_k, b_v = (part.unflatten(0, (heads, -1)) for part in w["in_proj_bias"].chunk(3))
         return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
+
+    def attention(self, masking: Masking, factor: float, **keywords: Any) -> SelfAttention:
+        """Return these heads as a map, its output times ``factor``; keywords are those of SelfAttention."""
+        hidden = masking.hidden
+        return SelfAttention(
+            self.query,
+            self.key,
+            self.value,
+            self.output * factor,
+            query_bias=self.query_bias,
+            key_bias=self.key_bias,
+            value_bias=self.value_bias,
+            output_bias=None if self.output_bias is None else self.output_bias * factor,
+            causal=masking.kind == "causal",
+            mask=None if hidden is None else ~hidden.to(self.query.device),
+            **keywords,
+        )
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
+from howsmooth.attention import RMSNorm, TokenMap
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import query_key_norm_layer, softmax_output_radius
 from howsmooth.nn.attention.base import LipschitzAttention, Weights, positive
@@ -132,22 +132,8 @@ class QueryKeyNormAttention(LipschitzAttention):
         k = self.head_dim
         gain = torch.full((k,), k**-0.5, dtype=dtype, device=parts.query.device)
         norm = RMSNorm(gain, eps=self.eps / k)  # u ↦ √k u / √(|u|² + ε), times the gain
-        hidden = self.masking.hidden
-        return SelfAttention(
-            parts.query,
-            parts.key,
-            parts.value,
-            parts.output * scale,
-            query_bias=parts.query_bias,
-            key_bias=parts.key_bias,
-            value_bias=parts.value_bias,
-            output_bias=None if parts.output_bias is None else parts.output_bias * scale,
-            scale=float(weights["log_temperature"].detach().to(dtype).exp()),
-            causal=self.masking.kind == "causal",
-            mask=None if hidden is None else ~hidden.to(parts.query.device),
-            query_norm=norm,
-            key_norm=norm,
-        )
+        temperature = float(weights["log_temperature"].detach().to(dtype).exp())
+        return parts.attention(self.masking, scale, scale=temperature, query_norm=norm, key_norm=norm)
 
     # ---- the bound
 

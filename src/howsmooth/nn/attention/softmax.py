@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention, TokenMap
+from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
@@ -103,19 +103,7 @@ class SoftmaxAttention(LipschitzAttention):
         dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
         with torch.no_grad():
             parts = Parts.of(weights, self.num_heads, dtype, None)
-        hidden = self.masking.hidden
-        return SelfAttention(
-            parts.query,
-            parts.key,
-            parts.value,
-            parts.output * scale,
-            query_bias=parts.query_bias,
-            key_bias=parts.key_bias,
-            value_bias=parts.value_bias,
-            output_bias=None if parts.output_bias is None else parts.output_bias * scale,
-            causal=self.masking.kind == "causal",
-            mask=None if hidden is None else ~hidden.to(parts.query.device),
-        )
+        return parts.attention(self.masking, scale)
 
     # ---- the bound
 
