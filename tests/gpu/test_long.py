@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import howsmooth as hs
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form
+from howsmooth.lipschitz import footprint
 from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.spectral import lanczos
 from tests._cases import CASES, D, random_attention, tokens, true_norm
@@ -53,6 +54,25 @@ def test_hundreds_of_tokens_in_several_tiles(dtype: torch.dtype, device: torch.d
     tolerance = 1e-11 if dtype == torch.float64 else 1e-5
     for got, want in zip(found, (image, gram), strict=True):
         assert float((got.cpu().double() - want).norm()) <= tolerance * float(want.norm())
+
+
+@pytest.mark.parametrize("rtol", [1e-3, 1e-4, 3e-5])
+@pytest.mark.parametrize("window", [None, 700])
+def test_an_interval_by_kernels_holds(window: int | None, rtol: float, device: torch.device) -> None:
+    """Products of 16 bits where rtol leaves room for them, else of 24."""
+    f = random_attention(
+        9, heads=4, kv_heads=2, key_dim=16, value_dim=16, d=32, d_out=32, causal=True, window=window
+    )
+    n = 6000 if device.type == "cuda" else 1500  # tiles are larger there, and memory for them
+    f, x = f.to(device=device), tokens(10, n, 32).to(device)
+    truth = hs.local_lipschitz(f, x, rtol=1e-8)
+    memory = 3 << 30 if device.type == "cuda" else 1 << 27
+    assert footprint(f, (n, 32), dtype=torch.float32, device=device, memory=memory).streamed
+    found = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), rtol=rtol, memory=memory)
+    assert found.converged
+    assert float(found.lower) <= float(truth.upper)
+    assert float(found.upper) >= float(truth.lower)
+    assert float(found.value) == pytest.approx(float(truth.value), rel=2 * rtol)
 
 
 @pytest.mark.parametrize("basis", [None, torch.float16])

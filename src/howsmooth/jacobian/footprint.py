@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
+from howsmooth.jacobian.fused import PARTS_BYTES
 from howsmooth.jacobian.streamed import working_bytes
 
 __all__ = ["cached_bytes", "streamed_bytes"]
@@ -66,6 +67,9 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     kept = (rows + means) * size + n * f.heads * _DOUBLE
     if dtype != torch.float64:  # scores in float64
         kept += (queries + keys) * _DOUBLE
+    if device.type == "cuda" and dtype == torch.float32:
+        # Parts of these for the kernels, of tangents, and of the heads' cotangents.
+        kept += (2 * rows + means) * PARTS_BYTES
     # Tangents and cotangents, two turned copies of one of them, the image and what comes back.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     linearising = (n * f.d + 2 * rows) * _DOUBLE + (rows + means) * size

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norms import NormJacobian, norm_jacobian
 from howsmooth.jacobian.streamed import Through, streamed_derivative
 from howsmooth.spectral import LinearOperator
@@ -80,10 +81,13 @@ class StreamedAttentionJacobian(LinearOperator):
         x: Tensor,
         dtype: torch.dtype,
         core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
+        *,
+        allowance: float = 0.0,
     ) -> StreamedAttentionJacobian:
         """Linearise float64 attention at float64 tokens (batch, n, d).
 
         ``core`` makes the derivative from queries, keys and values, in place of that of these tokens alone.
+        ``allowance`` is what relative rounding its products may have beyond float32's.
         """
         q, k, v = f.projections(x)
         q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
@@ -96,6 +100,7 @@ class StreamedAttentionJacobian(LinearOperator):
         visibility = f.visibility(x.shape[1])
         assert isinstance(visibility, Visibility)  # that of tokens
         derivative = streamed_derivative(q, k, v, f.scale, visibility, f.features, dtype)
+        derivative = fused(derivative, allowance)
         return cls(_Weights.of(f, dtype), derivative, norms)
 
     def _product(self, e: Tensor) -> Tensor:

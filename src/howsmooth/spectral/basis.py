@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.spectral.sums import PIECE, squared_lengths
+from howsmooth.spectral.sums import PIECE, inner, pieces, split, squared_lengths
 
 __all__ = ["Basis", "Reduction", "reduced", "squares"]
 
@@ -46,9 +46,11 @@ class Basis:
             self.blocks.append(row.new_empty(rows, *row.shape, dtype=self.dtype))
         last = self.blocks[-1]
         place = self.count - sum(len(block) for block in self.blocks[:-1])
-        for kept, vector in zip(last[place], row, strict=True):
-            for low in range(0, len(vector), PIECE):
-                kept[low : low + PIECE] = vector[low : low + PIECE] * self.scale
+        if self.scale == 1.0:
+            last[place].copy_(row)
+        else:  # piece by piece: no second vector beside the first
+            for kept, part in zip(*(split(t) for t in (last[place], row)), strict=True):
+                kept.copy_(part * self.scale)
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
@@ -64,16 +66,20 @@ class Basis:
         if self.dtype == self.working:
             latest = ()
         lengths = squares(z, self.reduce).sqrt()
-        for member, vector in enumerate(z):
+        for members in self._together(z):
+            vectors, more = z[members], None
             for _ in range(2):
-                before = float(lengths[member])
-                self._subtract_projection_(member, vector, self.count - len(latest))
+                before = lengths[members]
+                self._subtract_projection_(members, vectors, self.count - len(latest), more)
                 for rows in latest:
-                    overlap = reduced(_dot(rows[member], vector), self.reduce)
-                    vector.addcmul_(rows[member], overlap.to(vector.dtype), value=-1)
-                lengths[member] = squares(vector[None], self.reduce).sqrt()[0]
+                    overlap = reduced(inner(rows[members], vectors), self.reduce)
+                    overlap = overlap if more is None else overlap * more
+                    vectors.addcmul_(rows[members], overlap.to(vectors.dtype)[:, None], value=-1)
+                after = squares(vectors, self.reduce).sqrt()
                 # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
-                if float(lengths[member]) > 0.7 * before:
+                more = after <= 0.7 * before
+                lengths[members] = after
+                if not bool(more.any()):
                     break
         return lengths
 
@@ -81,47 +87,64 @@ class Basis:
         """Write the unit vector along Σ_k weights_k row_k of one member to ``out``."""
         coefficients = torch.as_tensor(weights / self.scale, dtype=self.working, device=out.device)
         out.zero_()
-        for low in range(0, len(out), PIECE):
-            piece = slice(low, low + PIECE)
-            for rows, part in self._parts(member, piece, len(weights)):
-                out[piece].addmv_(part.mT, coefficients[rows])
+        for piece in pieces(len(out), out.device):
+            for rows, part in self._parts(slice(member, member + 1), piece, len(weights)):
+                out[piece].addmv_(part[:, 0].mT, coefficients[rows])
         out /= squares(out[None], self.reduce).sqrt().to(out.dtype)
 
-    def _subtract_projection_(self, member: int, vector: Tensor, count: int) -> None:
-        coefficients = torch.zeros(count, dtype=torch.float64, device=vector.device)
-        # Pieces stay in a core's cache while all rows of the basis pass over them.
-        pieces = [slice(low, low + PIECE) for low in range(0, len(vector), PIECE)]
-        summed = self.working if len(pieces) == 1 else torch.float64
-        for piece in pieces:
-            x = vector[piece].to(summed)
-            for rows, part in self._parts(member, piece, count):
-                coefficients[rows] += part.to(summed) @ x
-        coefficients = reduced(coefficients, self.reduce) / self.scale**2
-        weights = coefficients.to(self.working)
-        for piece in pieces:
-            for rows, part in self._parts(member, piece, count):
-                vector[piece].addmv_(part.mT, weights[rows], alpha=-1)
+    def _together(self, z: Tensor) -> list[slice]:
+        """Cut members into those whose projections are made at once.
 
-    def _parts(self, member: int, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the first rows of one member's basis in the working dtype, a piece of their columns."""
+        One by one on a processor, where the pieces of one stay in a core's cache while all rows pass over
+        them; all on other devices, which would wait for each.
+        """
+        size = 1 if z.device.type == "cpu" else len(z)
+        return [slice(i, i + size) for i in range(0, len(z), size)]
+
+    def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
+        """Subtract from some members, and of these from those alone that need ``more``, if given."""
+        coefficients = torch.zeros(count, len(z), dtype=torch.float64, device=z.device)
+        some = pieces(z.shape[1], z.device)
+        summed = self.working if z.shape[1] <= PIECE else torch.float64
+        for piece in some:
+            x = z[:, piece].to(summed)
+            for rows, part in self._parts(members, piece, count):
+                coefficients[rows] += _by_member(part.to(summed), x)
+        coefficients = reduced(coefficients, self.reduce) / self.scale**2
+        weights = (coefficients if more is None else coefficients * more).to(self.working)
+        for piece in some:
+            for rows, part in self._parts(members, piece, count):
+                _subtract_(z[:, piece], part, weights[rows])
+
+    def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the first rows of some members' bases in the working dtype, a piece of their columns."""
         first = 0
         for block in self.blocks:
             last = min(first + len(block), count)
             if last <= first:
                 return
-            yield slice(first, last), block[: last - first, member, piece].to(self.working)
+            yield slice(first, last), block[: last - first, members, piece].to(self.working)
             first = last
+
+
+def _by_member(rows: Tensor, z: Tensor) -> Tensor:
+    """Inner products of rows (step, member, size) with vectors (member, size), (step, member)."""
+    if len(z) == 1:
+        return torch.mv(rows[:, 0], z[0])[:, None]
+    return torch.einsum("kmp,mp->km", rows, z)
+
+
+def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
+    """Subtract Σ_k weights_k row_k from vectors (member, size), in place; weights (step, member)."""
+    if len(z) == 1:
+        z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
+    else:
+        z -= torch.einsum("km,kmp->mp", weights, rows)
 
 
 def squares(x: Tensor, reduce: Reduction | None) -> Tensor:
     """Return the squared lengths of rows (member, size) in float64, (member,)."""
     return reduced(squared_lengths(x), reduce)
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Inner product of two vectors (size,), summed in float64."""
-    pieces = zip(x.split(PIECE), y.split(PIECE), strict=True)
-    return torch.stack([torch.dot(a.double(), b.double()) for a, b in pieces]).sum()
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from scipy import linalg
 from torch import Tensor
 
-from howsmooth.spectral.interval import a_posteriori_upper, start_quantile
+from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
 from howsmooth.spectral.refusals import check_finite, checked_rounding
 from howsmooth.spectral.sums import PIECE, inner_products, squared_lengths
@@ -220,10 +220,7 @@ def _limits(
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
     if unit == 0.0:
         return 0.0, 0.0
-    # Values only: LAPACK's root-free QR costs a fraction of a dense SVD, at every step of every member.
-    theta: np.ndarray = linalg.eigvalsh_tridiagonal(
-        *_tridiagonal(alphas / unit, betas / unit), lapack_driver="sterf", check_finite=False
-    )
+    theta = ritz_values(*_tridiagonal(alphas / unit, betas / unit))
     top = max(float(theta[-1]), 0.0)
     if complete:
         logs = -np.inf
@@ -231,7 +228,7 @@ def _limits(
         # No product α_j β_j of a running member is below the rounding level except the last.
         products = alphas * betas / unit**2
         logs = float(np.log(np.maximum(products, slack * top)).sum())
-    limit = a_posteriori_upper(theta, logs, quantile)
+    limit = float(a_posteriori_upper(theta, logs, quantile))
     return unit * float(np.sqrt(top)), unit * float(np.sqrt(limit)) * (1 + slack)
 
 

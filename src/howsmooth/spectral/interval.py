@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 from scipy import special
+from scipy.linalg import lapack
 
-__all__ = ["a_posteriori_upper", "a_priori_upper", "start_quantile"]
+__all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "start_quantile"]
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
@@ -34,8 +35,26 @@ def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
 
-def a_posteriori_upper(theta: Float[np.ndarray, " k"], log_off_diagonals: float, quantile: float) -> float:
-    """Return the upper limit of λ_max(JᵀJ) from the Lanczos polynomial of this very run.
+def ritz_values(diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k_1"]) -> Float[np.ndarray, " k"]:
+    """Return the eigenvalues of a symmetric tridiagonal matrix in ascending order.
+
+    LAPACK's root-free QR, called by itself: SciPy's checks would take most of the time, at every step of
+    every member.
+    """
+    if len(diagonal) == 1:
+        return diagonal.copy()
+    values, info = lapack.dsterf(diagonal, off)
+    if info:
+        raise np.linalg.LinAlgError(f"dsterf has ended with {info}")
+    return np.asarray(values)
+
+
+def a_posteriori_upper(
+    theta: Float[np.ndarray, "*members k"],
+    log_off_diagonals: float | Float[np.ndarray, "*members"],
+    quantile: float,
+) -> float | Float[np.ndarray, "*members"]:
+    """Return the upper limit of λ_max(JᵀJ) of each member from the Lanczos polynomial of its very run.
 
     The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So
     |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
@@ -52,20 +71,22 @@ def a_posteriori_upper(theta: Float[np.ndarray, " k"], log_off_diagonals: float,
         x_δ from :func:`start_quantile`.
 
     """
-    top = float(theta.max())
-    if log_off_diagonals == -np.inf:
-        return top
-    gaps = top - np.sort(theta)[:-1]
-    target = log_off_diagonals - 0.5 * np.log(quantile)
+    theta = np.sort(theta, axis=-1)
+    top, gaps = theta[..., -1], theta[..., -1:] - theta[..., :-1]
+    open_ended = np.isfinite(log_off_diagonals)
+    target = np.where(open_ended, log_off_diagonals, 0.0) - 0.5 * np.log(quantile)
     # In s = log(t − θ_1) the function is increasing and convex, and it is non-negative at
     # s = target / k: Newton's iteration from there decreases to the root and never passes it.
-    s = target / len(theta)
+    s = target / theta.shape[-1]
+    moving = np.ones_like(open_ended)
     for _ in range(200):
-        distance = np.exp(s)
-        value = s + float(np.log(distance + gaps).sum()) - target
-        slope = 1.0 + float((distance / (distance + gaps)).sum())
-        step = value / slope
-        s -= step
-        if step <= 1e-12 * max(1.0, abs(s)):
+        distance = np.exp(s)[..., None]
+        apart = distance + gaps
+        step = (s + np.log(apart).sum(axis=-1) - target) / (1.0 + (distance / apart).sum(axis=-1))
+        # A member that has arrived stays, whatever the others do.
+        s = s - np.where(moving, step, 0.0)
+        moving = moving & (step > 1e-12 * np.maximum(1.0, np.abs(s)))
+        if not moving.any():
             break
-    return top + float(np.exp(s))
+    upper: float | np.ndarray = np.where(open_ended, top + np.exp(s), top)[()]
+    return upper

@@ -22,7 +22,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.spectral.basis import Basis, Reduction, reduced, squares
 from howsmooth.spectral.golub_kahan import LeadingTriplet
-from howsmooth.spectral.interval import a_posteriori_upper, start_quantile
+from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
 from howsmooth.spectral.refusals import check_finite, checked_rounding
 
@@ -202,30 +202,28 @@ def _run(
         else:
             alpha, z = yield from _energy(operator, v, factors)
             alpha = reduced(alpha, reduce)
-        check_finite(alpha)
         z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
         if before is not None:
             z.addcmul_(gamma.to(z.dtype)[:, None], before, value=-1)
         gamma = basis.orthogonalise_(z, [v] if before is None else [v, before])
-        check_finite(gamma)
         before = v
-        diagonal[active, k - 1] = alpha.cpu().numpy()
-        off[active, k - 1] = gamma.cpu().numpy()
+        entries = torch.stack((alpha, gamma)).cpu()  # together: other devices are waited for once
+        check_finite(entries)
+        diagonal[active, k - 1], off[active, k - 1] = entries.numpy()
 
-        for row in np.flatnonzero(running).tolist():
-            member = active[row]
-            complete = k == in_size
-            a, b = diagonal[member, :k], off[member, :k]
-            top, limit = _limits(a, b, quantile, level[member], complete=complete)
-            broke_down[member] = complete or b[-1] <= level[member] * top
-            sigma[member] = units[member] * math.sqrt(top)
-            upper[member] = units[member] * math.sqrt(limit) * (1 + slack[member])
-            lower = sigma[member] * (1 - slack[member])
-            converged[member] = upper[member] - lower <= rtol * sigma[member]
-            if converged[member] or broke_down[member] or k == steps_allowed:
-                running[row] = False
-                steps[member] = k
-                basis.combine(row, _leading_vector(a, b), out=right[member])
+        places = np.flatnonzero(running)
+        members, complete = active[places], k == in_size
+        a, b = diagonal[members, :k], off[members, :k]
+        top, limit = _limits(a, b, quantile, level[members], complete=complete)
+        broke_down[members] = complete | (b[:, -1] <= level[members] * top)
+        sigma[members] = units[members] * np.sqrt(top)
+        upper[members] = units[members] * np.sqrt(limit) * (1 + slack[members])
+        lower = sigma[members] * (1 - slack[members])
+        converged[members] = upper[members] - lower <= rtol * sigma[members]
+        done = converged[members] | broke_down[members] | (k == steps_allowed)
+        for row, member in zip(places[done].tolist(), members[done].tolist(), strict=True):
+            basis.combine(row, _leading_vector(diagonal[member, :k], off[member, :k]), out=right[member])
+        running[places[done]], steps[members[done]] = False, k
         if not running.any():
             break
         if running.sum() <= _COMPACT_AT * len(active):
@@ -288,18 +286,17 @@ def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> 
 
 
 def _limits(
-    diagonal: np.ndarray, off: np.ndarray, quantile: float, level: float, *, complete: bool
-) -> tuple[float, float]:
-    """Return the leading Ritz value and the a-posteriori upper limit of λ_max(JᵀJ) of one member."""
-    unit = max(diagonal.max(), off[:-1].max(initial=0.0))
-    if unit == 0.0:
-        return 0.0, 0.0
-    theta: np.ndarray = linalg.eigvalsh_tridiagonal(
-        diagonal / unit, off[:-1] / unit, lapack_driver="sterf", check_finite=False
-    )
-    top = max(float(theta[-1]), 0.0)
-    logs = -np.inf if complete else float(np.log(np.maximum(off / unit, level * top)).sum())
-    return unit * top, unit * a_posteriori_upper(theta, logs, quantile)
+    diagonal: np.ndarray, off: np.ndarray, quantile: float, level: np.ndarray, *, complete: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the leading Ritz value and the a-posteriori upper limit of λ_max(JᵀJ) of each member."""
+    largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
+    unit = np.where(largest == 0.0, 1.0, largest)[:, None]
+    scaled, off = diagonal / unit, off / unit
+    theta = np.stack([ritz_values(*parts) for parts in zip(scaled, off[:, :-1], strict=True)])
+    top = np.maximum(theta[:, -1], 0.0)
+    least = np.where(largest == 0.0, 1.0, level * top)
+    logs = np.full_like(top, -np.inf) if complete else np.log(np.maximum(off, least[:, None])).sum(axis=1)
+    return largest * top, largest * a_posteriori_upper(theta, logs, quantile)
 
 
 def _leading_vector(diagonal: np.ndarray, off: np.ndarray) -> np.ndarray:

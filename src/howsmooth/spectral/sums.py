@@ -10,16 +10,38 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["PIECE", "inner_products", "squared_lengths"]
+__all__ = ["PIECE", "inner", "inner_products", "pieces", "split", "squared_lengths"]
 
 PIECE = 1 << 16
-"""Entries that are turned into float64 at a time; vectors of no more are summed in their own dtype."""
+"""Entries that a processor turns into float64 at a time; vectors of no more are summed in their own dtype."""
+# Other devices wait for each piece to be started.
+_PIECE_ELSEWHERE = 1 << 20
+
+
+def pieces(size: int, device: torch.device) -> list[slice]:
+    """Cut ``size`` entries into those that are turned into float64 at a time."""
+    length = PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
+    return [slice(low, low + length) for low in range(0, size, length)]
+
+
+def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
+    """Return the pieces of all rows."""
+    return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 
 def squared_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
     """Return the squared length of each row, in float64."""
-    pieces = [torch.linalg.vector_norm(piece.double(), dim=1) for piece in x.split(PIECE, dim=1)]
-    return torch.stack(pieces).square().sum(dim=0)
+    first, *more = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in split(x)]
+    total: Tensor = first.square()
+    for length in more:
+        total += length.square()
+    return total
+
+
+def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
+    """Return the inner product of each row of x with that of y, in float64."""
+    parts = [torch.linalg.vecdot(a.double(), b.double()) for a, b in zip(split(x), split(y), strict=True)]
+    return torch.stack(parts).sum(dim=0)
 
 
 def inner_products(
@@ -29,6 +51,6 @@ def inner_products(
     if len(vector) <= PIECE or vector.dtype == torch.float64:
         return torch.mv(rows, vector)
     total = vector.new_zeros(len(rows), dtype=torch.float64)
-    for some, piece in zip(rows.split(PIECE, dim=1), vector.split(PIECE), strict=True):
-        total += torch.mv(some.double(), piece.double())
+    for piece in pieces(len(vector), vector.device):
+        total += torch.mv(rows[:, piece].double(), vector[piece].double())
     return total.to(vector.dtype)

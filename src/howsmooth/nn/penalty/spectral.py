@@ -252,7 +252,9 @@ class SpectralPenalty:
                     whole.check_first(body, self._members)
                 self._checked.add(name)
         x = call.members.requires_grad_()
-        weights = [p for p in call.layer.parameters() if p.requires_grad]
+        weights: list[Tensor] = [p for p in call.layer.parameters() if p.requires_grad]
+        on_input = self._on_input and call.tokens.requires_grad
+        sought = [*weights, x] if on_input else weights
         # The graph that is made here is used up here: the loss gets numbers, so that it may be differentiated
         # in any way, and the memory is free again before the next layer.
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
@@ -269,21 +271,20 @@ class SpectralPenalty:
             if bool((shares == 0).any()):
                 # A member without a share has no gradient by u to take J v from.
                 jv = pair.push_forward(g, u, v)
-                gradients = _gradients(g, v, shares, [*weights, x])
+                gradients = _gradients(g, v, shares, sought)
             else:
-                scaled, *gradients = _gradients(g, v, shares, [u, *weights, x])
+                scaled, *gradients = _gradients(g, v, shares, [u, *sought])
                 assert scaled is not None
                 jv = scaled / shares.view(-1, *(1,) * (scaled.ndim - 1))
         jv = jv.detach()
         residual = relative_residual(jv, u.detach())
         directions.keep(jv)
         report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper)
-        *by_weights, by_input = gradients
-        inputs: list[Tensor] = list(weights)
-        if self._on_input and call.tokens.requires_grad and by_input is not None:
+        inputs = list(weights)
+        if on_input and (by_input := gradients.pop()) is not None:
             inputs.append(call.tokens)
-            by_weights.append(call.as_given(by_input))
-        known: Tensor = _Known.apply(term.detach(), by_weights, *inputs)  # type: ignore[no-untyped-call]
+            gradients.append(call.as_given(by_input))
+        known: Tensor = _Known.apply(term.detach(), gradients, *inputs)  # type: ignore[no-untyped-call]
         return known, report
 
 

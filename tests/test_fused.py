@@ -1,0 +1,159 @@
+"""Kernels of products without n × n matrices: on a CUDA device, or by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from howsmooth.attention.core import ScoreFeatures
+from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian.fused import FusedDerivative, fused
+from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    # Before the kernels are decorated.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+tl = pytest.importorskip(
+    "triton.language", reason="Triton is not installed here; the kernels are for CUDA devices"
+)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter keeps bfloat16 as whole numbers, and would multiply these."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    dot = InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    )
+
+
+# Relative error of a product, of 24 bits and of 16. Matrix units cut sums off that the interpreter rounds.
+DIGITS = {3: 4e-6 if DEVICE.type == "cuda" else 1e-6, 2: 3e-5}
+RULES = {
+    "every key": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 37},
+    "window": {"window": 70},
+}
+
+
+def derivative(
+    seed: int,
+    n: int,
+    *,
+    group: int = 1,
+    widths: tuple[int, int] = (64, 64),
+    members: int = 1,
+    **rules: object,
+) -> tuple[StreamedDerivative, StreamedDerivative]:
+    """Return the derivative at random queries, keys and values in float32 and in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads, (key_dim, value_dim) = 2, widths
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE)
+
+    q = normal(members, kv_heads, group, n, key_dim)
+    k, v = normal(members, kv_heads, n, key_dim), normal(members, kv_heads, n, value_dim)
+    seen = Visibility(n, **rules)  # type: ignore[arg-type]
+    single, double = (
+        streamed_derivative(q, k, v, key_dim**-0.5, seen, ScoreFeatures(), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
+    return single, double
+
+
+def by_kernels(single: StreamedDerivative, parts: int) -> FusedDerivative:
+    return FusedDerivative(**(vars(single) | {"exact": None, "parts": parts}))
+
+
+def tangents(seed: int, at: StreamedDerivative) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = at.q.flatten(1, 2).shape, at.k.shape, at.v.shape
+    return [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_products_are_those_of_float64(rule: str, parts: int) -> None:
+    single, double = derivative(1, 150, group=2, **RULES[rule])
+    at, (dq, dk, dv) = by_kernels(single, parts), tangents(2, single)
+    wanted = double.product(dq.double(), dk.double(), dv.double())
+    assert relative(at.product(dq, dk, dv), wanted) < DIGITS[parts]
+    do = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    for found, want in zip(at.adjoint(do), double.adjoint(do.double()), strict=True):
+        assert found.shape == want.shape
+        assert relative(found, want) < DIGITS[parts]
+
+
+@pytest.mark.parametrize("widths", [(3, 20), (40, 16), (16, 100), (128, 128)])
+def test_widths_are_filled_up(widths: tuple[int, int]) -> None:
+    single, double = derivative(4, 70, widths=widths, causal=True)
+    at, moved = by_kernels(single, 3), tangents(5, single)
+    wanted = double.product(*(t.double() for t in moved))
+    assert relative(at.product(*moved), wanted) < DIGITS[3]
+    for found, want in zip(at.adjoint(wanted.float()), double.adjoint(wanted), strict=True):
+        assert relative(found, want) < DIGITS[3]
+
+
+def test_a_gram_product_goes_through_each_member() -> None:
+    single, double = derivative(6, 40, group=2, members=2, causal=True)
+    at, moved, asked = by_kernels(single, 3), tangents(7, single), []
+
+    def through(member: int, rows: slice, do: torch.Tensor) -> torch.Tensor:
+        asked.append((member, rows))
+        return (member + 1.0) * do
+
+    wanted = double.gram(*(t.double() for t in moved), through)
+    asked.clear()
+    for found, want in zip(at.gram(*moved, through), wanted, strict=True):
+        assert relative(found, want) < DIGITS[3]
+    assert asked == [(0, slice(0, 40)), (1, slice(0, 40))]
+
+
+def test_some_rows_of_a_sequence() -> None:
+    """Queries numbered from another row on, as a shard of a sequence holds them."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (30, 90, 90))
+    q, k, v = q[:, :, None].to(DEVICE), k.to(DEVICE), v.to(DEVICE)
+    single, double = (
+        streamed_derivative(q, k, v, 0.25, Visibility(90, causal=True), ScoreFeatures(), dtype, first_row=41)
+        for dtype in (torch.float32, torch.float64)
+    )
+    at, moved = by_kernels(single, 3), tangents(9, single)
+    wanted = double.product(*(t.double() for t in moved))
+    assert relative(at.product(*moved), wanted) < DIGITS[3]
+    for found, want in zip(at.adjoint(wanted.float()), double.adjoint(wanted), strict=True):
+        assert relative(found, want) < DIGITS[3]
+
+
+def test_some_members_keep_their_kernels() -> None:
+    single, double = derivative(10, 20, members=3)
+    at, chosen = by_kernels(single, 2), torch.tensor([4, 5, 0, 1], device=DEVICE)
+    some = at.select(chosen)
+    assert isinstance(some, FusedDerivative)
+    assert some.parts == 2
+    moved = tangents(11, some)
+    wanted = double.select(chosen).product(*(t.double() for t in moved))
+    assert relative(some.product(*moved), wanted) < DIGITS[2]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what a processor does")
+def test_a_processor_keeps_its_tiles() -> None:
+    single, _ = derivative(12, 20)
+    assert fused(single) is single
