@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
@@ -34,6 +35,11 @@ SECONDS = 120
 if "HOWSMOOTH_CACHE" not in os.environ:
     os.environ["HOWSMOOTH_CACHE"] = tempfile.mkdtemp(prefix="howsmooth-cache-")
     atexit.register(shutil.rmtree, os.environ["HOWSMOOTH_CACHE"], ignore_errors=True)
+
+
+# Triton is imported by others too, and what it imports then decides what its interpreter can run.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _commands(block: str) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +10,12 @@ import torch
 
 from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian.fused import FusedDerivative, fused
+from howsmooth.jacobian import closed_form_jacobian, kernel_bytes
+from howsmooth.jacobian.fused import FusedDerivative, fused, within
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
+from tests._cases import random_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    # Before the kernels are decorated.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 tl = pytest.importorskip(
     "triton.language", reason="Triton is not installed here; the kernels are for CUDA devices"
 )
@@ -52,6 +51,7 @@ def derivative(
     seed: int,
     n: int,
     *,
+    kv_heads: int = 2,
     group: int = 1,
     widths: tuple[int, int] = (64, 64),
     members: int = 1,
@@ -59,7 +59,7 @@ def derivative(
 ) -> tuple[StreamedDerivative, StreamedDerivative]:
     """Return the derivative at random queries, keys and values in float32 and in float64."""
     generator = torch.Generator().manual_seed(seed)
-    kv_heads, (key_dim, value_dim) = 2, widths
+    key_dim, value_dim = widths
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE)
@@ -91,7 +91,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_products_are_those_of_float64(rule: str, parts: int) -> None:
-    single, double = derivative(1, 150, group=2, **RULES[rule])
+    single, double = derivative(1, 130, group=2, kv_heads=1, **RULES[rule])
     at, (dq, dk, dv) = by_kernels(single, parts), tangents(2, single)
     wanted = double.product(dq.double(), dk.double(), dv.double())
     assert relative(at.product(dq, dk, dv), wanted) < DIGITS[parts]
@@ -103,7 +103,7 @@ def test_products_are_those_of_float64(rule: str, parts: int) -> None:
 
 @pytest.mark.parametrize("widths", [(3, 20), (40, 16), (16, 100), (128, 128)])
 def test_widths_are_filled_up(widths: tuple[int, int]) -> None:
-    single, double = derivative(4, 70, widths=widths, causal=True)
+    single, double = derivative(4, 20, kv_heads=1, widths=widths, causal=True)
     at, moved = by_kernels(single, 3), tangents(5, single)
     wanted = double.product(*(t.double() for t in moved))
     assert relative(at.product(*moved), wanted) < DIGITS[3]
@@ -151,6 +151,49 @@ def test_some_members_keep_their_kernels() -> None:
     moved = tangents(11, some)
     wanted = double.select(chosen).product(*(t.double() for t in moved))
     assert relative(some.product(*moved), wanted) < DIGITS[2]
+
+
+def test_what_the_kernels_multiply_is_counted() -> None:
+    f = random_attention(13, heads=4, kv_heads=2, key_dim=20, value_dim=12, d=8, causal=True)
+    x = torch.randn(1, 9, 8, dtype=torch.float64)
+    at = closed_form_jacobian(f, x, dtype=torch.float32, streamed=True)
+    kernels = by_kernels(at.core, 3)
+    q, k, v = kernels._operands
+    operands = 2 * (q.nbytes + k.nbytes + v.nbytes) + q.nbytes  # with tangents, and cotangents of the heads
+    assert kernel_bytes(f, 9, torch.float32, torch.device("cuda")) == operands
+    assert kernel_bytes(f, 9, torch.float64, torch.device("cuda")) == 0
+    assert kernel_bytes(f, 9, torch.float32, torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "allowance", "parts"),
+    [
+        (1.0, None, 3),
+        (1.0, 2.5e-4, 2),
+        (1.0, 2.5e-5, 3),
+        (1.0, 1e-6, None),
+        (2.5, None, None),
+        (2.5, 2.5e-4, 2),
+        (2.5, 2.5e-5, 3),
+        (3.3, 2.5e-5, None),
+    ],
+)
+def test_as_few_parts_as_the_allowance_permits(
+    size: float, allowance: float | None, parts: int | None
+) -> None:
+    """Scores up to 10, 65 and 110, of which those above 32 are formed in float64 otherwise."""
+    single, _ = derivative(12, 20)
+    at = replace(
+        single,
+        kappa=single.kappa * 0 + 10.1 * size**2,
+        exact=None if size == 1 else (single.q.double(), single.k.double()),
+    )
+    found = within(at, allowance)
+    assert (found.parts if isinstance(found, FusedDerivative) else None) == parts
+    if parts is None:
+        assert found is at
+    elif allowance is not None:
+        assert found.rounding(1).max() <= allowance
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="what a processor does")

@@ -25,6 +25,7 @@ from howsmooth.jacobian import (
     energy_products_together,
     has_closed_form,
     in_double,
+    kernel_bytes,
     runs_members_alone,
     streamed_bytes,
     weighted_autodiff_jacobian,
@@ -42,7 +43,7 @@ _BASIS_BYTES = 1 << 30
 # those of one head up to a third less (docs/benchmarks.md).
 _STREAMED_FROM = 1024
 # Of the relative width asked for, what rounding of each side may take where that is cheaper.
-_ROUNDING_SHARE = 1 / 6
+_ROUNDING_SHARE = 1 / 4
 # Of a Krylov basis kept in half precision: fewer vectors would seldom reach anything.
 _FEWEST_VECTORS = 16
 
@@ -473,7 +474,7 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     Of the operators in float32 and in float64 one is alive at a time.
     """
 
-    def operator(dtype: torch.dtype, allowance: float = 0.0) -> LinearOperator:
+    def operator(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
         return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)
 
     def tried(allowance: float) -> tuple[LeadingTriplet, LinearOperator, bool]:
@@ -492,10 +493,8 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     basis_bytes = _basis_bytes(double, x, budget)
     if x.dtype == torch.float64:
         return run.lanczos(operator(x.dtype), members, basis_bytes)
-    # Other devices than a processor have cheaper products that round more.
-    allowance = 0.0 if x.device.type == "cpu" else _ROUNDING_SHARE * run.rtol
-    judged, exact, stuck = tried(allowance)
-    if stuck and allowance:
+    judged, exact, stuck = tried(_ROUNDING_SHARE * run.rtol)
+    if stuck and x.device.type != "cpu":  # which has cheaper products that round more
         del exact
         judged, exact, stuck = tried(0.0)
     room = budget - _beside_the_basis(double, x.double())
@@ -558,7 +557,8 @@ def _beside_the_basis(double: TokenMap, x: Tensor) -> int:
     """Bytes for one member in the dtype of x: its operator, five vectors of the solver, the tokens."""
     n = x.shape[-2]
     vectors = 6 * n * max(double.d, double.d_out) * x.itemsize
-    return streamed_bytes(double, n, x.dtype, x.device) + vectors
+    kernels = kernel_bytes(double, n, x.dtype, x.device)
+    return streamed_bytes(double, n, x.dtype, x.device) + kernels + vectors
 
 
 def _fewest_vectors(x: Tensor) -> int:

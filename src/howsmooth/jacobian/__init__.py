@@ -8,7 +8,7 @@ from howsmooth.jacobian.closed_form import (
     in_double,
     runs_members_alone,
 )
-from howsmooth.jacobian.footprint import cached_bytes, streamed_bytes
+from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
 from howsmooth.jacobian.frozen import frozen_derivatives
 from howsmooth.jacobian.packed import energy_products_together, shares_products
 
@@ -21,6 +21,7 @@ __all__ = [
     "frozen_derivatives",
     "has_closed_form",
     "in_double",
+    "kernel_bytes",
     "runs_members_alone",
     "shares_products",
     "streamed_bytes",

@@ -54,7 +54,7 @@ class _Form:
     """Whether probabilities are formed anew in each product, and what rounding these may have."""
 
     streamed: bool = False
-    allowance: float = 0.0
+    allowance: float | None = None
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -84,7 +84,7 @@ def closed_form_jacobian(
     weighting: Weighting | None = None,
     dtype: torch.dtype | None = None,
     streamed: bool = False,
-    allowance: float = 0.0,
+    allowance: float | None = None,
 ) -> LinearOperator:
     """Return the Jacobian of ``f`` at each member of ``x`` (batch, n, d).
 
@@ -104,8 +104,8 @@ def closed_form_jacobian(
     streamed
         Keep no probabilities but form them in each product anew: memory O(n d), not n². Not at measures.
     allowance
-        Relative rounding that streamed float32 products may have beyond that of float32. Kernels of a CUDA
-        device take half the time with 16 bits of 24, and do without scores in float64.
+        Relative rounding that streamed float32 products may have. The kernels of a CUDA device take half the
+        time with 16 bits of 24, and do without scores in float64, where it permits. None leaves it to them.
 
     Raises
     ------

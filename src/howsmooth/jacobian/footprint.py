@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
-from howsmooth.jacobian.fused import PARTS_BYTES
+from howsmooth.jacobian.fused import PARTS_BYTES, filled_width
 from howsmooth.jacobian.streamed import working_bytes
 
-__all__ = ["cached_bytes", "streamed_bytes"]
+__all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
 
 _DOUBLE = 8
 # Tensors of n × d numbers that are kept of the code around softmaxes and of its adjoint: measured, see tests.
@@ -59,6 +59,21 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
             return 0
 
 
+def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes beside :func:`streamed_bytes` where a device has kernels: all they multiply, in parts."""
+    match f:
+        case Residual():
+            return kernel_bytes(f.inner, n, dtype, device)
+        case Compose():
+            return kernel_bytes(f.outer, n, dtype, device) + kernel_bytes(f.inner, n, dtype, device)
+        case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
+            # Queries, keys, values, the tangents of each, and the cotangents of the heads.
+            rows = n * (3 * f.heads + 4 * f.kv_heads)
+            return rows * filled_width(f.key_dim, f.value_dim) * PARTS_BYTES
+        case _:
+            return 0
+
+
 def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
     size = dtype.itemsize
     queries, keys = n * f.heads * f.key_dim, n * f.kv_heads * f.key_dim
@@ -67,9 +82,6 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     kept = (rows + means) * size + n * f.heads * _DOUBLE
     if dtype != torch.float64:  # scores in float64
         kept += (queries + keys) * _DOUBLE
-    if device.type == "cuda" and dtype == torch.float32:
-        # Parts of these for the kernels, of tangents, and of the heads' cotangents.
-        kept += (2 * rows + means) * PARTS_BYTES
     # Tangents and cotangents, two turned copies of one of them, the image and what comes back.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     linearising = (n * f.d + 2 * rows) * _DOUBLE + (rows + means) * size

@@ -82,12 +82,12 @@ class StreamedAttentionJacobian(LinearOperator):
         dtype: torch.dtype,
         core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
         *,
-        allowance: float = 0.0,
+        allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
         """Linearise float64 attention at float64 tokens (batch, n, d).
 
         ``core`` makes the derivative from queries, keys and values, in place of that of these tokens alone.
-        ``allowance`` is what relative rounding its products may have beyond float32's.
+        ``allowance`` is what relative rounding its products may have.
         """
         q, k, v = f.projections(x)
         q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
