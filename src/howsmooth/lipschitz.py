@@ -44,6 +44,8 @@ _BASIS_BYTES = 1 << 30
 _STREAMED_FROM = 1024
 # Of the relative width asked for, what rounding of each side may take where that is cheaper.
 _ROUNDING_SHARE = 1 / 4
+# Entries of a random start from which members are drawn by several threads.
+_WORTH_A_THREAD = 1 << 14
 # Of a Krylov basis kept in half precision: fewer vectors would seldom reach anything.
 _FEWEST_VECTORS = 16
 
@@ -682,6 +684,9 @@ def _starts(operator: LinearOperator, seeds: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
         return torch.randn(operator.in_shape, generator=generator, dtype=torch.float64)
 
-    with ThreadPoolExecutor() as pool:  # PyTorch draws one after the other
-        members = list(pool.map(drawn, seeds)) if len(seeds) > 1 else [drawn(seeds[0])]
+    if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
+        members = [drawn(seed) for seed in seeds]
+    else:
+        with ThreadPoolExecutor() as pool:  # by itself PyTorch draws one after the other
+            members = list(pool.map(drawn, seeds))
     return torch.stack(members).to(device=operator.device, dtype=operator.dtype)

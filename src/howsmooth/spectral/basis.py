@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.spectral.sums import PIECE, inner, pieces, split, squared_lengths
+from howsmooth.spectral.sums import PIECE, inner, pieces, row_lengths, split, squared_lengths
 
-__all__ = ["Basis", "Reduction", "reduced", "squares"]
+__all__ = ["Basis", "Reduction", "norms", "reduced"]
 
 Reduction = Callable[[Tensor], Tensor]
 """The sum over processes of a float64 tensor."""
@@ -65,7 +65,7 @@ class Basis:
         """
         if self.dtype == self.working:
             latest = ()
-        lengths = squares(z, self.reduce).sqrt()
+        lengths = norms(z, self.reduce)
         for members in self._together(z):
             vectors, more = z[members], None
             for _ in range(2):
@@ -75,7 +75,7 @@ class Basis:
                     overlap = reduced(inner(rows[members], vectors), self.reduce)
                     overlap = overlap if more is None else overlap * more
                     vectors.addcmul_(rows[members], overlap.to(vectors.dtype)[:, None], value=-1)
-                after = squares(vectors, self.reduce).sqrt()
+                after = norms(vectors, self.reduce)
                 # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
                 more = after <= 0.7 * before
                 lengths[members] = after
@@ -90,7 +90,7 @@ class Basis:
         for piece in pieces(len(out), out.device):
             for rows, part in self._parts(slice(member, member + 1), piece, len(weights)):
                 out[piece].addmv_(part[:, 0].mT, coefficients[rows])
-        out /= squares(out[None], self.reduce).sqrt().to(out.dtype)
+        out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
         """Cut members into those whose projections are made at once.
@@ -103,14 +103,15 @@ class Basis:
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
         """Subtract from some members, and of these from those alone that need ``more``, if given."""
-        coefficients = torch.zeros(count, len(z), dtype=torch.float64, device=z.device)
+        if not count:
+            return
         some = pieces(z.shape[1], z.device)
         summed = self.working if z.shape[1] <= PIECE else torch.float64
+        sums: list[Tensor] = []
         for piece in some:
-            x = z[:, piece].to(summed)
-            for rows, part in self._parts(members, piece, count):
-                coefficients[rows] += _by_member(part.to(summed), x)
-        coefficients = reduced(coefficients, self.reduce) / self.scale**2
+            x, parts = z[:, piece].to(summed), self._parts(members, piece, count)
+            sums.append(torch.cat([_by_member(part.to(summed), x) for _, part in parts]))
+        coefficients = reduced(sum(sums[1:], sums[0]).double(), self.reduce) / self.scale**2
         weights = (coefficients if more is None else coefficients * more).to(self.working)
         for piece in some:
             for rows, part in self._parts(members, piece, count):
@@ -142,9 +143,9 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
         z -= torch.einsum("km,kmp->mp", weights, rows)
 
 
-def squares(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the squared lengths of rows (member, size) in float64, (member,)."""
-    return reduced(squared_lengths(x), reduce)
+def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
+    """Return the lengths of rows (member, size) in float64, (member,)."""
+    return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:

@@ -20,7 +20,7 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.spectral.basis import Basis, Reduction, reduced, squares
+from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
@@ -185,7 +185,7 @@ def _run(
 
     basis = Basis(in_size, dtype, operator.dtype, reduce)
     z = start.reshape(total, -1).clone()
-    gamma = squares(z, reduce).sqrt()
+    gamma = norms(z, reduce)
     before: Tensor | None = None
 
     for k in range(1, steps_allowed + 1):
@@ -197,7 +197,7 @@ def _run(
             if (factors := _factors(w, reduce)) is not None:
                 w, z = _gram(operator, v, factors)
                 units = 1.0 / factors.cpu().numpy()
-            alpha = squares(w, reduce)
+            alpha = norms(w, reduce).square()
             del w
         else:
             alpha, z = yield from _energy(operator, v, factors)
@@ -282,7 +282,7 @@ def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
 def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> Tensor:
     """Return unit vectors along J v, zero where that is."""
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
-    return image * _inverse(squares(image, reduce).sqrt()).to(image.dtype)[:, None]
+    return image * _inverse(norms(image, reduce)).to(image.dtype)[:, None]
 
 
 def _limits(

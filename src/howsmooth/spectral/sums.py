@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["PIECE", "inner", "inner_products", "pieces", "split", "squared_lengths"]
+__all__ = ["PIECE", "inner", "inner_products", "pieces", "row_lengths", "split", "squared_lengths"]
 
 PIECE = 1 << 16
 """Entries that a processor turns into float64 at a time; vectors of no more are summed in their own dtype."""
@@ -31,11 +31,13 @@ def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
 
 def squared_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
     """Return the squared length of each row, in float64."""
+    return row_lengths(x).square()
+
+
+def row_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
+    """Return the length of each row, in float64."""
     first, *more = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in split(x)]
-    total: Tensor = first.square()
-    for length in more:
-        total += length.square()
-    return total
+    return torch.stack((first, *more)).square().sum(dim=0).sqrt() if more else first
 
 
 def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
