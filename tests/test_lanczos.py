@@ -25,7 +25,7 @@ from howsmooth.spectral import (
 )
 from howsmooth.spectral import basis as basis_module
 from howsmooth.spectral.basis import Basis
-from howsmooth.spectral.sums import inner_products, squared_lengths
+from howsmooth.spectral.sums import PIECE, inner_products, squared_lengths
 from tests.test_spectral import Dense, gaussian, with_spectrum
 
 HALF, OWN = torch.float16, None
@@ -251,6 +251,36 @@ def test_entries_of_half_precision_keep_their_digits_in_any_dimension(size: int)
     corner.append(torch.eye(1, 1000, dtype=own))
     corner.combine(0, np.ones(1), out=kept)
     assert float(kept[0]) == 1.0
+
+
+@pytest.mark.parametrize("size", [300, 3 * PIECE // 2])
+@BASES
+def test_members_together_are_those_one_by_one(
+    size: int, basis: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other devices than a processor take them; one of three needs a second projection, one is zero."""
+    rows = torch.stack([gaussian(k, 3, size).float() for k in range(5)])
+    rows = torch.linalg.qr(rows.permute(1, 2, 0))[0].permute(2, 0, 1).contiguous()  # (step, member, size)
+    start = gaussian(9, 3, size).float()
+    start[1] = rows[2, 1] + 1e-3 * start[1]
+    start[2] = 0.0
+
+    def left() -> tuple[Tensor, Tensor]:
+        kept = Basis(size, basis or torch.float32, torch.float32, None)
+        for row in rows:
+            kept.append(row)
+        z = start.clone()
+        return z, kept.orthogonalise_(z, [rows[4], rows[3]])
+
+    alone, lengths = left()
+    monkeypatch.setattr(Basis, "_together", lambda self, z: [slice(0, len(z))])
+    together, same = left()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same, lengths, rtol=1e-5, atol=1e-7)
+    digits = 2.0**-10 if basis == HALF else 1e-5
+    overlaps = torch.einsum("kmp,mp->km", rows.double(), together.double())
+    assert (overlaps.abs() <= digits * same.clamp_min(1e-30)).all()
+    assert float(same[2]) == 0.0
 
 
 def test_a_full_basis_stops_with_an_honest_interval() -> None:
