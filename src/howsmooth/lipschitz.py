@@ -479,28 +479,22 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     def operator(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
         return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)
 
-    def tried(allowance: float) -> tuple[LeadingTriplet, LinearOperator, bool]:
-        """Return what float64 says about a run in float32, its operator, and if rounding was too much."""
-        single = operator(x.dtype, allowance)
-        found = run.lanczos(single, members, basis_bytes)
-        right = _unit(found.right.double())
-        _, rounded = single.gram_product(right.to(x.dtype))
-        del single
-        exact = operator(torch.float64)
-        image, gram = exact.gram_product(right)
-        sigma = _norms(image)
-        judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact.rounding, run.rtol)
-        return judged, exact, bool((~judged.converged & (found.converged | found.broke_down)).any())
-
     basis_bytes = _basis_bytes(double, x, budget)
     if x.dtype == torch.float64:
         return run.lanczos(operator(x.dtype), members, basis_bytes)
-    judged, exact, stuck = tried(_ROUNDING_SHARE * run.rtol)
-    if stuck and x.device.type != "cpu":  # which has cheaper products that round more
-        del exact
-        judged, exact, stuck = tried(0.0)
+    single = operator(x.dtype, _ROUNDING_SHARE * run.rtol)
+    found = run.lanczos(single, members, basis_bytes)
+    right = _unit(found.right.double())
+    _, rounded = single.gram_product(right.to(x.dtype))
+    del single
+    exact = operator(torch.float64)
+    image, gram = exact.gram_product(right)
+    sigma = _norms(image)
+    judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact.rounding, run.rtol)
+    del image, gram, rounded, right
+    stuck = ~judged.converged & (found.converged | found.broke_down)
     room = budget - _beside_the_basis(double, x.double())
-    if not stuck or room < _fewest_vectors(x):
+    if not bool(stuck.any()) or room < _fewest_vectors(x):
         return judged
     again = run.lanczos(exact, members, room)
     return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
