@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth import lipschitz, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import cached_bytes, streamed
+from howsmooth.jacobian import cached_bytes, tiling
 from tests._cases import D, random_attention, tokens
 
 CPU = torch.device("cpu")
@@ -79,8 +79,8 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
             return made(*arguments, **keywords)
 
         monkeypatch.setattr(lipschitz, name, noted)
-    monkeypatch.setitem(streamed._TILE, "cpu", 1000)
-    monkeypatch.setattr(streamed, "_ROWS", 1)
+    monkeypatch.setitem(tiling._TILE, "cpu", 1000)
+    monkeypatch.setattr(tiling, "_ROWS", 1)
     f, x = random_attention(0), tokens(0, 3, 200, D)
     one = cached_bytes(f, 200, torch.float64)
     hs.local_lipschitz(f, x, memory=one)

@@ -28,7 +28,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth import lipschitz
 from howsmooth.attention import StagedAttention, core
-from howsmooth.jacobian import streamed
+from howsmooth.jacobian import tiling
 from howsmooth.models import capture, cores, masking
 
 N = 1200
@@ -111,8 +111,8 @@ def test_a_measurement_in_a_small_budget_makes_none_either(
     kept = hs.local_lipschitz(site.map, site.x, max_iterations=2)
     monkeypatch.setattr(lipschitz, "cached_bytes", lambda *arguments: 1 << 60)
     monkeypatch.setattr(core, "_ENTRIES", {"cpu": N * N // 16})
-    monkeypatch.setitem(streamed._TILE, "cpu", N * N // 16)
-    monkeypatch.setattr(streamed, "_ROWS", N // 16)
+    monkeypatch.setitem(tiling._TILE, "cpu", N * N // 16)
+    monkeypatch.setattr(tiling, "_ROWS", N // 16)
     with Largest() as largest:
         found = hs.local_lipschitz(site.map, site.x, max_iterations=2)
     assert largest.bytes < N * N, largest.made_by

@@ -10,7 +10,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed
+from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, tiling
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
@@ -20,10 +20,10 @@ LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(streamed._TILE, "cpu", 12)
-    monkeypatch.setitem(streamed._COLUMNS, "cpu", 2)
-    monkeypatch.setattr(streamed, "_ROWS", 2)
-    monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
+    monkeypatch.setitem(tiling._TILE, "cpu", 12)
+    monkeypatch.setitem(tiling._COLUMNS, "cpu", 2)
+    monkeypatch.setattr(tiling, "_ROWS", 2)
+    monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -119,10 +119,10 @@ def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
 def test_tiles_that_no_query_sees_are_not_formed(
     keywords: dict[str, object], tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(streamed._COLUMNS, "cpu", 8)
-    monkeypatch.setitem(streamed._TILE, "cpu", 64)
-    monkeypatch.setattr(streamed, "_ROWS", 1)
-    monkeypatch.setattr(streamed, "_FEWEST_ROWS", 1)
+    monkeypatch.setitem(tiling._COLUMNS, "cpu", 8)
+    monkeypatch.setitem(tiling._TILE, "cpu", 64)
+    monkeypatch.setattr(tiling, "_ROWS", 1)
+    monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
     op = closed_form_jacobian(random_attention(0, heads=1, **keywords), tokens(0, 1, 64, D), streamed=True)
     formed = 0
     original = streamed._Tiles._formed
@@ -145,9 +145,9 @@ def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short
             rows, rows[0], rows[0], rows[..., 0].double(), rows, None, None, torch.zeros(1).double(),
             Visibility(n, True, 64), hs.attention.core.ScoreFeatures(), 1,
         )  # fmt: skip
-        first = next(at._blocks()).rows
+        first = next(at.tiling.blocks()).rows
         lengths.append(first.stop - first.start)
-    assert lengths[0] == lengths[1] > streamed._FEWEST_ROWS
+    assert lengths[0] == lengths[1] > tiling._FEWEST_ROWS
 
 
 PROGRAM = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
@@ -55,6 +55,16 @@ class Visibility:
             last = min(last, rows.stop + self.window - 1)
         return slice(min(first, last), last)
 
+    def shared_keys(self, rows: slice) -> slice:
+        """Return the keys that order and window leave to each of the queries ``rows``, the mask aside."""
+        first, last = 0, self.n
+        if self.causal:
+            last = min(last, rows.start + 1)
+        if self.window is not None:
+            first = max(first, rows.stop - self.window)
+            last = min(last, rows.start + self.window)
+        return slice(min(first, last), last)
+
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
@@ -72,6 +82,19 @@ class Visibility:
         if self.window is not None and not near:
             order = order & ((i - j).abs() < self.window)
         return order if seen is None else order & seen
+
+    def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
+        """Write 0 to ``t`` where the queries ``rows`` do not see ``keys``: as :meth:`block` tells."""
+        diagonal = rows.start - keys.start  # j − i of the numbers in the block, for a query and its own key
+        if self.causal and keys.stop > rows.start + 1:
+            t.tril_(diagonal)
+        if self.window is not None:
+            if rows.stop - keys.start > self.window:
+                t.triu_(diagonal - self.window + 1)
+            if keys.stop - rows.start > self.window and not self.causal:
+                t.tril_(diagonal + self.window - 1)
+        if self.mask is not None:
+            t.masked_fill_(~self.mask[rows, keys], 0.0)
 
 
 def check_window(window: object) -> int | None:

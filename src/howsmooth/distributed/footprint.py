@@ -12,7 +12,7 @@ from howsmooth.distributed.exchange import Collectives
 from howsmooth.distributed.shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import streamed_bytes
-from howsmooth.jacobian.streamed import working_bytes
+from howsmooth.jacobian.tiling import working_bytes
 
 __all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
 

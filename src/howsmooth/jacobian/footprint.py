@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
 from howsmooth.jacobian.fused import PARTS_BYTES, filled_width
-from howsmooth.jacobian.streamed import working_bytes
+from howsmooth.jacobian.tiling import working_bytes
 
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
 

@@ -8,7 +8,8 @@ by block of rows, each tile of P once: nine matrix products a tile. Derivation: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,64 +18,24 @@ from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian.scratch import Scratch
 from howsmooth.jacobian.softmax import largest_score, rounding_of, stacked
+from howsmooth.jacobian.tiling import Block, Piece, Tiling, shifted
 
-__all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative", "working_bytes"]
+__all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
 
-# Entries of a tile: enough for the full rate of matrix products, few enough for a processor's caches.
-_TILE = {"cpu": 1 << 19}
-_TILE_ELSEWHERE = 1 << 26
-_COLUMNS = {"cpu": 512}
-_COLUMNS_ELSEWHERE = 8192
-# Rows of a block, at least: keys are read again, and their cotangents written, for every block of rows. Heads
-# are rather taken a few at a time.
-_ROWS = 256
-# The tiles of one block of rows are kept between J and Jᵀ: at most these bytes, as far as rows can be fewer.
-_PANEL = {"cpu": 1 << 30}
-_PANEL_ELSEWHERE = 1 << 32
-_FEWEST_ROWS = 16
 # Exponentials of scores up to these, and n times them, are in the range of their dtype.
 _BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
-_FEWEST_EDGED_ROWS = 256
+# Powers of two are formed in half the time of exponentials on a processor, in a tenth where they underflow.
+_LOG2_E = math.log2(math.e)
 
 SINGLE_SCORES = 32.0
 """Up to this max|q| max|k| the scores of float32 products are formed in float32; above, in float64."""
 
-_ONE_PLACE = (0, 0)
 
 Through = Callable[[int, slice, Tensor], Tensor]
 """What lies between J and Jᵀ: from tangents of the heads' outputs (heads, group, rows, value_dim), of one
 member and some rows of queries, to cotangents."""
-
-
-def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """Return how many of ``heads`` heads a tile takes, its rows of queries and its columns."""
-    columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
-    entries = _TILE.get(device.type, _TILE_ELSEWHERE)
-    rows = max(entries // (heads * columns), _ROWS)
-    panel = _PANEL.get(device.type, _PANEL_ELSEWHERE)
-    rows = max(_FEWEST_ROWS, min(rows, panel // (heads * n * itemsize)))
-    return max(1, min(heads, entries // (rows * columns))), rows, columns
-
-
-def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Bytes that a pass over the tiles takes beside tensors of n rows, at most."""
-    _, rows, columns = _tile_shape(heads, n, itemsize, device)
-    kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
-    return heads * min(rows, m) * (kept + formed)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of queries, counted from the first held, of some key heads of one member."""
-
-    heads: slice
-    rows: slice
-
-    def cut(self, heads: int) -> list[_Block]:
-        """Take ``heads`` key heads at a time."""
-        first, last = self.heads.start, self.heads.stop
-        return [_Block(slice(i, min(i + heads, last)), self.rows) for i in range(first, last, heads)]
 
 
 @dataclass(frozen=True)
@@ -150,9 +111,10 @@ class StreamedDerivative:
         """Return dO for tangents of the scaled queries, the keys and the values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
-        for whole in self._blocks():
-            for block in whole.cut(self._heads_at_once(whole)):
+        for whole in tiles.tiling.blocks():
+            for block in whole.cut(tiles.tiling.heads_at_once(whole)):
                 out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
+        tiles.scratch.leave()
         return out.flatten(1, 2)
 
     def adjoint(
@@ -161,9 +123,10 @@ class StreamedDerivative:
         """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
-        for whole in self._blocks():
-            for block in whole.cut(self._heads_at_once(whole)):
+        for whole in tiles.tiling.blocks():
+            for block in whole.cut(tiles.tiling.heads_at_once(whole)):
                 tiles.add_adjoint(block, do[block.heads, :, block.rows], parts)
+        tiles.scratch.leave()
         return parts.taken()
 
     def gram(
@@ -179,13 +142,14 @@ class StreamedDerivative:
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
-        for whole in self._blocks():
-            heads = self._heads_at_once(whole)
+        for whole in tiles.tiling.blocks():
+            heads = tiles.tiling.heads_at_once(whole)
             blocks = whole.cut(heads)
-            do = torch.cat([tiles.product(block, dq, dk, dv) for block in blocks])
+            do = _joined([tiles.product(block, dq, dk, dv) for block in blocks])
             do = through(whole.heads.start // self.kv_heads, whole.rows, do)
             for block, own in zip(blocks, do.split(heads), strict=True):
                 tiles.add_adjoint(block, own, parts)
+        tiles.scratch.leave()
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
@@ -208,44 +172,43 @@ class StreamedDerivative:
             ),
         )
 
-    def _blocks(self) -> Iterator[_Block]:
-        """Yield blocks of rows, with all key heads of a member."""
+    @property
+    def tiling(self) -> Tiling:
+        """How the scores are cut."""
         b, group, m, _ = self.q.shape
-        n, window = self.k.shape[1], self.visibility.window
-        edged = self.visibility.causal or window is not None
-        # Keys of a block of rows, about: of these tiles are kept.
-        reach = n if window is None else min(n, 2 * window + _COLUMNS["cpu"])
-        _, length, _ = _tile_shape(self.kv_heads * group, reach, self.q.itemsize, self.q.device)
-        if edged:
-            # Half of what a block of rows has at the diagonal is formed for nothing.
-            length = min(length, max(_FEWEST_EDGED_ROWS, n // 16))
-        for head in range(0, b, self.kv_heads):
-            for row in range(0, m, length):
-                yield _Block(slice(head, head + self.kv_heads), slice(row, min(row + length, m)))
+        members, n = b // self.kv_heads, self.k.shape[1]
+        return Tiling(
+            members,
+            self.kv_heads,
+            group,
+            m,
+            n,
+            self.q.itemsize,
+            self.q.device,
+            self.visibility,
+            self.first_row,
+        )
 
-    def _heads_at_once(self, block: _Block) -> int:
-        """Return how many key heads of a block of rows a tile takes."""
-        group, n = self.q.shape[1], self.k.shape[1]
-        heads, most, _ = _tile_shape(self.kv_heads * group, n, self.q.itemsize, self.q.device)
-        # Where rows are fewer, at the end or in a window, heads can be more.
-        rows = block.rows.stop - block.rows.start
-        return int(max(1, min(self.kv_heads, heads * most // (rows * group))))
-
-    def _rules(self, block: _Block, keys: slice) -> tuple[Tensor | None, ScoreFeatures]:
-        """Return which keys are seen, None if all, and what is done to the scores of a tile."""
-        rows = _shifted(block.rows, self.first_row)
+    def _features(self, block: Block, keys: slice) -> ScoreFeatures:
+        """Return what is done to the scores of a tile."""
+        if not self.features:
+            return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
         member = torch.full_like(heads, block.heads.start // self.kv_heads)
-        features = self.features.block(member, heads, rows, keys) if self.features else self.features
-        return self.visibility.block(rows, keys, self.q.device), features
+        return self.features.block(member, heads, shifted(block.rows, self.first_row), keys)
 
-    def _key_tiles(self, rows: slice) -> list[slice]:
-        """Cut what the rows may see into tiles' columns."""
-        keys = self.visibility.keys(_shifted(rows, self.first_row))
-        _, _, columns = _tile_shape(1, self.k.shape[1], self.q.itemsize, self.q.device)
-        # Whole multiples, so that neighbouring blocks of rows share their tiles' places.
-        edges = range(keys.start // columns * columns, keys.stop, columns)
-        return [slice(max(i, keys.start), min(i + columns, keys.stop)) for i in edges]
+
+_Place = tuple[int, int, int]
+_ONE_PLACE = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What the scores of a block are formed of; ``less``, log₂ of the denominators, is subtracted."""
+
+    q: Float[Tensor, "b r key_dim"]
+    k: Float[Tensor, "heads n key_dim"]
+    less: Float[Tensor, "b r 1"] | None
 
 
 class _Cotangents:
@@ -256,37 +219,42 @@ class _Cotangents:
     """
 
     def __init__(self, at: StreamedDerivative) -> None:
-        self.b, self.n, _ = at.k.shape
-        _, _, self.columns = _tile_shape(1, self.n, at.k.itemsize, at.k.device)
         self.queries = torch.empty_like(at.q)
+        tiling = at.tiling
+        self.spans, self.columns = tiling.spans(), tiling.columns
         self.keys, self.values = (
-            [t.new_zeros(self.b, t.shape[2], len(span)) for span in self._spans()] for t in (at.k, at.v)
+            [t.new_zeros(len(t), tiling.batches, t.shape[2], len(span)) for span in self.spans]
+            for t in (at.k, at.v)
         )
 
-    def _spans(self) -> list[range]:
-        return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
-
     def add(
-        self, block: _Block, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+        self,
+        block: Block,
+        keys: slice,
+        left: tuple[Tensor, Tensor],
+        right: tuple[Tensor, Tensor],
     ) -> None:
         """Add products of a tile, to its keys and its values."""
         tile, first = divmod(keys.start, self.columns)
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
-            place = parts[tile][block.heads]
+            # Several batches are of one head.
+            place = parts[tile][block.heads, 0] if block.batches == 1 else parts[tile][block.heads.start]
             if b.shape[2] == place.shape[2]:
                 place.baddbmm_(a, b)
             else:
-                place[:, :, first : first + b.shape[2]] += a @ b
+                place[:, :, first : first + b.shape[2]].add_(a @ b)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of queries, keys and values as rows; nothing stays here."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
-        out = parts[0].new_empty(self.b, self.n, parts[0].shape[1])
-        for span in reversed(self._spans()):
+        b, _, width, _ = parts[0].shape
+        out = parts[0].new_empty(b, self.spans[-1].stop, width)
+        for span in reversed(self.spans):
             # Each tile is given back when it has been read.
-            out[:, span.start : span.stop] = parts.pop().mT
+            part = parts.pop()
+            out[:, span.start : span.stop] = (part[:, 0] if part.shape[1] == 1 else part.sum(dim=1)).mT
         return out
 
 
@@ -295,108 +263,175 @@ class _Tiles:
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
+        self.tiling = at.tiling
         self.keep = keep
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor] | None] = {}
-        self.scratch: dict[tuple[str, tuple[int, int]], Tensor] = {}
+        self.kept: dict[_Place, tuple[Tensor, Tensor] | None] = {}
+        self.scratch = Scratch()
+        self.views: dict[tuple[int, ...], Tensor] = {}
 
-    def product(self, block: _Block, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return dO of a block, (heads, group, rows, value_dim)."""
-        at = self.at
-        q, dq = (t[block.heads, :, block.rows].flatten(1, 2) for t in (at.q, dq))
-        k, v, dk, dv = (t[block.heads] for t in (at.k, at.v, dk, dv))
-        out = at.v.new_zeros(*q.shape[:2], v.shape[-1])
+    def product(
+        self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> Float[Tensor, "heads group rows value_dim"]:
+        """Return dO of a block."""
+        at, sink = self.at, self.at.sink
+        out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
+        if sink is not None:
+            heads, rows = block.heads, block.rows
+            ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
+            out += ds * (sink.v[heads, None, None] - at.mean[heads, :, rows])
+        return out
+
+    def add_adjoint(
+        self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+    ) -> None:
+        """Write the block's cotangents of queries, and add those of keys and values."""
+        at, sink = self.at, self.at.sink
+        first = block.rows.start
+
+        def of_piece(number: int, piece: Piece) -> Tensor:
+            own = do[:, :, shifted(piece.block.rows, -first)]
+            return self._cotangent(number, piece, own, parts)
+
+        out = self._of_pieces(block, of_piece)
+        if sink is not None:
+            heads, rows = block.heads, block.rows
+            common = (do * at.mean[heads, :, rows]).sum(dim=-1, keepdim=True)
+            ds = (do @ sink.v[heads, None, :, None] - common) * sink.p[heads, :, rows, None]
+            out += ds * sink.k[heads, None, None]
+        parts.queries[block.heads, :, block.rows] = out
+
+    def _of_pieces(
+        self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
+    ) -> Float[Tensor, "heads group rows width"]:
+        """Return the sum over a block's pieces."""
+        group, out = self.at.q.shape[1], None
+        for number, piece in enumerate(self.tiling.pieces(block)):
+            part = piece.block.grid(of_piece(number, piece), group)
+            if out is None:
+                if piece.block.length == block.length:
+                    out = part
+                    continue
+                out = part.new_zeros(part.shape[0], group, block.length, part.shape[3])
+            out[:, :, shifted(piece.block.rows, -block.rows.start)].add_(part)
+        assert out is not None  # blocks have rows
+        return out
+
+    def _image(
+        self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> Float[Tensor, "b r value_dim"]:
+        """Return what a piece adds to dO."""
+        at, block = self.at, piece.block
+        q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
+        scored = self._scored(block)
+        out = torch.zeros_like(mean)
         total = q.new_zeros(*q.shape[:2], 1)
-        for i, keys in enumerate(at._key_tiles(block.rows)):
-            tile = self._tile(i, block, keys)
+        for i, keys in enumerate(piece.keys):
+            tile = self._tile((number, i), block, keys, scored)
             if tile is None:
                 continue
             p, slope = tile
-            ds = self._empty("ds", _ONE_PLACE, p.shape, p.dtype)
-            torch.bmm(dq, k[:, keys].mT, out=ds)
-            ds.baddbmm_(q, dk[:, keys].mT).mul_(slope)
+            ds = self._empty("ds", p.shape, p.dtype)
+            torch.bmm(dq, self._keys(at.k, block, keys).mT, out=ds)
+            ds.baddbmm_(q, self._keys(dk, block, keys).mT).mul_(slope)
             total += ds.sum(dim=-1, keepdim=True)
-            out.baddbmm_(ds, v[:, keys]).baddbmm_(p, dv[:, keys])
-        if at.sink is not None:
-            ds = (dq @ at.sink.k[block.heads, :, None]) * self._sink_probabilities(at.sink, block)
-            total += ds
-            out.addcmul_(ds, at.sink.v[block.heads, None])
-        mean = at.mean[block.heads, :, block.rows].flatten(1, 2)
-        out = out.addcmul_(total, mean, value=-1)
-        return out.view(len(out), at.q.shape[1], -1, out.shape[-1])
+            out.baddbmm_(ds, self._keys(at.v, block, keys)).baddbmm_(p, self._keys(dv, block, keys))
+        return out.addcmul_(total, mean, value=-1)
 
-    def add_adjoint(self, block: _Block, do: Tensor, parts: _Cotangents) -> None:
-        """Write the block's cotangents of queries, and add those of keys and values."""
-        at = self.at
-        q, mean, do = (
-            t.flatten(1, 2)
-            for t in (at.q[block.heads, :, block.rows], at.mean[block.heads, :, block.rows], do)
-        )
-        k, v = at.k[block.heads], at.v[block.heads]
-        q_t, do_t = q.mT.contiguous(), do.mT.contiguous()
+    def _cotangent(
+        self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+    ) -> Float[Tensor, "b r key_dim"]:
+        """Return what a piece adds to the cotangents of its queries, and add those of keys and values."""
+        at, block = self.at, piece.block
+        q, mean = block.of_rows(at.q), block.of_rows(at.mean)
+        scored = None if self.keep else self._scored(block)
+        do = do.reshape(mean.shape)
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
-        for i, keys in enumerate(at._key_tiles(block.rows)):
-            tile = self.kept[self._place(i, block)] if self.keep else self._tile(i, block, keys)
+        for i, keys in enumerate(piece.keys):
+            place = (number, i)
+            tile = self._tile(place, block, keys, scored) if scored else self.kept[self._place(place, block)]
             if tile is None:
                 continue
             p, slope = tile
-            ds = self._empty("ds", _ONE_PLACE, p.shape, p.dtype)
-            torch.bmm(do, v[:, keys].mT, out=ds)
+            ds = self._empty("ds", p.shape, p.dtype)
+            torch.bmm(do, self._keys(at.v, block, keys).mT, out=ds)
             ds.sub_(common).mul_(slope)
-            out.baddbmm_(ds, k[:, keys])
-            parts.add(block, keys, (q_t, do_t), (ds, p))
-        if at.sink is not None:
-            ds = do @ at.sink.v[block.heads, :, None] - common
-            out.addcmul_(ds * self._sink_probabilities(at.sink, block), at.sink.k[block.heads, None])
-        parts.queries[block.heads, :, block.rows] = out.unflatten(1, (at.q.shape[1], -1))
+            out.baddbmm_(ds, self._keys(at.k, block, keys))
+            parts.add(block, keys, (q.mT, do.mT), (ds, p))
+        return out
 
-    def _place(self, i: int, block: _Block) -> tuple[int, int]:
-        """Return where a tile is kept: by its number, and its first head within the member."""
-        return (i, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
+    def _keys(
+        self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
+    ) -> Float[Tensor, "b keys width"]:
+        """Return what some keys have: a view, made once."""
+        name = (id(t), block.heads.start, block.heads.stop, block.batches, keys.start, keys.stop)
+        view = self.views.get(name)
+        if view is None:
+            view = self.views[name] = block.of_keys(t, keys)
+        return view
 
-    def _tile(self, i: int, block: _Block, keys: slice) -> tuple[Tensor, Tensor] | None:
-        """Return P and P∘D of a tile, (heads, group · rows, keys); None if none of its keys is seen."""
-        place = self._place(i, block)
-        tile = self._formed(place, block, keys)
+    def _place(self, place: tuple[int, int], block: Block) -> _Place:
+        """Return where a tile is kept: by its piece and number, and its first head within the member."""
+        return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
+
+    def _tile(
+        self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return P and P∘D of a tile, (b, r, keys); None if none of its keys is seen."""
+        kept = self._place(place, block)
+        tile = self._formed(kept, block, keys, scored)
         if self.keep:
-            self.kept[place] = tile
+            self.kept[kept] = tile
         return tile
 
-    def _formed(self, place: tuple[int, int], block: _Block, keys: slice) -> tuple[Tensor, Tensor] | None:
+    def _formed(
+        self, place: _Place, block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Tensor, Tensor] | None:
         at = self.at
         # Scores in float64 are rounded to a tile of their own; those of float32 become the tile.
-        found = self._scores(_ONE_PLACE if at.exact is not None else place, block, keys)
+        found = self._scores(_ONE_PLACE if at.exact is not None else place, block, keys, scored)
         if found is None:
             return None
-        grid, slope = found
-        grid.sub_(at.lse[block.heads, :, block.rows, None].to(grid.dtype))
-        p = grid.flatten(1, 2)
+        p, slope = found
         if p.dtype != at.q.dtype:
-            p = self._empty("p", place, p.shape, at.q.dtype).copy_(p)
-        p.exp_()
+            p = self._empty(("p", place), p.shape, at.q.dtype).copy_(p)
+        p.exp2_()
+        at.visibility.clear(block.grid(p, at.q.shape[1]), shifted(block.rows, at.first_row), keys)
         if slope is None:
             return p, p
-        return p, torch.mul(p, slope, out=self._empty("slope", place, p.shape, at.q.dtype))
+        return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+
+    def _scored(self, block: Block, *, normalised: bool = True) -> _Scored:
+        at = self.at
+        q, k = (at.q, at.k) if at.exact is None else at.exact
+        less = (block.of_rows(at.lse[..., None]) * _LOG2_E).to(q.dtype) if normalised else None
+        return _Scored(block.of_rows(q), k, less)
 
     def _scores(
-        self, place: tuple[int, int], block: _Block, keys: slice
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return a tile's scores (heads, group, rows, keys) and the slopes of their cap, if they have one."""
-        at = self.at
-        seen, features = at._rules(block, keys)
-        if not all(t is None or bool(t.any()) for t in (seen, features.seen)):
-            return None
-        queries, every_key = (at.q, at.k) if at.exact is None else at.exact
-        q = queries[block.heads, :, block.rows].flatten(1, 2)
-        scores = self._empty("scores", place, (*q.shape[:2], keys.stop - keys.start), q.dtype)
-        torch.bmm(q, every_key[block.heads, keys].mT, out=scores)
-        slope = None if features.softcap is None else cap_slope(scores, features.softcap).to(at.q.dtype)
-        grid = features.applied(scores.unflatten(1, (at.q.shape[1], -1)))
-        if seen is not None:
-            grid.masked_fill_(~seen, float("-inf"))
-        return grid, slope
+        self, place: _Place, block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
+        """Return log₂ e times a tile's scores and the slopes of their cap, if they have one.
 
-    def normalise(self, block: _Block, lse: Tensor, mean: Tensor) -> None:
+        Order, window and mask are not applied; None if masks leave nothing.
+        """
+        at = self.at
+        features, mask = at._features(block, keys), at.visibility.mask
+        shown = None if mask is None else mask[shifted(block.rows, at.first_row), keys]
+        if not all(t is None or bool(t.any()) for t in (shown, features.seen)):
+            return None
+        q, k, less = scored.q, self._keys(scored.k, block, keys).mT, scored.less
+        scores = self._empty(("scores", place), (*q.shape[:2], k.shape[2]), q.dtype)
+        if not features:
+            if less is not None:
+                scores.copy_(less)
+            return scores.baddbmm_(q, k, beta=0 if less is None else -1, alpha=_LOG2_E), None
+        torch.bmm(q, k, out=scores)
+        slope = None if features.softcap is None else cap_slope(scores, features.softcap).to(at.q.dtype)
+        grid = features.applied(block.grid(scores, at.q.shape[1])).mul_(_LOG2_E)
+        scores = grid.reshape(scores.shape)
+        return scores if less is None else scores.sub_(less), slope
+
+    def normalise(self, block: Block, lse: Tensor, mean: Tensor) -> None:
         """Write log Σ_j e^{S_ij} and P v of a block, in one walk over its tiles."""
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], at.v[block.heads]
@@ -415,46 +450,39 @@ class _Tiles:
                 # No key seen as yet: any finite reference will do.
                 reference = top.masked_fill(top == float("-inf"), 0.0)
                 scores.sub_(reference)
-                factor = (previous - reference).exp()
+                factor = (previous - reference).exp2()
                 total.mul_(factor)
                 out.mul_(factor)
-            p = scores.exp_().flatten(1, 2)
+            p = scores.exp2_().flatten(1, 2)
             total.add_(p.sum(dim=-1).view(total.shape))
             out.add_((p @ values.to(p.dtype)).view(out.shape))
 
-        for keys in at._key_tiles(block.rows):
-            found = self._scores(_ONE_PLACE, block, keys)
-            if found is not None:
-                add(found[0], v[:, keys])
+        rows, scored = shifted(block.rows, at.first_row), self._scored(block, normalised=False)
+        for keys in self.tiling.tiles(at.visibility.keys(rows)):
+            found = self._scores(_ONE_PLACE, block, keys, scored)
+            if found is None:
+                continue
+            grid = block.grid(found[0], at.q.shape[1])
+            seen = at.visibility.block(rows, keys, q.device)
+            add(grid if seen is None else grid.masked_fill_(~seen, float("-inf")), v[:, keys])
         score: Tensor | None = None
         if at.sink is not None and sinks is not None:
             k = at.sink.k[block.heads]
             score = torch.einsum("hgrk,hk->hgr", q.double(), k.double()) + sinks[self._own(block), :, None]
-            add(score[..., None].clone(), at.sink.v[block.heads, None])
-        found_lse = (total.log() if bounded else top + total.log())[..., 0]
+            add(_LOG2_E * score[..., None], at.sink.v[block.heads, None])
+        found_lse = ((total.log2() if bounded else top + total.log2()) / _LOG2_E)[..., 0]
         if at.sink is not None and score is not None:
             at.sink.p[block.heads, :, block.rows] = (score - found_lse).to(q.dtype)
         lse[block.heads, :, block.rows] = found_lse
         mean[block.heads, :, block.rows] = (out / total).to(mean.dtype)
 
-    def _own(self, block: _Block) -> slice:
+    def _own(self, block: Block) -> slice:
         """Return the numbers of the heads within their member."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
-    def _sink_probabilities(self, sink: _Sink, block: _Block) -> Tensor:
-        return sink.p[block.heads, :, block.rows].flatten(1, 2)[..., None]
-
-    def _empty(self, name: str, place: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that an earlier tile of this name and place used, if it is large enough."""
-        size = 1
-        for length in shape:
-            size *= length
-        held = self.scratch.get((name, place))
-        if held is None or len(held) < size:
-            held = self.scratch[name, place] = torch.empty(size, dtype=dtype, device=self.at.q.device)
-        part: Tensor = held[:size].view(shape)
-        return part
+    def _empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.scratch.empty(name, shape, dtype, self.at.q.device)
 
 
 def streamed_derivative(
@@ -491,16 +519,18 @@ def streamed_derivative(
         queries, keys, values, lse, mean, exact, sink, kappa, visibility, features, kv_heads, first_row
     )
     tiles = _Tiles(at, keep=False)
-    for whole in at._blocks():
-        for block in whole.cut(at._heads_at_once(whole)):
-            tiles.normalise(block, lse, mean)
+    for whole in tiles.tiling.blocks():
+        for block in whole.cut(tiles.tiling.heads_at_once(whole)):
+            for strip in tiles.tiling.strips(block):
+                tiles.normalise(strip, lse, mean)
+    tiles.scratch.leave()
     if sink is not None:
         sink.p.exp_()
     return at
 
 
-def _shifted(rows: slice, by: int) -> slice:
-    return slice(rows.start + by, rows.stop + by)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_members(t: Tensor | None, members: Tensor) -> Tensor | None:
