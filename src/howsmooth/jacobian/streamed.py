@@ -187,6 +187,7 @@ class StreamedDerivative:
             self.q.device,
             self.visibility,
             self.first_row,
+            bool(self.features),
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
@@ -235,14 +236,19 @@ class _Cotangents:
         right: tuple[Tensor, Tensor],
     ) -> None:
         """Add products of a tile, to its keys and its values."""
-        tile, first = divmod(keys.start, self.columns)
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
-            # Several batches are of one head.
-            place = parts[tile][block.heads, 0] if block.batches == 1 else parts[tile][block.heads.start]
-            if b.shape[2] == place.shape[2]:
-                place.baddbmm_(a, b)
-            else:
-                place[:, :, first : first + b.shape[2]].add_(a @ b)
+            product = None
+            for batches, own in block.places(keys):
+                tile, first = divmod(own.start, self.columns)
+                # Several batches are of one head.
+                heads = (block.heads, 0) if block.batches == 1 else (block.heads.start, batches)
+                place = parts[tile][heads]
+                if place.shape == (len(a), a.shape[1], b.shape[2]):
+                    place.baddbmm_(a, b)
+                    continue
+                product = a @ b if product is None else product
+                own_product = product[batches] if isinstance(batches, int) else product
+                place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of queries, keys and values as rows; nothing stays here."""
@@ -286,11 +292,9 @@ class _Tiles:
     ) -> None:
         """Write the block's cotangents of queries, and add those of keys and values."""
         at, sink = self.at, self.at.sink
-        first = block.rows.start
 
         def of_piece(number: int, piece: Piece) -> Tensor:
-            own = do[:, :, shifted(piece.block.rows, -first)]
-            return self._cotangent(number, piece, own, parts)
+            return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
 
         out = self._of_pieces(block, of_piece)
         if sink is not None:
@@ -308,11 +312,11 @@ class _Tiles:
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
             if out is None:
-                if piece.block.length == block.length:
+                if piece.block is block:
                     out = part
                     continue
-                out = part.new_zeros(part.shape[0], group, block.length, part.shape[3])
-            out[:, :, shifted(piece.block.rows, -block.rows.start)].add_(part)
+                out = part.new_zeros(block.heads.stop - block.heads.start, group, block.length, part.shape[3])
+            piece.block.part_of(out, block).add_(part)
         assert out is not None  # blocks have rows
         return out
 
@@ -364,7 +368,7 @@ class _Tiles:
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
         """Return what some keys have: a view, made once."""
-        name = (id(t), block.heads.start, block.heads.stop, block.batches, keys.start, keys.stop)
+        name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
             view = self.views[name] = block.of_keys(t, keys)
@@ -396,7 +400,7 @@ class _Tiles:
         if p.dtype != at.q.dtype:
             p = self._empty(("p", place), p.shape, at.q.dtype).copy_(p)
         p.exp2_()
-        at.visibility.clear(block.grid(p, at.q.shape[1]), shifted(block.rows, at.first_row), keys)
+        at.visibility.clear(block.grid(p, at.q.shape[1]), block.numbers(at.first_row), keys)
         if slope is None:
             return p, p
         return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))

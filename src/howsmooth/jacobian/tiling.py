@@ -2,7 +2,8 @@
 
 Rows of queries do not know each other, so that a block of rows is all that has to be in memory at a time. A
 block at the edge of what its queries see, at the diagonal of causal order or at the ends of a window, has two
-sorts of pieces: what all its rows see, and strips of few rows with what only they see.
+sorts of pieces: what all its rows see, and strips of few rows with what only they see. Where threads have
+rows of their own, each has its own square at the diagonal, and strips of all squares are one piece.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
 
-__all__ = ["Block", "Piece", "Tiling", "shifted", "working_bytes"]
+__all__ = ["Block", "Piece", "Stairs", "Tiling", "batches_apart", "shifted", "working_bytes"]
 
 # Entries of a tile: enough for the full rate of matrix products, few enough for a processor's caches.
 _TILE = {"cpu": 1 << 19}
@@ -33,8 +34,9 @@ _PANEL_ELSEWHERE = 1 << 32
 _FEWEST_ROWS = 16
 # Rows of a strip: half of what it has at the diagonal is formed for nothing.
 _STRIP = 256
-# Rows of a batch, at least, where each thread has one.
+# Rows of a batch, at least, where each thread has one; and threads, at most: each has cotangents of all keys.
 _FEWEST_ROWS_APART = 64
+_MOST_THREADS_APART = 4
 
 
 def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
@@ -52,6 +54,16 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
     return heads * min(rows, m) * (kept + formed)
+
+
+def batches_apart(kv_heads: int, device: torch.device) -> int:
+    """Return in how many batches products of one head are made, where it has enough rows.
+
+    One product with few columns is shared badly between the threads of a processor: each writes what the
+    other reads next. With one key head each thread has rows, and cotangents of all keys, of its own.
+    """
+    threads = torch.get_num_threads() if kv_heads == 1 and device.type == "cpu" else 1
+    return threads if threads <= _MOST_THREADS_APART else 1
 
 
 def shifted(rows: slice, by: int) -> slice:
@@ -76,6 +88,11 @@ class Block:
         """Number of rows."""
         return int(self.rows.stop - self.rows.start)
 
+    @property
+    def keys_of(self) -> tuple[int, ...]:
+        """What tells the keys of one block from those of another."""
+        return self.heads.start, self.heads.stop, self.batches
+
     def cut(self, heads: int) -> list[Block]:
         """Take ``heads`` key heads at a time."""
         first, last = self.heads.start, self.heads.stop
@@ -95,10 +112,66 @@ class Block:
         """Return what :meth:`of_rows` gave, or what is of its shape, with heads and rows apart."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
+    def numbers(self, first_row: int) -> slice:
+        """Return the rows as they are numbered in the sequence."""
+        return shifted(self.rows, first_row)
+
+    def part_of(self, t: Tensor, block: Block) -> Tensor:
+        """Return this block's part of what the rows of a larger one have, shaped as by :meth:`grid`."""
+        return t[:, :, shifted(self.rows, -block.rows.start)]
+
+    def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
+        """Return batches, and which keys they have; an int stands for one batch."""
+        return [(slice(self.batches), keys)]
+
+
+@dataclass(frozen=True)
+class Stairs(Block):
+    """The same rows of each batch of a block of one head, with keys of their own: strips of several squares.
+
+    Rows and keys are numbered from the first of a batch's square.
+    """
+
+    origin: int = 0
+    key_origin: int = 0
+    side: int = 0
+
+    @property
+    def keys_of(self) -> tuple[int, ...]:
+        """What tells the keys of one block from those of another."""
+        return *super().keys_of, self.key_origin, self.side
+
+    def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
+        """Return the block's part of what every query has."""
+        return self._squares(t[self.heads.start, 0], self.origin)[:, self.rows]
+
+    def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
+        """Return what some keys of each square have."""
+        return self._squares(t[self.heads.start], self.key_origin)[:, keys]
+
+    def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
+        """Return what :meth:`of_rows` gave with one group."""
+        return t.unsqueeze(1)
+
+    def numbers(self, first_row: int) -> slice:
+        """Return the rows as they are numbered among the keys, which are those of the square."""
+        return self.rows
+
+    def part_of(self, t: Tensor, block: Block) -> Tensor:
+        """Return this block's part of what the rows of a larger one have, shaped as by :meth:`grid`."""
+        return self._squares(t[0, 0], self.origin - block.rows.start)[:, None, self.rows]
+
+    def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
+        """Return batches, and which keys they have, as they are numbered outside; an int stands for one."""
+        return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
+
+    def _squares(self, t: Float[Tensor, "rows width"], first: int) -> Float[Tensor, "b side width"]:
+        return t[first : first + self.batches * self.side].view(self.batches, self.side, t.shape[-1])
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a block, and the tiles of keys with which they are worked on."""
+    """Rows of a block, and the tiles of keys with which they are worked on, numbered as the block does it."""
 
     block: Block
     keys: list[slice]
@@ -118,6 +191,8 @@ class Tiling:
         Where they are formed.
     visibility, first_row
         Which keys are seen, queries numbered as in the sequence; the number of the first one.
+    features
+        Whether something is done to scores.
 
     """
 
@@ -130,6 +205,7 @@ class Tiling:
     device: torch.device
     visibility: Visibility
     first_row: int
+    features: bool
 
     @cached_property
     def columns(self) -> int:
@@ -138,12 +214,8 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """In how many batches products of one head are made, where it has enough rows.
-
-        One product with few columns is shared badly between the threads of a processor: each writes what
-        the other reads next. With one key head each thread has rows, and cotangents of all keys, of its own.
-        """
-        return torch.get_num_threads() if self.kv_heads == 1 and self.device.type == "cpu" else 1
+        """In how many batches products of one head are made, where it has enough rows."""
+        return batches_apart(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
         """Return the keys of all tiles."""
@@ -182,12 +254,41 @@ class Tiling:
         shared = self.visibility.shared_keys(shifted(block.rows, self.first_row))
         start = -(-shared.start // self.columns) * self.columns
         stop = shared.stop // self.columns * self.columns
+        if len(strips) > 1 and self._has_stairs(block):
+            first = block.rows.start + self.first_row
+            before = [Piece(block, self.tiles(slice(0, first)))] if first else []
+            return before + self._stairs(block)
         if len(strips) == 1 or start >= stop:
             return [Piece(strip, self.tiles(keys)) for strip, keys in zip(strips, seen, strict=True)]
         return [Piece(block, self.tiles(slice(start, stop)))] + [
             Piece(strip, self.tiles(slice(keys.start, start)) + self.tiles(slice(stop, keys.stop)))
             for strip, keys in zip(strips, seen, strict=True)
         ]
+
+    def _has_stairs(self, block: Block) -> bool:
+        """Tell whether each batch of a block can have a square at the diagonal."""
+        plain = self.visibility.triangle and self.group == 1 and not self.features
+        side = block.length // block.batches
+        # No tile of a square may lie in two of all keys' tiles.
+        aligned = (block.rows.start + self.first_row) % self.columns == 0
+        aligned &= side % self.columns == 0 or self.columns % side == 0
+        return bool(block.batches > 1 and plain and aligned)
+
+    def _stairs(self, block: Block) -> list[Piece]:
+        """Cut what lies between a block's first row and the diagonal."""
+        first, side = block.rows.start, block.length // block.batches
+        below = [
+            Piece(
+                self._block(block.heads, i, i + side),
+                self.tiles(slice(first + self.first_row, i + self.first_row)),
+            )
+            for i in range(first + side, block.rows.stop, side)
+        ]
+        strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]
+        squares = [
+            Stairs(block.heads, rows, block.batches, first, first + self.first_row, side) for rows in strips
+        ]
+        return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
         """Cut keys into tiles' columns."""
