@@ -43,6 +43,13 @@ def test_blocks_and_ranges_are_those_of_the_whole_matrix(
     assert torch.equal(torch.ones_like(expected) if block is None else block, expected)
     allowed = naive(n, causal, window, None)[rows].any(dim=0).nonzero().flatten()
     assert visibility.keys(rows) == slice(int(allowed[0]), int(allowed[-1]) + 1)
+    shared = visibility.shared_keys(rows)
+    assert naive(n, causal, window, None)[rows].all(dim=0).nonzero().flatten().tolist() == list(
+        range(shared.start, shared.stop)
+    )
+    cleared = torch.full((2, *expected.shape), torch.inf)
+    visibility.clear(cleared, rows, keys)
+    assert torch.equal(cleared, torch.where(expected, torch.inf, 0.0).expand_as(cleared))
 
 
 @pytest.mark.parametrize("window", [None, 64])

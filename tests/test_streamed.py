@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import howsmooth as hs
+from howsmooth.attention import TokenMap
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, tiling
 from howsmooth.jacobian.streamed import streamed_derivative
-from howsmooth.spectral import to_dense
+from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
 
 LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
@@ -26,15 +27,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", LAYERS)
-def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
-    n = 5
-    f, x = CASES[name](n), tokens(n, 2, n, D)
-    op = closed_form_jacobian(f, x, streamed=True)
-    dense = torch.stack([dense_jacobian(f, member) for member in x])
-    size = max(1.0, float(dense.abs().max()))
-    assert (to_dense(op) - dense).abs().max() <= 1e-13 * size
+def check_products(op: LinearOperator, dense: torch.Tensor, size: float) -> None:
+    """Compare products with a few vectors."""
     e, u = tokens(1, 2, *op.in_shape), tokens(2, 2, *op.out_shape)
     adjoint = (dense.mT @ u.flatten(1)[..., None]).view(e.shape)
     torch.testing.assert_close(op.adjoint_product(u), adjoint, rtol=1e-12, atol=1e-12 * size)
@@ -43,8 +37,90 @@ def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
     found_image, found_gram = op.gram_product(e)
     torch.testing.assert_close(found_image, image, rtol=1e-12, atol=1e-12 * size)
     torch.testing.assert_close(found_gram, gram, rtol=1e-11, atol=1e-12 * size**2)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
+    n = 5
+    f, x = CASES[name](n), tokens(n, 2, n, D)
+    op = closed_form_jacobian(f, x, streamed=True)
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    size = max(1.0, float(dense.abs().max()))
+    check_products(op, dense, size)
+    assert (to_dense(op) - dense).abs().max() <= 1e-13 * size
     (last,) = to_dense(op.select(torch.tensor([1])))
     assert (last - dense[1]).abs().max() <= 1e-13 * size
+
+
+def cut_finely(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Blocks of four rows or more, strips of one, tiles of two keys; rows apart for each thread."""
+    monkeypatch.setitem(tiling._TILE, "cpu", 8)
+    monkeypatch.setitem(tiling._COLUMNS, "cpu", 2)
+    monkeypatch.setattr(tiling, "_ROWS", 4)
+    monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(tiling, "_STRIP", 1)
+    monkeypatch.setattr(tiling, "_FEWEST_ROWS_APART", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+
+def check_fine_cuts(f: TokenMap, x: torch.Tensor) -> None:
+    dense = torch.stack([dense_jacobian(f, member) for member in x])
+    check_products(closed_form_jacobian(f, x, streamed=True), dense, max(1.0, float(dense.abs().max())))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_finely(monkeypatch, threads=2)
+    check_fine_cuts(CASES[name](7), tokens(5, 2, 7, D))
+
+
+ONE_HEAD = {
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 6},
+    "window": {"window": 6},
+    "grouped": {"causal": True, "heads": 2},
+    "sinks": {"causal": True, "sinks": torch.tensor([0.5]).double()},
+    "capped": {"causal": True, "softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("keywords", ONE_HEAD.values(), ids=ONE_HEAD)
+@pytest.mark.parametrize("n", [8, 13])
+def test_one_head_is_cut_into_rows_of_each_thread(
+    keywords: dict[str, object], threads: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_finely(monkeypatch, threads)
+    check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, n, D))
+
+
+def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tiling.Piece]:
+    cut_finely(monkeypatch, threads)
+    op = closed_form_jacobian(random_attention(1, heads=1, causal=True), tokens(2, 1, n, D), streamed=True)
+    cut = op.core.tiling
+    return [piece for block in cut.blocks() for piece in cut.pieces(block)]
+
+
+def entries(piece: tiling.Piece) -> int:
+    squares = piece.block.batches if isinstance(piece.block, tiling.Stairs) else 1
+    return squares * piece.block.length * sum(keys.stop - keys.start for keys in piece.keys)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = pieces_of_one_head(16, threads, monkeypatch)
+    assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (threads == 2)
+    # Strips have one row: nothing is formed in vain.
+    assert sum(map(entries, pieces)) == 16 * 17 // 2
+
+
+def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {piece.block.batches for piece in pieces_of_one_head(16, 64, monkeypatch)} == {1}
 
 
 @pytest.mark.usefixtures("small_tiles")

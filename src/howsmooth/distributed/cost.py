@@ -114,7 +114,11 @@ def step_cost(
     own = shares.longest
 
     def stage(of: torch.dtype, heads: int, basis: int) -> int:
-        return fixed_bytes(f, own, n, of, where) + heads * bytes_per_head(f, n, of) + basis * own * f.d * 2
+        return (
+            fixed_bytes(f, own, n, of, where)
+            + heads * bytes_per_head(f, n, of, where)
+            + basis * own * f.d * 2
+        )
 
     # The verdict is made in float64, with one head at a time if need be and no basis.
     verdict = stage(torch.float64, 1, 0)

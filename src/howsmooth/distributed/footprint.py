@@ -12,7 +12,7 @@ from howsmooth.distributed.exchange import Collectives
 from howsmooth.distributed.shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import streamed_bytes
-from howsmooth.jacobian.tiling import working_bytes
+from howsmooth.jacobian.tiling import batches_apart, working_bytes
 
 __all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
 
@@ -50,9 +50,11 @@ def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
             yield from _attentions(f.inner)
 
 
-def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype) -> int:
+def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of a process for one gathered key head, of the attention that needs most."""
-    return max((GATHERED * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
+    # One head alone has cotangents for each thread.
+    tensors = GATHERED + batches_apart(1, device) - 1
+    return max((tensors * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -76,7 +78,7 @@ def check_budget(
     own = shares.count(collectives.rank)
     least = max(
         fixed_bytes(f, own, shares.n, dtype, device)
-        + bytes_per_head(f, shares.n, dtype)
+        + bytes_per_head(f, shares.n, dtype, device)
         + _FEWEST_VECTORS * own * f.d * torch.float16.itemsize
         for dtype in dtypes
     )
@@ -105,7 +107,7 @@ def room(
 ) -> Room:
     """Share out the memory of this process, which is enough, and agree with the others on the least."""
     own, n = shares.count(collectives.rank), shares.n
-    per_head, vector = bytes_per_head(f, n, dtype), own * f.d
+    per_head, vector = bytes_per_head(f, n, dtype, device), own * f.d
     kv_heads = max((a.kv_heads for a in _attentions(f)), default=1)
     left = budget - fixed_bytes(f, own, n, dtype, device)
     # Half of what is left for the basis, the other half for heads; one head at least.

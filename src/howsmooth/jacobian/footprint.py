@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
 from howsmooth.jacobian.fused import PARTS_BYTES, filled_width
-from howsmooth.jacobian.tiling import working_bytes
+from howsmooth.jacobian.tiling import batches_apart, working_bytes
 
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
 
@@ -84,6 +84,8 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
         kept += (queries + keys) * _DOUBLE
     # Tangents and cotangents, two turned copies of one of them, the image and what comes back.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
+    # Cotangents of keys and values that each thread has of its own.
+    product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
     linearising = (n * f.d + 2 * rows) * _DOUBLE + (rows + means) * size
     tiles = working_bytes(f.heads, n, n, size, device, capped=f.softcap is not None)
     return max(kept + product, linearising) + tiles
@@ -102,6 +104,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
         kept += (2 * rows + 2 * means) * size
         if dtype != torch.float64:  # scores in float64
             kept += (queries + keys) * _DOUBLE
+        kept += (batches_apart(shape.kv_heads, device) - 1) * (rows - queries) * size
         linearising = max(linearising, (3 * rows + means) * _DOUBLE)
         capped = core.softcap is not None
         tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))

@@ -246,7 +246,7 @@ class _Cotangents:
                 if place.shape == (len(a), a.shape[1], b.shape[2]):
                     place.baddbmm_(a, b)
                     continue
-                product = a @ b if product is None else product
+                product = torch.bmm(a, b) if product is None else product
                 own_product = product[batches] if isinstance(batches, int) else product
                 place[..., first : first + b.shape[2]].add_(own_product)
 
@@ -349,6 +349,7 @@ class _Tiles:
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
         scored = None if self.keep else self._scored(block)
         do = do.reshape(mean.shape)
+        left = (q.mT, do.mT)
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
         for i, keys in enumerate(piece.keys):
@@ -361,7 +362,7 @@ class _Tiles:
             torch.bmm(do, self._keys(at.v, block, keys).mT, out=ds)
             ds.sub_(common).mul_(slope)
             out.baddbmm_(ds, self._keys(at.k, block, keys))
-            parts.add(block, keys, (q.mT, do.mT), (ds, p))
+            parts.add(block, keys, left, (ds, p))
         return out
 
     def _keys(

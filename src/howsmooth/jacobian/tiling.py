@@ -143,11 +143,13 @@ class Stairs(Block):
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
         """Return the block's part of what every query has."""
-        return self._squares(t[self.heads.start, 0], self.origin)[:, self.rows]
+        start, _, row, entry = t.stride()
+        return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
         """Return what some keys of each square have."""
-        return self._squares(t[self.heads.start], self.key_origin)[:, keys]
+        start, row, entry = t.stride()
+        return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
         """Return what :meth:`of_rows` gave with one group."""
@@ -159,14 +161,20 @@ class Stairs(Block):
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
         """Return this block's part of what the rows of a larger one have, shaped as by :meth:`grid`."""
-        return self._squares(t[0, 0], self.origin - block.rows.start)[:, None, self.rows]
+        _, _, row, entry = t.stride()
+        return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
         """Return batches, and which keys they have, as they are numbered outside; an int stands for one."""
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 
-    def _squares(self, t: Float[Tensor, "rows width"], first: int) -> Float[Tensor, "b side width"]:
-        return t[first : first + self.batches * self.side].view(self.batches, self.side, t.shape[-1])
+    def _strips(
+        self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
+    ) -> Float[Tensor, "b own width"]:
+        """Return rows of each square; the head begins at ``start``; ``row`` and ``entry`` are strides."""
+        # One operation: those that only make views are a tenth of the time of a product at 2048 tokens.
+        shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
+        return t.as_strided(shape, strides, t.storage_offset() + start + (origin + own.start) * row)
 
 
 @dataclass(frozen=True)
