@@ -11,7 +11,8 @@ import torch
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, tiling
+from howsmooth.distributed.footprint import bytes_per_head
+from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, streamed_bytes, tiling
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
@@ -54,12 +55,12 @@ def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
 
 
 def cut_finely(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Blocks of four rows or more, strips of one, tiles of two keys; rows apart for each thread."""
-    monkeypatch.setitem(tiling._TILE, "cpu", 8)
+    """Blocks of eight rows, strips of two, tiles of two keys; rows apart for each thread."""
+    monkeypatch.setitem(tiling._TILE, "cpu", 16)
     monkeypatch.setitem(tiling._COLUMNS, "cpu", 2)
-    monkeypatch.setattr(tiling, "_ROWS", 4)
+    monkeypatch.setattr(tiling, "_ROWS", 8)
     monkeypatch.setattr(tiling, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(tiling, "_STRIP", 1)
+    monkeypatch.setattr(tiling, "_STRIP", 2)
     monkeypatch.setattr(tiling, "_FEWEST_ROWS_APART", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
@@ -74,7 +75,7 @@ def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_finely(monkeypatch, threads=2)
-    check_fine_cuts(CASES[name](7), tokens(5, 2, 7, D))
+    check_fine_cuts(CASES[name](11), tokens(5, 2, 11, D))
 
 
 ONE_HEAD = {
@@ -84,17 +85,41 @@ ONE_HEAD = {
     "grouped": {"causal": True, "heads": 2},
     "sinks": {"causal": True, "sinks": torch.tensor([0.5]).double()},
     "capped": {"causal": True, "softcap": 1.5},
+    "score bias": {"causal": True, "score_bias": tokens(3, 1, 14, 14)},
+    "mask": {"causal": True, "mask": tokens(4, 14, 14).fill_diagonal_(1.0) > 0},
 }
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("keywords", ONE_HEAD.values(), ids=ONE_HEAD)
-@pytest.mark.parametrize("n", [8, 13])
 def test_one_head_is_cut_into_rows_of_each_thread(
-    keywords: dict[str, object], threads: int, n: int, monkeypatch: pytest.MonkeyPatch
+    keywords: dict[str, object], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_finely(monkeypatch, threads)
-    check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, n, D))
+    # Of two threads, each has four of the first block's rows, and three of the last one's.
+    check_fine_cuts(random_attention(1, **{"heads": 1, "kv_heads": 1} | keywords), tokens(2, 2, 14, D))
+
+
+@pytest.mark.parametrize("cut", [4, 7])
+def test_a_shard_of_one_heads_rows_has_its_squares_at_the_diagonal(
+    cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_finely(monkeypatch, threads=2)
+    f, x = random_attention(7, heads=1, causal=True), tokens(0, 1, 12, D)
+    q, k, v = f.projections(x)
+    q = q.unflatten(1, (1, 1))
+    rules = (f.scale, Visibility(12, True), f.features, torch.float64)
+    whole = streamed_derivative(q, k, v, *rules)
+    shard = streamed_derivative(q[..., cut:, :], k, v, *rules, first_row=cut)
+    pieces = [piece for block in shard.tiling.blocks() for piece in shard.tiling.pieces(block)]
+    assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (cut == 4)
+    do = tokens(4, 1, 12, f.value_dim)
+    do[:, :cut] = 0
+    for found, expected in zip(shard.adjoint(do[:, cut:]), whole.adjoint(do), strict=True):
+        torch.testing.assert_close(found, expected[:, -found.shape[1] :])
+    tangents = tokens(5, 1, 12, f.key_dim), tokens(6, 1, 12, f.key_dim), tokens(7, 1, 12, f.value_dim)
+    image = shard.product(tangents[0][:, cut:], *tangents[1:])
+    torch.testing.assert_close(image, whole.product(*tangents)[:, cut:])
 
 
 def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[tiling.Piece]:
@@ -115,12 +140,27 @@ def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
 ) -> None:
     pieces = pieces_of_one_head(16, threads, monkeypatch)
     assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (threads == 2)
-    # Strips have one row: nothing is formed in vain.
-    assert sum(map(entries, pieces)) == 16 * 17 // 2
+    # Strips have two rows, of which one does not see one key.
+    assert sum(map(entries, pieces)) == 16 * 17 // 2 + 8
 
 
 def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {piece.block.batches for piece in pieces_of_one_head(16, 64, monkeypatch)} == {1}
+    assert {piece.block.batches for piece in pieces_of_one_head(16, 8, monkeypatch)} == {1}
+    assert tiling.batches_apart(1, torch.device("cpu")) == 1
+
+
+def test_cotangents_of_each_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    one, two = (random_attention(1, heads=heads, causal=True) for heads in (1, 2))
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(
+            [streamed_bytes(f, 100_000, torch.float32, cpu) for f in (one, two)]
+            + [bytes_per_head(one, 100_000, torch.float32, cpu)]
+        )
+    keys_and_values = 100_000 * (one.key_dim + one.value_dim) * 4
+    assert [b - a for a, b in zip(*found, strict=True)] == [keys_and_values, 0, keys_and_values]
 
 
 @pytest.mark.usefixtures("small_tiles")
