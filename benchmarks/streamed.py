@@ -5,8 +5,9 @@
 
 A product needs nine matrix products a tile of probabilities (docs/theory/jacobian.md) and the projections
 forth and back; their operations over the time it took are set against a 2048 × 2048 matrix product measured
-in turns with it. Exponentials, sums, scores formed in float64 where they are large, and what lies above the
-diagonal in a causal tile cost time and count for nothing. Beside it, the product with probabilities kept.
+in turns with it. Exponentials, sums and scores formed in float64 where they are large cost time and count for
+nothing; "share" counts the pairs of a query and a key that it sees, "share of blocks" what is formed, with
+what lies above the diagonal in causal tiles. Beside it, the product with probabilities kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.tiling import Stairs, Tiling
 from howsmooth.spectral import LinearOperator
 from howsmooth.study.ranges import Ranges
 
@@ -39,9 +41,19 @@ def matrix_rate(size: int = 2048) -> float:
     return 2 * size**3 / seconds(lambda: a @ b)
 
 
-def operations(f: hs.SelfAttention, n: int) -> float:
+def formed(cut: Tiling) -> int:
+    """Pairs of a query and a key whose probabilities are formed, of one head."""
+    return sum(
+        piece.block.length
+        * (piece.block.batches if isinstance(piece.block, Stairs) else 1)
+        * sum(keys.stop - keys.start for keys in piece.keys)
+        for block in cut.blocks()
+        for piece in cut.pieces(block)
+    )
+
+
+def operations(f: hs.SelfAttention, n: int, pairs: float) -> float:
     """Operations in the matrix products of one product with JᵀJ."""
-    pairs = n * (n + 1) / 2 if f.causal else n * n
     core = 9 * 2 * pairs * f.heads * KEY_DIM
     projections = 2 * 2 * n * f.d * 4 * f.heads * KEY_DIM
     return core + projections
@@ -69,7 +81,8 @@ def row(
     ways = {"streamed": gram(operator, e)}
     if cached:
         ways["cached"] = gram(closed_form_jacobian(f, x), e)
-    shares: dict[str, list[float]] = {name: [] for name in ways}
+    pairs = n * (n + 1) / 2 if causal else n * n
+    rates: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         call()
@@ -77,15 +90,16 @@ def row(
         for name, call in ways.items():
             before = matrix_rate()
             times[name].append(seconds(call))
-            rate = statistics.mean((before, matrix_rate()))
-            shares[name].append(operations(f, n) / times[name][-1] / rate)
+            if name == "streamed":
+                rates.append(times[name][-1] * statistics.mean((before, matrix_rate())))
     told = {
         "n": n,
         "heads": heads,
         "causal": causal,
         "scores": "float32" if operator.core.exact is None else "float64",
         "seconds": statistics.median(times["streamed"]),
-        "share": statistics.median(shares["streamed"]),
+        "share": operations(f, n, pairs) / statistics.median(rates),
+        "share of blocks": operations(f, n, formed(operator.core.tiling)) / statistics.median(rates),
     }
     if cached:
         told["streamed / cached"] = told["seconds"] / statistics.median(times["cached"])
