@@ -61,3 +61,12 @@ def test_threads_share_nothing() -> None:
     thread.join()
     assert found == [0]
     assert place(Scratch(), 8) == given.data_ptr()
+
+
+def test_memory_made_in_inference_mode_serves_outside_of_it() -> None:
+    own = Scratch()
+    with torch.inference_mode():
+        given = own.empty("p", (8,), torch.float32, CPU)
+        given.zero_()
+    own.leave()
+    assert Scratch().empty("p", (8,), torch.float32, CPU).add_(1).sum() == 8

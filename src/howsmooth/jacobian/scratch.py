@@ -39,7 +39,9 @@ class Scratch:
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
         if held is None or len(held) < size:
-            held = self.memory[key] = torch.empty(size, dtype=dtype, device=device)
+            # What is made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(mode=False):
+                held = self.memory[key] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)
 
     def leave(self) -> None:

@@ -32,7 +32,6 @@ _LOG2_E = math.log2(math.e)
 SINGLE_SCORES = 32.0
 """Up to this max|q| max|k| the scores of float32 products are formed in float32; above, in float64."""
 
-
 Through = Callable[[int, slice, Tensor], Tensor]
 """What lies between J and Jᵀ: from tangents of the heads' outputs (heads, group, rows, value_dim), of one
 member and some rows of queries, to cotangents."""
