@@ -29,7 +29,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.jacobian import closed_form_jacobian, in_double
-from howsmooth.jacobian.streamed import StreamedDerivative
+from howsmooth.jacobian.tiling import Tiling
 from howsmooth.spectral import LinearOperator, lanczos
 
 UNITS = {"MiB": 2**20, "GiB": 2**30}
@@ -91,12 +91,12 @@ def resident(which: str) -> int:
 @contextmanager
 def progress() -> Iterator[None]:
     """Say on standard error how far the walk over blocks of query rows is, twice a minute."""
-    blocks, said = StreamedDerivative._blocks, time.monotonic()
+    blocks, said = Tiling.blocks, time.monotonic()
 
-    def walked(at: StreamedDerivative) -> Iterator[object]:
+    def walked(cut: Tiling) -> Iterator[object]:
         nonlocal said
-        began, rows = time.monotonic(), at.q.shape[2]
-        for block in blocks(at):
+        began, rows = time.monotonic(), cut.m
+        for block in blocks(cut):
             yield block
             if time.monotonic() - said > 30:
                 said = time.monotonic()
@@ -104,7 +104,7 @@ def progress() -> Iterator[None]:
                     f"  {block.rows.stop} of {rows} rows, {said - began:.0f} s", file=sys.stderr, flush=True
                 )
 
-    with mock.patch.object(StreamedDerivative, "_blocks", walked):
+    with mock.patch.object(Tiling, "blocks", walked):
         yield
 
 
