@@ -22,7 +22,6 @@ import torch
 
 import howsmooth as hs
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.jacobian.tiling import Stairs, Tiling
 from howsmooth.spectral import LinearOperator
 from howsmooth.study.ranges import Ranges
 
@@ -39,17 +38,6 @@ def matrix_rate(size: int = 2048) -> float:
     """Float32 operations a second of one matrix product, as PyTorch makes it."""
     a, b = torch.randn(2, size, size)
     return 2 * size**3 / seconds(lambda: a @ b)
-
-
-def formed(cut: Tiling) -> int:
-    """Pairs of a query and a key whose probabilities are formed, of one head."""
-    return sum(
-        piece.block.length
-        * (piece.block.batches if isinstance(piece.block, Stairs) else 1)
-        * sum(keys.stop - keys.start for keys in piece.keys)
-        for block in cut.blocks()
-        for piece in cut.pieces(block)
-    )
 
 
 def operations(f: hs.SelfAttention, n: int, pairs: float) -> float:
@@ -81,8 +69,10 @@ def row(
     ways = {"streamed": gram(operator, e)}
     if cached:
         ways["cached"] = gram(closed_form_jacobian(f, x), e)
-    pairs = n * (n + 1) / 2 if causal else n * n
-    rates: list[float] = []
+    cut = operator.core.tiling
+    formed = sum(piece.pairs for block in cut.blocks() for piece in cut.pieces(block))
+    seen = n * (n + 1) / 2 if causal else n * n
+    possible: list[float] = []  # operations of matrix products in the time of a product
     times: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         call()
@@ -91,15 +81,15 @@ def row(
             before = matrix_rate()
             times[name].append(seconds(call))
             if name == "streamed":
-                rates.append(times[name][-1] * statistics.mean((before, matrix_rate())))
+                possible.append(times[name][-1] * statistics.mean((before, matrix_rate())))
     told = {
         "n": n,
         "heads": heads,
         "causal": causal,
         "scores": "float32" if operator.core.exact is None else "float64",
         "seconds": statistics.median(times["streamed"]),
-        "share": operations(f, n, pairs) / statistics.median(rates),
-        "share of blocks": operations(f, n, formed(operator.core.tiling)) / statistics.median(rates),
+        "share": operations(f, n, seen) / statistics.median(possible),
+        "share of blocks": operations(f, n, formed) / statistics.median(possible),
     }
     if cached:
         told["streamed / cached"] = told["seconds"] / statistics.median(times["cached"])

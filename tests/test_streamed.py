@@ -129,11 +129,6 @@ def pieces_of_one_head(n: int, threads: int, monkeypatch: pytest.MonkeyPatch) ->
     return [piece for block in cut.blocks() for piece in cut.pieces(block)]
 
 
-def entries(piece: tiling.Piece) -> int:
-    squares = piece.block.batches if isinstance(piece.block, tiling.Stairs) else 1
-    return squares * piece.block.length * sum(keys.stop - keys.start for keys in piece.keys)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
     threads: int, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +136,7 @@ def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
     pieces = pieces_of_one_head(16, threads, monkeypatch)
     assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (threads == 2)
     # Strips have two rows, of which one does not see one key.
-    assert sum(map(entries, pieces)) == 16 * 17 // 2 + 8
+    assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
 
 
 def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:

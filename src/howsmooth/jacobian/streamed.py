@@ -20,7 +20,7 @@ from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian.scratch import Scratch
 from howsmooth.jacobian.softmax import largest_score, rounding_of, stacked
-from howsmooth.jacobian.tiling import Block, Piece, Tiling, shifted
+from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
 
@@ -195,7 +195,7 @@ class StreamedDerivative:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
         member = torch.full_like(heads, block.heads.start // self.kv_heads)
-        return self.features.block(member, heads, shifted(block.rows, self.first_row), keys)
+        return self.features.block(member, heads, block.numbers(self.first_row), keys)
 
 
 _Place = tuple[int, int, int]
@@ -420,7 +420,7 @@ class _Tiles:
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
-        shown = None if mask is None else mask[shifted(block.rows, at.first_row), keys]
+        shown = None if mask is None else mask[block.numbers(at.first_row), keys]
         if not all(t is None or bool(t.any()) for t in (shown, features.seen)):
             return None
         q, k, less = scored.q, self._keys(scored.k, block, keys).mT, scored.less
@@ -461,7 +461,7 @@ class _Tiles:
             total.add_(p.sum(dim=-1).view(total.shape))
             out.add_((p @ values.to(p.dtype)).view(out.shape))
 
-        rows, scored = shifted(block.rows, at.first_row), self._scored(block, normalised=False)
+        rows, scored = block.numbers(at.first_row), self._scored(block, normalised=False)
         for keys in self.tiling.tiles(at.visibility.keys(rows)):
             found = self._scores(_ONE_PLACE, block, keys, scored)
             if found is None:
