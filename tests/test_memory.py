@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth import lipschitz, memory
+from howsmooth import batching, lipschitz, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import cached_bytes, tiling
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def no_room(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let no probabilities fit, and tell which way was taken."""
     ways: list[str] = []
-    monkeypatch.setattr(lipschitz, "cached_bytes", lambda *arguments: 1 << 60)
+    monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
     for name in ("golub_kahan", "lanczos"):
         solver = getattr(lipschitz, name)
 
@@ -99,7 +99,7 @@ def test_long_sequences_are_streamed_though_they_would_fit(monkeypatch: pytest.M
         return original(*arguments, streamed=streamed, **keywords)
 
     monkeypatch.setattr(lipschitz, "closed_form_jacobian", noted)
-    monkeypatch.setattr(lipschitz, "_STREAMED_FROM", 7)
+    monkeypatch.setattr(batching, "_STREAMED_FROM", 7)
     f = random_attention(2, causal=True)
     found = hs.local_lipschitz(f, [tokens(0, 7, D), tokens(1, 6, D), tokens(2, 8, D)])
     assert asked == [True, True]

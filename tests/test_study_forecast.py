@@ -14,9 +14,9 @@ import torch
 
 from howsmooth import lipschitz
 from howsmooth.attention import Compose, LayerNorm, Residual, SelfAttention
+from howsmooth.batching import footprint
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.lipschitz import footprint
 from howsmooth.study import calibration
 from howsmooth.study.calibration import calibrated, measure_rates
 from howsmooth.study.cost import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import overload
@@ -15,39 +15,29 @@ from torch import Tensor
 from howsmooth.accuracy import check_accuracy
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure, check_tokens
+from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.jacobian import (
     AutodiffJacobian,
-    cached_bytes,
     closed_form_jacobian,
     closed_form_jacobians,
     energy_products_together,
+    filled,
     has_closed_form,
     in_double,
-    kernel_bytes,
-    runs_members_alone,
-    streamed_bytes,
+    joined,
     weighted_autodiff_jacobian,
 )
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan, lanczos, lanczos_together
 
-__all__ = ["Footprint", "LipschitzEstimate", "LipschitzEstimates", "footprint", "local_lipschitz"]
+__all__ = ["LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"]
 
-# Members are measured together as long as the two Krylov bases of this many steps fit in this many
-# bytes; more members would only leave the processor's caches.
-_EXPECTED_STEPS = 32
-_BASIS_BYTES = 1 << 30
-# Length from which several heads' probabilities cost a CPU as much to read as to form tile by tile, or more;
-# those of one head up to a third less (docs/benchmarks.md).
-_STREAMED_FROM = 1024
 # Of the relative width asked for, what rounding of each side may take where that is cheaper.
 _ROUNDING_SHARE = 1 / 4
 # Entries of a random start from which members are drawn by several threads.
 _WORTH_A_THREAD = 1 << 14
-# Of a Krylov basis kept in half precision: fewer vectors would seldom reach anything.
-_FEWEST_VECTORS = 16
 
 
 @overload
@@ -106,7 +96,7 @@ def local_lipschitz(
         tensor with the same leading axes (autodiff). Members of the batch must be independent.
     x
         Tokens (..., n, d), float32 or float64, batched over the leading axes; or a list or tuple of tokens
-        (n_i, d), n_i of their own: their projections share matrix products and nothing is padded; or a
+        (n_i, d), n_i of their own, which share matrix products and, where they are short, operations; or a
         measure with atoms, at which a map of this library is measured, in float64.
     rtol
         Relative width of the interval at which a member has converged.
@@ -155,7 +145,8 @@ def local_lipschitz(
         check_tokens(x, f)
     lead, x = x.shape[:-2], x.detach()
     flat = x.reshape(-1, *x.shape[-2:])
-    run = _Run(rtol, confidence, max_iterations, _member_seeds(seed, len(flat)))
+    seeds = _member_seeds(seed, len(flat))
+    run = _Run(rtol, confidence, max_iterations, seeds, [flat.shape[1]] * len(flat))
     if chosen == "autodiff":
         parts = [run.golub_kahan(AutodiffJacobian(f, x), range(len(flat)))]
     else:
@@ -183,52 +174,6 @@ def local_lipschitz(
     )
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """How :func:`local_lipschitz` would measure one sequence.
-
-    Attributes
-    ----------
-    streamed
-        Whether probabilities are formed anew in each product.
-    size
-        Bytes beside the solver's basis; 0 where that is not known.
-
-    """
-
-    streamed: bool
-    size: int
-
-
-def footprint(
-    f: object,
-    tokens: tuple[int, int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: int | None = None,
-) -> Footprint:
-    """Tell beforehand how one sequence would be measured, and in what memory.
-
-    Parameters
-    ----------
-    f, memory
-        As for :func:`local_lipschitz`.
-    tokens
-        (n, d).
-    dtype, device
-        Of the tokens.
-
-    """
-    if not isinstance(f, TokenMap) or not has_closed_form(f):
-        return Footprint(streamed=False, size=0)
-    x = torch.empty((), dtype=dtype, device=device).expand(1, *tokens)
-    if _is_streamed(f, x, memory_budget(memory, device)):
-        size = max(_beside_the_basis(f, x), _beside_the_basis(f, _widened(x)))
-        return Footprint(streamed=True, size=size)
-    return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
-
-
 def _at_sequences(
     f: Callable[[Tensor], Tensor],
     xs: Sequence[object],
@@ -242,7 +187,8 @@ def _at_sequences(
     """Measure at several sequences (n_i, d)."""
     members = _checked_sequences(f, xs, rtol, confidence, max_iterations)
     chosen = _chosen_method(f, method)
-    run = _Run(rtol, confidence, max_iterations, _member_seeds(seed, len(members)))
+    lengths = [x.shape[0] for x in members]
+    run = _Run(rtol, confidence, max_iterations, _member_seeds(seed, len(members)), lengths)
     if chosen == "autodiff":
         parts: list[_Part] = [
             ([i], run.golub_kahan(AutodiffJacobian(f, x), [i])) for i, x in enumerate(members)
@@ -255,6 +201,9 @@ def _at_sequences(
     def of_each(name: str) -> list[Tensor]:
         return [getattr(found, name)[row] for found, row in (rows[i] for i in range(len(members)))]
 
+    def directions(name: str) -> tuple[Tensor, ...]:
+        return tuple(t[:n] for t, n in zip(of_each(name), lengths, strict=True))
+
     return LipschitzEstimates(
         value=torch.stack(of_each("sigma")),
         lower=torch.stack(of_each("lower")),
@@ -262,8 +211,8 @@ def _at_sequences(
         confidence=confidence,
         converged=torch.stack(of_each("converged")),
         iterations=torch.stack(of_each("steps")),
-        input_direction=tuple(of_each("right")),
-        output_direction=tuple(of_each("left")),
+        input_direction=directions("right"),
+        output_direction=directions("left"),
         method=chosen,
         scope=_scope(f),
         rtol=rtol,
@@ -298,7 +247,7 @@ def _at_measure(
         operator = closed_form_jacobian(f, x[None], weighting=weighting)
     else:
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-    start = _starts(operator, _member_seeds(seed, 1))
+    start = _starts(operator, _member_seeds(seed, 1), [x.shape[0]])
     # The constant may be e^350, whose square overflows: near one, it does not.
     size = float(operator.product(start).abs().max())
     factor = 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
@@ -326,12 +275,13 @@ def _at_measure(
 
 @dataclass(frozen=True)
 class _Run:
-    """What is asked of the solvers, and the seed of each member's start."""
+    """What is asked of the solvers, and of each member the seed of its start and its length."""
 
     rtol: float
     confidence: float
     max_iterations: int
     seeds: Sequence[int]
+    lengths: Sequence[int]
 
     def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
         """Solve for an operator of these members, with both Krylov bases."""
@@ -357,7 +307,10 @@ class _Run:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Solve for Jacobians of one map at several lengths, which share products."""
+        """Solve for Jacobians of one map at several lengths, which share products.
+
+        Members that are shorter than their operator fill up the rest with zeros.
+        """
         return lanczos_together(
             operators,
             [self._starts(*parts) for parts in zip(operators, members, strict=True)],
@@ -365,10 +318,14 @@ class _Run:
             confidence=self.confidence,
             max_iterations=self.max_iterations,
             products=energy_products_together,
+            sizes=[
+                [self.lengths[i] * operator.in_shape[-1] for i in numbers]
+                for operator, numbers in zip(operators, members, strict=True)
+            ],
         )
 
     def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:
-        return _starts(operator, [self.seeds[i] for i in members])
+        return _starts(operator, [self.seeds[i] for i in members], [self.lengths[i] for i in members])
 
 
 _Part = tuple[Sequence[int], LeadingTriplet]
@@ -380,64 +337,51 @@ def _closed_forms(
 ) -> list[_Part]:
     """Measure at members (n_i, d): together where they fit in memory, each by itself that does not."""
     parts: list[_Part] = []
-    for numbers in _together(double, members, budget):
-        groups = [list(group) for _, group in itertools.groupby(numbers, key=lambda i: members[i].shape[0])]
-        xs = [torch.stack([members[i] for i in group]) for group in groups]
-        if _is_streamed(double, xs[0], budget):
-            parts.append((numbers, _streamed(double, xs[0], numbers, run, budget)))
+    for lots in batches(double, members, budget):
+        first = lots[0][0]
+        if is_streamed(double, members[first][None], budget):
+            parts.append(([first], _streamed(double, members[first][None], [first], run, budget)))
         else:
-            parts += zip(groups, _cached(double, xs, groups, run), strict=True)
+            parts += zip(lots, _cached(double, members, lots, run), strict=True)
     return parts
 
 
-def _together(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[int]]:
-    """Cut the members, from short to long, into those that are measured together."""
-    chosen: list[int] = []
-    bytes_used = basis = 0
-    for i in sorted(range(len(members)), key=lambda i: members[i].shape[0]):
-        n, dtype = members[i].shape[0], members[i].dtype
-        bytes_of_one = cached_bytes(double, n, dtype)
-        basis_of_one = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
-        full = bytes_used + bytes_of_one > budget or basis + basis_of_one > _BASIS_BYTES
-        alone = runs_members_alone(double) or _is_streamed(double, members[i][None], budget)
-        if chosen and (full or alone):
-            yield chosen
-            chosen, bytes_used, basis = [], 0, 0
-        chosen.append(i)
-        bytes_used, basis = bytes_used + bytes_of_one, basis + basis_of_one
-    yield chosen
-
-
-def _is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Tell whether probabilities are formed anew in each product: they do not fit, or that is faster."""
-    one = cached_bytes(double, x.shape[1], x.dtype)
-    if one > budget:
-        return True
-    faster = x.device.type == "cpu" and x.shape[1] >= _STREAMED_FROM and not runs_members_alone(double)
-    return faster and one > 0 and _least_streamed(double, x) <= budget
-
-
 def _cached(
-    double: TokenMap, groups: Sequence[Tensor], members: Sequence[Sequence[int]], run: _Run
+    double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], run: _Run
 ) -> list[LeadingTriplet]:
-    """Solve with products in the dtype of the groups (batch, n, d); for float32, with a verdict in float64.
+    """Solve with products in the dtype of the members (n_i, d); for float32, with a verdict in float64.
 
     Float64 products along the float32 directions give the value, and show what rounding did: where the
     factors of the Jacobian cancel, float32 loses digits that no constant times epsilon foresees. Members
     that this leaves too wide, or that broke down at float32's rounding level (few distinct singular
     values), are measured again with float64 products.
     """
-    dtype, exact = groups[0].dtype, torch.float64
-    jacobians = closed_form_jacobians(
-        double, [x.double() for x in groups], (dtype, exact) if dtype != exact else (exact,)
-    )
-    found = run.together([at[dtype] for at in jacobians], members)
+    dtype, exact = members[0].dtype, torch.float64
+    jacobians = _jacobians(double, members, lots, (dtype, exact) if dtype != exact else (exact,))
+    found = run.together([at[dtype] for at in jacobians], lots)
     if dtype == exact:
         return found
     return [
-        _verdict(at[dtype], at[exact], of_group, numbers, run)
-        for at, of_group, numbers in zip(jacobians, found, members, strict=True)
+        _verdict(at[dtype], at[exact], of_lot, numbers, run)
+        for at, of_lot, numbers in zip(jacobians, found, lots, strict=True)
     ]
+
+
+def _jacobians(
+    double: TokenMap,
+    members: Sequence[Tensor] | Tensor,
+    lots: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> list[dict[torch.dtype, LinearOperator]]:
+    """Linearise each length at once, and join those of a lot: its members go from short to long."""
+    groups = [
+        [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
+        for lot in lots
+    ]
+    xs = [torch.stack([members[i] for i in group]).double() for lot in groups for group in lot]
+    found = iter(closed_form_jacobians(double, xs, dtypes))
+    of_lots = [list(itertools.islice(found, len(lot))) for lot in groups]
+    return [{dtype: joined([at[dtype] for at in lot]) for dtype in dtypes} for lot in of_lots]
 
 
 def _verdict(
@@ -479,7 +423,7 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     def operator(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
         return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)
 
-    basis_bytes = _basis_bytes(double, x, budget)
+    basis_bytes = room_for_basis(double, x, budget)
     if x.dtype == torch.float64:
         return run.lanczos(operator(x.dtype), members, basis_bytes)
     single = operator(x.dtype, _ROUNDING_SHARE * run.rtol)
@@ -493,8 +437,8 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact.rounding, run.rtol)
     del image, gram, rounded, right
     stuck = ~judged.converged & (found.converged | found.broke_down)
-    room = budget - _beside_the_basis(double, x.double())
-    if not bool(stuck.any()) or room < _fewest_vectors(x):
+    room = budget - beside_the_basis(double, x.double())
+    if not bool(stuck.any()) or room < fewest_vectors(x):
         return judged
     again = run.lanczos(exact, members, room)
     return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
@@ -516,53 +460,6 @@ def _judged(
 def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
     """Return ‖Δv‖ / σ from both JᵀJ v: a perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order."""
     return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
-
-
-def _basis_bytes(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return what the budget leaves for the Krylov basis of one member of x.
-
-    Raises
-    ------
-    ArgumentError
-        If it is too small for this length.
-
-    """
-    least = min(_least_streamed(double, x), cached_bytes(double, x.shape[-2], x.dtype))
-    if budget < least:
-        gib = f"{least / 2**30:.3g} GiB"
-        raise ArgumentError(
-            "memory",
-            expected=f"at least {least} bytes ({gib}) for {x.shape[-2]} tokens in {_name(x)}",
-            got=f"{budget} bytes",
-            remedy="Measure a shorter sequence or one head alone, or free memory.",
-        )
-    return budget - _beside_the_basis(double, x)
-
-
-def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Bytes for one member in the dtype of x with a small basis, and then for the verdict in float64."""
-    return max(_beside_the_basis(double, x) + _fewest_vectors(x), _beside_the_basis(double, _widened(x)))
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Return what has the sizes of x in float64, and no numbers."""
-    return x.new_empty((), dtype=torch.float64).expand(x.shape)
-
-
-def _beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Bytes for one member in the dtype of x: its operator, five vectors of the solver, the tokens."""
-    n = x.shape[-2]
-    vectors = 6 * n * max(double.d, double.d_out) * x.itemsize
-    kernels = kernel_bytes(double, n, x.dtype, x.device)
-    return streamed_bytes(double, n, x.dtype, x.device) + kernels + vectors
-
-
-def _fewest_vectors(x: Tensor) -> int:
-    return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _norms(t: Tensor) -> Tensor:
@@ -602,7 +499,7 @@ def _check_arguments(
         )
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
-    check_accuracy(rtol, confidence, _name(x))
+    check_accuracy(rtol, confidence, str(x.dtype).removeprefix("torch."))
     if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
 
@@ -671,16 +568,18 @@ def _member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
     return [int(s) % 2**64 for s in seed]
 
 
-def _starts(operator: LinearOperator, seeds: Sequence[int]) -> Tensor:
-    """Gaussian starts, one generator a member, drawn on the CPU so that every device has the same."""
+def _starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Gaussian starts of so many tokens, then zeros, drawn on the CPU so that every device has the same."""
+    longest, *rest = operator.in_shape
 
-    def drawn(seed: int) -> Tensor:
+    def drawn(seed: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
-        return torch.randn(operator.in_shape, generator=generator, dtype=torch.float64)
+        start = torch.randn((length, *rest), generator=generator, dtype=torch.float64)
+        return filled(start.to(operator.dtype), longest)
 
     if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
-        members = [drawn(seed) for seed in seeds]
+        members = list(map(drawn, seeds, lengths))
     else:
         with ThreadPoolExecutor() as pool:  # by itself PyTorch draws one after the other
-            members = list(pool.map(drawn, seeds))
-    return torch.stack(members).to(device=operator.device, dtype=operator.dtype)
+            members = list(pool.map(drawn, seeds, lengths))
+    return torch.stack(members).to(operator.device)

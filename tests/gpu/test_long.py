@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import howsmooth as hs
+from howsmooth.batching import footprint
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form
-from howsmooth.lipschitz import footprint
 from howsmooth.memory import SHARE, free_memory, memory_budget
 from howsmooth.spectral import lanczos
 from tests._cases import CASES, D, random_attention, tokens, true_norm

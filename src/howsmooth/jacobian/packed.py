@@ -19,7 +19,7 @@ from howsmooth.spectral.operator import squared_lengths
 
 _Kind = TypeVar("_Kind", bound=LinearOperator)
 
-__all__ = ["energy_products_together", "shares_products"]
+__all__ = ["energy_products_together", "instances", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
@@ -42,7 +42,7 @@ def energy_products_together(
 
     The operators are those of one map: of one call of ``closed_form_jacobians``, or some of their members.
     """
-    attention = _instances(operators, AttentionJacobian)
+    attention = instances(operators, AttentionJacobian)
     if attention is None:
         images = _products(operators, vectors)
         energies = [squared_lengths(image.flatten(1)) for image in images]
@@ -55,23 +55,23 @@ def energy_products_together(
 
 
 def _products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
-    if (attention := _instances(operators, AttentionJacobian)) is not None:
+    if (attention := instances(operators, AttentionJacobian)) is not None:
         return _by_rows(attention[0].projection.out, _heads(attention, vectors))
-    if (residual := _instances(operators, ResidualJacobian)) is not None:
+    if (residual := instances(operators, ResidualJacobian)) is not None:
         images = _products([op.inner for op in residual], vectors)
         return [e + image for e, image in zip(vectors, images, strict=True)]
-    if (composed := _instances(operators, ComposedJacobian)) is not None:
+    if (composed := instances(operators, ComposedJacobian)) is not None:
         return _products([op.outer for op in composed], _products([op.inner for op in composed], vectors))
     return [op.product(e) for op, e in zip(operators, vectors, strict=True)]
 
 
 def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
-    if (attention := _instances(operators, AttentionJacobian)) is not None:
+    if (attention := instances(operators, AttentionJacobian)) is not None:
         return _heads_adjoint(attention, _by_rows(attention[0].projection.out_adjoint, vectors))
-    if (residual := _instances(operators, ResidualJacobian)) is not None:
+    if (residual := instances(operators, ResidualJacobian)) is not None:
         images = _adjoint_products([op.inner for op in residual], vectors)
         return [u + image for u, image in zip(vectors, images, strict=True)]
-    if (composed := _instances(operators, ComposedJacobian)) is not None:
+    if (composed := instances(operators, ComposedJacobian)) is not None:
         outer = _adjoint_products([op.outer for op in composed], vectors)
         return _adjoint_products([op.inner for op in composed], outer)
     return [op.adjoint_product(u) for op, u in zip(operators, vectors, strict=True)]
@@ -101,6 +101,7 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
     return [part.unflatten(0, batch.shape[:2]) for part, batch in zip(parts, batches, strict=True)]
 
 
-def _instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
+def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
+    """Return the operators if all of them are of a kind, else None."""
     found = [op for op in operators if isinstance(op, kind)]
     return found if len(found) == len(operators) else None

@@ -52,7 +52,7 @@ def ritz_values(diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k_1"
 def a_posteriori_upper(
     theta: Float[np.ndarray, "*members k"],
     log_off_diagonals: float | Float[np.ndarray, "*members"],
-    quantile: float,
+    quantile: float | Float[np.ndarray, "*members"],
 ) -> float | Float[np.ndarray, "*members"]:
     """Return the upper limit of λ_max(JᵀJ) of each member from the Lanczos polynomial of its very run.
 
@@ -68,7 +68,7 @@ def a_posteriori_upper(
         Σ_j log β_j over the k off-diagonals of the tridiagonal matrix, the residual one included;
         −inf after a breakdown, where the limit is θ_1 itself.
     quantile
-        x_δ from :func:`start_quantile`.
+        x_δ from :func:`start_quantile`, one or one a member.
 
     """
     theta = np.sort(theta, axis=-1)

@@ -89,7 +89,7 @@ def lanczos(
         If a product is not finite, or rounding leaves it no digit.
 
     """
-    run = _run(operator, start, rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
+    run = _run(operator, start, None, rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
     return _in_lockstep([run], _by_themselves)[0]
 
 
@@ -101,6 +101,7 @@ def lanczos_together(
     confidence: float,
     max_iterations: int,
     products: Products,
+    sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[LeadingTriplet]:
     """Run :func:`lanczos` on several operators step by step together, so that they can share products.
 
@@ -113,11 +114,15 @@ def lanczos_together(
     products
         Returns ``operator.energy_product(vectors)`` of each of some operators, those of members that have
         not finished, and vectors.
+    sizes
+        Dimension N of the input space of each member of each operator, where that is less than the operator's
+        own: starts and products are zero in all other coordinates.
 
     """
+    of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
     runs = [
-        _run(operator, start, rtol, confidence, max_iterations, None, None, None)
-        for operator, start in zip(operators, starts, strict=True)
+        _run(operator, start, size, rtol, confidence, max_iterations, None, None, None)
+        for operator, start, size in zip(operators, starts, of_each, strict=True)
     ]
     return _in_lockstep(runs, products)
 
@@ -151,6 +156,7 @@ def _by_themselves(
 def _run(
     operator: LinearOperator,
     start: Tensor,
+    sizes: Sequence[int] | None,
     rtol: float,
     confidence: float,
     max_iterations: int,
@@ -161,15 +167,16 @@ def _run(
     """Do as :func:`lanczos` says, asking for the products."""
     slack = checked_rounding(operator).copy()
     total = operator.batch
-    in_size = int(reduced(start.new_full((), operator.in_size, dtype=torch.float64), reduce))
+    in_sizes = _in_sizes(operator, start, sizes, reduce)
     dtype, rows = _basis_form(operator, rtol, basis_dtype, basis_bytes)
     if dtype != operator.dtype:
         # Second order: docs/theory/spectral-norm.md.
         slack += torch.finfo(dtype).eps ** 2
     # Both J and Jᵀ round, so what the products cannot tell from zero is twice as large as for one of them.
     level = 2.0 * slack
-    quantile = start_quantile(in_size, confidence)
-    steps_allowed = min(max_iterations, in_size, rows)
+    largest = int(in_sizes.max())
+    quantile = _quantiles(in_sizes, confidence)
+    steps_allowed = min(max_iterations, largest, rows)
 
     sigma, upper = np.zeros(total), np.zeros(total)
     steps = np.zeros(total, dtype=np.int64)
@@ -183,7 +190,7 @@ def _run(
     factors: Tensor | None = None  # powers of two that bring the maps near to one
     units = np.ones(total)
 
-    basis = Basis(in_size, dtype, operator.dtype, reduce)
+    basis = Basis(largest, dtype, operator.dtype, reduce)
     z = start.reshape(total, -1).clone()
     gamma = norms(z, reduce)
     before: Tensor | None = None
@@ -212,9 +219,9 @@ def _run(
         diagonal[active, k - 1], off[active, k - 1] = entries.numpy()
 
         places = np.flatnonzero(running)
-        members, complete = active[places], k == in_size
-        a, b = diagonal[members, :k], off[members, :k]
-        top, limit = _limits(a, b, quantile, level[members], complete=complete)
+        members = active[places]
+        a, b, complete = diagonal[members, :k], off[members, :k], in_sizes[members] == k
+        top, limit = _limits(a, b, quantile[members], level[members], complete)
         broke_down[members] = complete | (b[:, -1] <= level[members] * top)
         sigma[members] = units[members] * np.sqrt(top)
         upper[members] = units[members] * np.sqrt(limit) * (1 + slack[members])
@@ -245,6 +252,21 @@ def _run(
         right=right.view(total, *whole.in_shape),
         left=_left(whole, right, reduce).view(total, *whole.out_shape),
     )
+
+
+def _in_sizes(
+    operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
+) -> np.ndarray:
+    """Dimension of the input space of each member, of all processes together."""
+    own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
+    dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
+    return dimensions
+
+
+def _quantiles(in_sizes: np.ndarray, confidence: float) -> np.ndarray:
+    """Return x_δ of each member."""
+    distinct, places = np.unique(in_sizes, return_inverse=True)
+    return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
 def _gram(operator: LinearOperator, v: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -286,7 +308,7 @@ def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> 
 
 
 def _limits(
-    diagonal: np.ndarray, off: np.ndarray, quantile: float, level: np.ndarray, *, complete: bool
+    diagonal: np.ndarray, off: np.ndarray, quantile: np.ndarray, level: np.ndarray, complete: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the leading Ritz value and the a-posteriori upper limit of λ_max(JᵀJ) of each member."""
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
@@ -295,7 +317,7 @@ def _limits(
     theta = np.stack([ritz_values(*parts) for parts in zip(scaled, off[:, :-1], strict=True)])
     top = np.maximum(theta[:, -1], 0.0)
     least = np.where(largest == 0.0, 1.0, level * top)
-    logs = np.full_like(top, -np.inf) if complete else np.log(np.maximum(off, least[:, None])).sum(axis=1)
+    logs = np.where(complete, -np.inf, np.log(np.maximum(off, least[:, None])).sum(axis=1))
     return largest * top, largest * a_posteriori_upper(theta, logs, quantile)
 
 

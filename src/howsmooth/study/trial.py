@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention
+from howsmooth.batching import footprint
 from howsmooth.jacobian.streamed import SINGLE_SCORES
-from howsmooth.lipschitz import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.study.cost import Curve, Layer, Rates, capture_seconds, estimate_cost, usual_layer
 from howsmooth.study.plan import Plan

@@ -1,0 +1,109 @@
+"""Jacobians of one map at sequences of unequal lengths as one operator, filled up with zeros.
+
+Where starting an operation takes longer than what it computes, above all on a GPU, short sequences take the
+longer the more lengths they have; joined they are one batch. The Jacobians are joined, not the tokens: each
+is that of a sequence at its own length, and zero on what fills it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian
+from howsmooth.jacobian.packed import instances
+from howsmooth.jacobian.softmax import SoftmaxDerivative
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["filled", "joined"]
+
+
+def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
+    """Return the operator of all members of some Jacobians of one map, at the length of the longest.
+
+    On vectors (batch, n, d) that are zero from each member's own length on, its products are those of the
+    member's own operator, and zero from there on.
+
+    Parameters
+    ----------
+    operators
+        Of one call of ``closed_form_jacobians``, in one dtype: attention with its probabilities, norms, layer
+        scales, and what residuals and compositions make of them.
+
+    """
+    if len(operators) == 1:
+        return operators[0]
+    if (attention := instances(operators, AttentionJacobian)) is not None:
+        return _attention(attention)
+    if (norms := instances(operators, NormJacobian)) is not None:
+        return _norm(norms)
+    if (scales := instances(operators, ScaleJacobian)) is not None:
+        n = max(op.in_shape[0] for op in scales)
+        return ScaleJacobian(scales[0].weight, sum(op.batch for op in scales), n)
+    if (residuals := instances(operators, ResidualJacobian)) is not None:
+        return ResidualJacobian(joined([op.inner for op in residuals]))
+    if (composed := instances(operators, ComposedJacobian)) is not None:
+        return ComposedJacobian(joined([op.outer for op in composed]), joined([op.inner for op in composed]))
+    raise TypeError(f"no common operator of {sorted({type(op).__name__ for op in operators})}")
+
+
+def filled(rows: Float[Tensor, "*lead n d"], n: int) -> Float[Tensor, "*lead longest d"]:
+    """Return rows with zeros after them, ``n`` in all."""
+    return rows if rows.shape[-2] == n else pad(rows, (0, 0, 0, n - rows.shape[-2]))
+
+
+def _attention(operators: Sequence[AttentionJacobian]) -> AttentionJacobian:
+    first = operators[0]
+    query_norms, key_norms = zip(*(op.norms for op in operators), strict=True)
+    cores = [op.core for op in operators if isinstance(op.core, SoftmaxDerivative)]
+    return AttentionJacobian(
+        first.attention,
+        first.projection,
+        _softmax(list(zip(cores, (op.in_shape[0] for op in operators), strict=True))),
+        (_optional_norm(query_norms), _optional_norm(key_norms)),
+    )
+
+
+def _optional_norm(norms: Sequence[NormJacobian | None]) -> NormJacobian | None:
+    given = [norm for norm in norms if norm is not None]
+    return _norm(given) if given else None
+
+
+def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
+    n = max(norm.in_shape[0] for norm in norms)
+    unit, factor = (
+        torch.cat([filled(getattr(norm, name), n) for norm in norms]) for name in ("unit", "factor")
+    )
+    return NormJacobian(norms[0].gain, unit, factor, centred=norms[0].centred)
+
+
+def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
+    """Fill up queries, head by head of a group, and keys, after which a sink stays the last."""
+    longest = max(n for _, n in cores)
+
+    def of_queries(rows: Tensor, n: int) -> Tensor:
+        return filled(rows.unflatten(1, (-1, n)), longest).flatten(1, 2)
+
+    def of_keys(rows: Tensor, n: int) -> Tensor:
+        return torch.cat((filled(rows[..., :n, :], longest), rows[..., n:, :]), dim=-2)
+
+    def of_both(entries: Tensor, n: int) -> Tensor:
+        return of_queries(of_keys(entries.mT, n).mT, n)
+
+    def of_all(name: str, one: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return torch.cat([one(getattr(core, name), n) for core, n in cores])
+
+    p = of_all("p", of_both)
+    return SoftmaxDerivative(
+        q=of_all("q", of_queries),
+        k=of_all("k", of_keys),
+        v=of_all("v", of_keys),
+        p=p,
+        mean=of_all("mean", of_queries),
+        slope=p if all(core.slope is core.p for core, _ in cores) else of_all("slope", of_both),
+    )

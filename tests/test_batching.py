@@ -1,0 +1,80 @@
+"""Who is measured together: lengths joined, members that fit, and each by itself that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from howsmooth import batching
+from howsmooth.batching import batches
+from howsmooth.jacobian import cached_bytes
+from tests._cases import D, random_attention
+
+ROOMY = 1 << 50
+LENGTHS = (5, 2, 3, 5, 2, 9)  # from short to long: members 1 and 4, 2, 0 and 3, 5
+
+
+def cut(budget: int = ROOMY, device: str = "cpu") -> list[list[list[int]]]:
+    members = [torch.empty(n, D, dtype=torch.float64, device=device) for n in LENGTHS]
+    return list(batches(random_attention(0), members, budget))
+
+
+def bytes_of(n: int) -> int:
+    """Probabilities, and the two bases of 32 vectors that are counted."""
+    return cached_bytes(random_attention(0), n, torch.float64) + basis_of(n)
+
+
+def basis_of(n: int) -> int:
+    return n * 2 * D * 8 * batching._EXPECTED_STEPS
+
+
+def test_all_lengths_are_one_operator_where_filling_up_costs_little() -> None:
+    assert cut() == [[[1, 4, 2, 0, 3, 5]]]
+
+
+def test_without_filling_up_each_length_is_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", 0)
+    assert cut() == [[[1, 4], [2], [0, 3], [5]]]
+
+
+def test_filled_are_no_more_bytes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2, 2 and 3 tokens at the length 3; with one of 5 all of them would be filled up to 5."""
+    at_three = 2 * (bytes_of(3) - bytes_of(2))
+    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_three)
+    assert cut() == [[[1, 4, 2], [0, 3], [5]]]
+    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_three - 1)
+    assert cut() == [[[1, 4], [2], [0, 3], [5]]]
+    at_five = 2 * (bytes_of(5) - bytes_of(2)) + bytes_of(5) - bytes_of(3)
+    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_five)
+    assert cut() == [[[1, 4, 2, 0, 3], [5]]]
+
+
+def test_memory_counts_members_at_the_length_that_they_are_filled_up_to() -> None:
+    six = 6 * cached_bytes(random_attention(0), 9, torch.float64)
+    assert cut(six) == [[[1, 4, 2, 0, 3, 5]]]
+    assert cut(six - 1) == [[[1, 4, 2, 0, 3]], [[5]]]
+
+
+def test_bases_of_members_measured_together_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_BASIS_BYTES", 5 * basis_of(5))
+    assert cut() == [[[1, 4, 2, 0, 3]], [[5]]]
+    monkeypatch.setattr(batching, "_BASIS_BYTES", 5 * basis_of(5) - 1)
+    assert cut() == [[[1, 4, 2, 0]], [[3, 5]]]
+    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", 0)
+    monkeypatch.setattr(batching, "_BASIS_BYTES", 2 * basis_of(2) + basis_of(3) + 2 * basis_of(5))
+    assert cut() == [[[1, 4], [2], [0, 3]], [[5]]]
+
+
+def test_other_devices_fill_up_more_and_keep_bases_in_a_share_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batching, "_BASIS_BYTES", 0)
+    assert cut(8 * 6 * basis_of(9), "meta") == [[[1, 4, 2, 0, 3, 5]]]
+    assert cut(8 * 6 * basis_of(9) - 8, "meta") == [[[1, 4, 2, 0, 3]], [[5]]]
+    monkeypatch.setattr(batching, "_FILLED_ELSEWHERE", 0)
+    assert cut(device="meta") == [[[1, 4], [2], [0, 3], [5]]]
+
+
+def test_a_sequence_that_is_streamed_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_STREAMED_FROM", 5)
+    assert cut() == [[[1, 4, 2]], [[0]], [[3]], [[5]]]

@@ -1,0 +1,147 @@
+"""Jacobians at unequal lengths as one operator: against dense Jacobians, and zero where nothing is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.jacobian import closed_form_jacobians, energy_products_together, joined
+from howsmooth.spectral import LinearOperator
+from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+
+# A mask and a bias of the scores fix the length.
+FREE = [name for name in CASES if "masked" not in name and "score bias" not in name]
+LENGTHS, MEMBERS, LONGEST = (3, 7, 1, 5), (2, 1, 1, 2), 7
+
+
+def batches(seed: int) -> list[Tensor]:
+    return [tokens(seed + i, *size, D) for i, size in enumerate(zip(MEMBERS, LENGTHS, strict=True))]
+
+
+def whole(parts: list[Tensor]) -> Tensor:
+    """All members (total, longest, d), zeros after their tokens."""
+    filled = parts[0].new_zeros(sum(MEMBERS), LONGEST, parts[0].shape[-1])
+    for into, part in zip(filled.split(MEMBERS), parts, strict=True):
+        into[:, : part.shape[1]] = part
+    return filled
+
+
+def operators(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[LinearOperator], list[Tensor]]:
+    """The Jacobians of a case, and dense ones of each member by reverse mode."""
+    f, xs = CASES[name](LONGEST), batches(0)
+    made = [at[dtype] for at in closed_form_jacobians(f, xs, (dtype,))]
+    return made, [torch.stack([dense_jacobian(f, member) for member in x]) for x in xs]
+
+
+@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize(("dtype", "loss"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype, loss: float) -> None:
+    made, dense = operators(name, dtype)
+    one = joined(made)
+    assert (one.batch, one.in_shape) == (sum(MEMBERS), (LONGEST, D))
+    e = [part.to(dtype) for part in batches(10)]
+    rows = [j.shape[1] // n for j, n in zip(dense, LENGTHS, strict=True)]
+    image = [j @ part.double().flatten(1)[..., None] for j, part in zip(dense, e, strict=True)]
+    back = [j.mT @ moved for j, moved in zip(dense, image, strict=True)]
+    wanted_image = whole([t.view(len(t), n, d) for t, n, d in zip(image, LENGTHS, rows, strict=True)])
+    wanted_back = whole([t.view(len(t), n, D) for t, n in zip(back, LENGTHS, strict=True)])
+    norm = max(float(torch.linalg.matrix_norm(j, 2).max()) for j in dense)
+    scale = norm * max(float(part.flatten(1).norm(dim=1).max()) for part in e)
+
+    def check(found: Tensor, wanted: Tensor, size: float) -> None:
+        assert float((found.double() - wanted).abs().max()) <= loss * size
+        # Exactly zero, or a direction would leak to where no token is.
+        for into, n in zip(found.split(MEMBERS), LENGTHS, strict=True):
+            assert not into[:, n:].any()
+
+    check(one.product(whole(e)), wanted_image, scale)
+    check(one.adjoint_product(wanted_image.to(dtype)), wanted_back, scale * norm)
+    ((energy, gram),) = energy_products_together([one], [whole(e)])
+    check(gram, wanted_back, scale * norm)
+    square = wanted_image.flatten(1).square().sum(dim=1)
+    torch.testing.assert_close(energy, square, rtol=0, atol=loss * scale**2)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_some_members_of_it(name: str) -> None:
+    made, _ = operators(name)
+    one, chosen = joined(made), torch.tensor([5, 0, 3])
+    e = whole(batches(20))
+    torch.testing.assert_close(
+        one.select(chosen).gram_product(e[chosen])[1], one.gram_product(e)[1][chosen], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_rounding_is_that_of_each_member(name: str) -> None:
+    made, _ = operators(name)
+    torch.testing.assert_close(joined(made).rounding, torch.cat([op.rounding for op in made]))
+
+
+def test_without_a_cap_one_tensor_serves_for_probabilities_and_slope() -> None:
+    """As in the operators that are joined: twice the memory otherwise."""
+    made, _ = operators("multi-head")
+    core = joined(made).core
+    assert core.slope is core.p
+
+
+def test_an_operator_alone_is_left_as_it_is() -> None:
+    made, _ = operators("multi-head")
+    assert joined(made[:1]) is made[0]
+
+
+def test_operators_of_unlike_kinds_are_refused() -> None:
+    attention, _ = operators("multi-head")
+    norm, _ = operators("LayerNorm")
+    with pytest.raises(TypeError, match=r"no common operator of .'AttentionJacobian', 'NormJacobian'."):
+        joined([attention[0], norm[1]])
+
+
+@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_each_sequence_gets_the_interval_that_it_gets_alone(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tokens of dimension 6 the Krylov space ends at step 12 and before; of the longest it goes on."""
+    from howsmooth import lipschitz
+
+    f = CASES[name](LONGEST).to(dtype=dtype)
+    xs = [tokens(i, n, D, dtype=dtype) for i, n in enumerate((2, 7, 1, 4, 2))]
+    lots: list[int] = []
+    join = lipschitz.joined
+
+    def noted(parts: list[LinearOperator]) -> LinearOperator:
+        lots.append(len(parts))
+        return join(parts)
+
+    monkeypatch.setattr(lipschitz, "joined", noted)
+    rtol = 1e-9 if dtype == torch.float64 else 1e-4
+    seeds = [3, 1, 4, 1, 5]
+    together = hs.local_lipschitz(f, xs, rtol=rtol, seed=seeds)
+    assert lots[0] == 4  # lengths, in one operator
+    for i, x in enumerate(xs):
+        alone = hs.local_lipschitz(f, x, rtol=rtol, seed=seeds[i : i + 1])
+        assert int(together.iterations[i]) == int(alone.iterations)
+        assert bool(together.converged[i]) == bool(alone.converged)
+        torch.testing.assert_close(together.value[i], alone.value, rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            together.upper[i], alone.upper, rtol=1e-9 if dtype == torch.float64 else 1e-5, atol=0
+        )
+        for name_of in ("input_direction", "output_direction"):
+            assert getattr(together, name_of)[i].shape == getattr(alone, name_of).shape
+        dense = dense_jacobian(f.to(dtype=torch.float64), x.double())
+        image = (dense @ together.input_direction[i].double().flatten()).norm()
+        torch.testing.assert_close(image, together.value[i], rtol=1e-5, atol=0)
+        assert float(together.input_direction[i].norm()) == pytest.approx(1.0, rel=1e-5)
+        assert float(together.lower[i]) <= float(torch.linalg.matrix_norm(dense, 2)) * (1 + 1e-12)
+        assert float(torch.linalg.matrix_norm(dense, 2)) <= float(together.upper[i]) * (1 + 1e-12)
+
+
+def test_a_cap_keeps_its_slope_where_it_is_joined() -> None:
+    f = random_attention(3, softcap=0.5, temperature=4.0)
+    core = joined([at[torch.float64] for at in closed_form_jacobians(f, batches(0), (torch.float64,))]).core
+    assert core.slope is not core.p
+    assert (core.slope <= core.p).all()
+    assert (core.slope < core.p).any()
