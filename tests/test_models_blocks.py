@@ -288,6 +288,16 @@ def test_layouts(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(block.map(h), value, rtol=close, atol=close)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["gate", "two numbers"])
+def test_numbers_are_found_at_any_tokens(name: str, dtype: torch.dtype) -> None:
+    """What is fitted must be as exact as the sum itself, on every processor."""
+    run, layout, _ = LAYOUTS[name]
+    layer = _layer(run, dtype)
+    seen = [_read(layer, tokens(seed, 1, N, D, dtype=dtype)).layout for seed in range(40)]
+    assert seen == [layout] * 40
+
+
 @pytest.mark.parametrize("name", ["layer scale", "deep norm", "two numbers", "sandwich", "after the norm"])
 def test_a_block_of_maps_in_closed_form_has_one_too(name: str) -> None:
     run, _, oracle = LAYOUTS[name]

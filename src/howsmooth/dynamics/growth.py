@@ -25,6 +25,7 @@ from howsmooth.dynamics.linearised import LinearisedFlow
 from howsmooth.dynamics.rescaled import Rescaled
 from howsmooth.dynamics.states import Tokens, system_of
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 
 __all__ = ["Growth", "growth"]
@@ -281,25 +282,30 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
     """Return the relative error of the growth up to each time that rounding may cause.
 
     The products' own errors add up over the steps. And a computed trajectory is a true one of a start off by
-    rounding, which the flow may spread: so one product is taken at a start moved by one machine epsilon
-    too, and eight times its relative change is allowed for, as in
-    :class:`~howsmooth.jacobian.AutodiffJacobian`.
+    rounding, which the flow may spread: so a product is taken at starts moved by one machine epsilon too, and
+    what that changes is allowed for as in :class:`~howsmooth.jacobian.AutodiffJacobian`.
     """
     system = trajectory.system
     x = system.start
     generator = torch.Generator().manual_seed(1)
-    signs = (torch.randint(0, 2, x.shape, generator=generator) * 2 - 1).to(x)
-    beside = Tokens(system.field, x * (1 + torch.finfo(x.dtype).eps * signs), system.weighting)
-    moved = LinearisedFlow(beside, times, trajectory.plan, 0)
-    a = b = torch.randn(1, *x.shape, generator=generator, dtype=torch.float64).to(x)
-    products = torch.zeros(1, dtype=torch.float64)
-    frames = [products]
+    e = torch.randn(1, *x.shape, generator=generator, dtype=torch.float64).to(x)
+    beside = [Tokens(system.field, moved, system.weighting) for moved in moved_by_rounding(x)]
+    moved = [_products(LinearisedFlow(start, times, trajectory.plan, 0), e) for start in beside]
+    found: list[Tensor] = []
+    for (product, own), *others in zip(_products(trajectory, e), *moved, strict=True):
+        found.append(own + allowance_for_rounding([other for other, _ in others], product))
+    return found
+
+
+def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the product with e of the flow map up to each time, and the rounding of all products in it."""
+    rounding = torch.zeros(1, dtype=torch.float64)
+    frames = [(e, rounding)]
     for first, last in pairwise(trajectory.steps_until):
         for i in range(first, last):
-            one = trajectory.step(i)
-            a, b, products = one.product(a), moved.step(i).product(b), products + one.rounding
-        size = float(a.norm())
-        frames.append(products + (8.0 * float((a - b).norm()) / size if size > 0 else 0.0))
+            step = trajectory.step(i)
+            e, rounding = step.product(e), rounding + step.rounding
+        frames.append((e, rounding))
     return frames
 
 

@@ -8,7 +8,7 @@ products that are adjoint to each other and agree with the map's own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -33,6 +33,11 @@ __all__ = [
 
 # Roots of weights are divided by: this keeps them, and probabilities beside them, in float64's range.
 _LEAST_LOG_WEIGHT = -600.0
+
+# Moves of the tokens by rounding, and how many times the largest change is allowed for: of 1,920 saturated
+# float32 maps one was off by more, by 2 %. By eight times one change one in 36 was, by up to 116 times.
+_MOVES = 4
+_ALLOWED = 16.0
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -115,12 +120,18 @@ class AutodiffJacobian(LinearOperator):
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
         """Estimate the relative error of J from rounding inside f, which cannot be seen from outside.
 
-        f evaluated in floating point is f at an input off by a rounding error; so J is taken once more
-        at tokens moved by one machine epsilon each, and eight times its relative change is allowed for.
+        f evaluated in floating point is f at an input off by a rounding error; so J is taken again at tokens
+        moved by one machine epsilon each, four times, and sixteen times the largest relative change is
+        allowed for.
         """
+
+        def products() -> Iterator[Tensor]:
+            for x in moved_by_rounding(self._x):
+                moved = torch.func.jvp(self._f, (x,), (e.reshape(x.shape),))[1]
+                yield cast(Tensor, moved).detach().reshape(je.shape)
+
         with one_backend(), as_derivative_errors("forward"):
-            moved = torch.func.jvp(self._f, (moved_by_rounding(self._x),), (e.reshape(self._x.shape),))[1]
-        return allowance_for_rounding(moved.detach().reshape(je.shape), je)
+            return allowance_for_rounding(products(), je)
 
     def _check_derivatives(self) -> None:
         """Check that forward and reverse mode are adjoint, and that members do not see each other."""
@@ -149,18 +160,20 @@ class AutodiffJacobian(LinearOperator):
                 )
 
 
-def moved_by_rounding(x: Tensor) -> Tensor:
-    """Return tokens whose every entry is moved by one machine epsilon, of a sign at random."""
+def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
+    """Yield tokens whose every entry is moved by one machine epsilon, of a sign at random, four times."""
     generator = torch.Generator().manual_seed(1)
-    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
-    return x * (1 + torch.finfo(x.dtype).eps * signs)
+    for _ in range(_MOVES):
+        signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+        yield x * (1 + torch.finfo(x.dtype).eps * signs)
 
 
-def allowance_for_rounding(moved: Tensor, je: Tensor) -> Tensor:
-    """Return eight times the relative change of each member's product, from ``je`` at tokens to ``moved``."""
-    change = (moved - je).double().flatten(1).norm(dim=1)
+def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
+    """Return sixteen times the largest relative change of each member's product ``je`` among some moved."""
     size = je.double().flatten(1).norm(dim=1)
-    return 8.0 * torch.where(size > 0, change / size, 0.0).cpu()
+    changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
+    change = torch.stack(changes).amax(dim=0)
+    return _ALLOWED * torch.where(size > 0, change / size, 0.0).cpu()
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:

@@ -172,9 +172,9 @@ class _Member:
         check_adjoint(e, je, u, self.adjoint(u))
         if not self._image_gives(e, je):
             self._image = None
-        moved = self._tangent(moved_by_rounding(self.x), e)
+        moved = (self._tangent(x, e)[None] for x in moved_by_rounding(self.x))
         core = torch.stack([core.rounding for core in self.cores]).amax()
-        self.rounding = core + allowance_for_rounding(moved[None], je[None])[0]
+        self.rounding = core + allowance_for_rounding(moved, je[None])[0]
         check_against_differences(self._value, self.x.detach(), e, je)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:

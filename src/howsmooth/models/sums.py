@@ -148,7 +148,9 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few numbers to confirm what is fitted to them
         return None
-    fitted = torch.linalg.lstsq(terms, wanted[:, None]).solution.flatten()
+    fitted = torch.zeros_like(terms[0])
+    for _ in range(2):  # once more for the residual: the first solution may be off by more than a sum rounds
+        fitted += torch.linalg.lstsq(terms, (wanted - terms @ fitted)[:, None]).solution.flatten()
     allowed = one_operation(precision(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
 
     def off(factors: Tensor) -> float:

@@ -34,7 +34,7 @@ def doubly_stochastic(
     """Return P = diag(α) e^S diag(β) in float64, rows of sum one, columns within the tolerance.
 
     Differentiable in every mode and order. Iterations stop for each matrix by itself, so that no result
-    changes with its company.
+    changes with its company, beyond rounding.
 
     Parameters
     ----------
