@@ -2,11 +2,16 @@
 
     python benchmarks/device.py --device cuda
     python benchmarks/device.py --device cpu --cached 64,512 --streamed 1024 --samples 1 --layer 1024
+    python benchmarks/device.py --device cpu --count
 
 A product with JᵀJ of one layer (d = 768, 12 heads, causal, float32) has two ceilings: its operations over the
 device's rate of matrix products, and the bytes that it cannot help reading over the device's bandwidth; the
 larger of the two times, over the time that it took, is its share of the roofline. Where all probabilities are
 kept, J and Jᵀ read them once each; tile by tile they are formed, and the bytes are those of tokens only.
+
+``--count`` measures one layer of the protocol as another device than a processor does, and counts the
+operations that are started, views aside: with lengths joined, and with each by itself. Where a device does
+them sooner than they are started, they are the time.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import howsmooth as hs
+from howsmooth import batching
 from howsmooth.distributed import Device, step_cost
 from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.spectral import basis, sums
 from howsmooth.study.ranges import Ranges
 
-D, HEADS = 768, 12
 GOAL_PROTOCOL, GOAL_LAYER = 10.0, 60.0
 
 
@@ -52,16 +59,16 @@ def ceilings(device: torch.device, rounds: int) -> tuple[float, float]:
     return rate, 2 * entries / seconds(lambda: target.copy_(source), device, rounds)
 
 
-def layer(device: torch.device, *, causal: bool) -> hs.SelfAttention:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, HEADS, D // HEADS, D, generator=generator) / D**0.5
-    output = torch.randn(D, D, generator=generator) / D**0.5
+def layer(options: argparse.Namespace, device: torch.device, *, causal: bool) -> hs.SelfAttention:
+    d, heads, generator = options.d, options.heads, torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, heads, d // heads, d, generator=generator) / d**0.5
+    output = torch.randn(d, d, generator=generator) / d**0.5
     return hs.SelfAttention(q, k, v, output, causal=causal).to(device=device)
 
 
-def tokens(n: int, device: torch.device, seed: int = 1) -> torch.Tensor:
+def tokens(n: int, d: int, device: torch.device, seed: int = 1) -> torch.Tensor:
     """Gaussian tokens; with the seed of the layer, 0, they would be its weights."""
-    return torch.randn(n, D, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def roofline(options: argparse.Namespace, device: torch.device) -> None:
@@ -70,17 +77,17 @@ def roofline(options: argparse.Namespace, device: torch.device) -> None:
         f"ceilings: {rate / 1e12:.2f} · 10¹² operations/s in float32, {bandwidth / 1e9:.0f} · 10⁹ bytes/s\n"
     )
     print("way            n       time   operations      bytes  share of the roofline  bound by")
-    f = layer(device, causal=True)
+    d, heads, f = options.d, options.heads, layer(options, device, causal=True)
     for way, lengths in (("cached", options.cached), ("streamed", options.streamed)):
         for n in Ranges.parse(lengths, way).values() if lengths else ():
-            at = closed_form_jacobian(f, tokens(n, device)[None], streamed=way == "streamed")
-            e = tokens(n, device, 2)[None]
+            at = closed_form_jacobian(f, tokens(n, d, device)[None], streamed=way == "streamed")
+            e = tokens(n, d, device, 2)[None]
             took = seconds(lambda at=at, e=e: at.gram_product(e), device, options.rounds)
             operations = step_cost(f, n, 1, Device(1.0, 1e18, 1.0, device.type)).operations
             if way == "cached":  # all entries, those that are zero too; P is not formed anew
-                operations = 8 * 2 * n * n * D + 16 * n * D * D
-            rows = 12 * n * D * 4
-            read = rows + (2 * HEADS * n * n * 4 if way == "cached" else 0)
+                operations = 8 * 2 * n * n * d + 16 * n * d * d
+            rows = 12 * n * d * 4
+            read = rows + (2 * heads * n * n * 4 if way == "cached" else 0)
             by_operations, by_bytes = operations / rate, read / bandwidth
             bound = "operations" if by_operations > by_bytes else "bytes"
             share = max(by_operations, by_bytes) / took
@@ -90,12 +97,18 @@ def roofline(options: argparse.Namespace, device: torch.device) -> None:
             )
 
 
+def sequences(options: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
+    """Those of Figure 1: of 2, 4, …, 98 tokens."""
+    lengths, samples = range(2, 99, 2), range(options.samples)
+    return [tokens(n, options.d, device, n * 100 + i) for n in lengths for i in samples]
+
+
 def protocol(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure one layer at the lengths 2, 4, …, 98 of Figure 1, some sequences each, three times."""
-    xs = [tokens(n, device, n * 100 + i) for n in range(2, 99, 2) for i in range(options.samples)]
+    """Measure one layer at all sequences of Figure 1, three times."""
+    xs = sequences(options, device)
     begun = time.perf_counter()
     for causal in (False, True, True):
-        hs.local_lipschitz(layer(device, causal=causal), xs)
+        hs.local_lipschitz(layer(options, device, causal=causal), xs)
     took = time.perf_counter() - begun
     print(
         f"\nprotocol: 3 layers × {len(xs)} sequences in {took:.1f} s "
@@ -103,9 +116,43 @@ def protocol(options: argparse.Namespace, device: torch.device) -> None:
     )
 
 
+class Started(TorchDispatchMode):
+    """Counts the operations that write something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        self.count += not (func.is_view or "empty" in str(func) or "detach" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def count(options: argparse.Namespace, device: torch.device) -> None:
+    """Count what is started for one layer at all sequences, as elsewhere than on a CPU."""
+    basis.Basis._together = lambda self, z: [slice(0, len(z))]  # type: ignore[method-assign]
+    basis._BLOCK_BYTES.clear()
+    pieces, elsewhere = sums.pieces, torch.device("meta")
+    sums.pieces = basis.pieces = lambda size, _: pieces(size, elsewhere)
+    batching._BASIS_BYTES = 1 << 50
+    xs, f, counts = sequences(options, device), layer(options, device, causal=True), []
+    for filled in (0, batching._FILLED_ELSEWHERE):
+        batching._FILLED_BYTES[device.type] = filled
+        with Started() as started:
+            found = hs.local_lipschitz(f, xs)
+        counts.append(started.count)
+        words = "lengths joined" if filled else "each length by itself"
+        print(f"{words}: {started.count} operations, {int(found.iterations.max())} steps at most", flush=True)
+    print(f"{counts[0] / counts[1]:.1f} times fewer")
+
+
 def long_layer(options: argparse.Namespace, device: torch.device) -> None:
     begun = time.perf_counter()
-    found = hs.local_lipschitz(layer(device, causal=True), tokens(options.layer, device), rtol=1e-3)
+    found = hs.local_lipschitz(
+        layer(options, device, causal=True), tokens(options.layer, options.d, device), rtol=1e-3
+    )
     took = time.perf_counter() - begun
     status = "converged" if bool(found.converged) else "NOT converged"
     print(
@@ -119,13 +166,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--d", type=int, default=768, help="dimension of the tokens")
+    parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--cached", default="64,256,1024,4096", help="lengths with all probabilities kept")
     parser.add_argument("--streamed", default="1024,8192,32768,131072", help="lengths tile by tile")
     parser.add_argument("--samples", type=int, default=10, help="sequences a length of the protocol; 0: none")
     parser.add_argument("--layer", type=int, default=131_072, help="length of the long layer; 0: none")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each product")
+    parser.add_argument("--count", action="store_true", help="count operations of the protocol, nothing else")
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.count:
+        count(options, device)
+        return
     roofline(options, device)
     if options.samples:
         protocol(options, device)

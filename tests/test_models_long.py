@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth import lipschitz
+from howsmooth import batching
 from howsmooth.attention import StagedAttention, core
 from howsmooth.jacobian import tiling
 from howsmooth.models import capture, cores, masking
@@ -107,9 +107,9 @@ def test_a_measurement_in_a_small_budget_makes_none_either(
     stages = make is olmo
     assert isinstance(site.map, hs.Residual)
     assert isinstance(site.map.inner, StagedAttention if stages else hs.SelfAttention)
-    monkeypatch.setattr(lipschitz, "_STREAMED_FROM", N + 1)
+    monkeypatch.setattr(batching, "_STREAMED_FROM", N + 1)
     kept = hs.local_lipschitz(site.map, site.x, max_iterations=2)
-    monkeypatch.setattr(lipschitz, "cached_bytes", lambda *arguments: 1 << 60)
+    monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
     monkeypatch.setattr(core, "_ENTRIES", {"cpu": N * N // 16})
     monkeypatch.setitem(tiling._TILE, "cpu", N * N // 16)
     monkeypatch.setattr(tiling, "_ROWS", N // 16)

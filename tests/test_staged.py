@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
-from howsmooth import adversarial, bounds, lipschitz
+from howsmooth import adversarial, batching, bounds
 from howsmooth.attention import Residual, SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
 from howsmooth.bounds.certificates import certificate_joint
@@ -386,7 +386,7 @@ def test_single_precision_has_an_interval_that_holds(
     name: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fits:
-        monkeypatch.setattr(lipschitz, "cached_bytes", lambda *arguments: 1 << 60)
+        monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
     f, x = CASES[name](), tokens(105, 2, N, D)
     single, point = f.to(dtype=torch.float32), x.float()
     assert single.to(dtype=torch.float64) is f

@@ -19,8 +19,9 @@ __all__ = ["Basis", "Reduction", "norms", "reduced"]
 Reduction = Callable[[Tensor], Tensor]
 """The sum over processes of a float64 tensor."""
 
-# Rows are allocated together up to this many bytes.
-_BLOCK_BYTES = 1 << 26
+# Rows are allocated together up to this many bytes. A step starts operations for each block: elsewhere few.
+_BLOCK_BYTES = {"cpu": 1 << 26}
+_BLOCK_BYTES_ELSEWHERE = 1 << 29
 
 
 class Basis:
@@ -42,7 +43,8 @@ class Basis:
     def append(self, row: Tensor) -> None:
         """Keep unit vectors (member, size)."""
         if self.count == sum(len(block) for block in self.blocks):
-            rows = max(1, min(32, _BLOCK_BYTES // (row.numel() * self.dtype.itemsize)))
+            most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
+            rows = max(1, min(32, most // (row.numel() * self.dtype.itemsize)))
             self.blocks.append(row.new_empty(rows, *row.shape, dtype=self.dtype))
         last = self.blocks[-1]
         place = self.count - sum(len(block) for block in self.blocks[:-1])
