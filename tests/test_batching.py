@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import howsmooth as hs
 from howsmooth import batching
 from howsmooth.batching import batches
 from howsmooth.jacobian import cached_bytes
-from tests._cases import D, random_attention
+from tests._cases import D, random_attention, tokens, true_norm
 
 ROOMY = 1 << 50
 LENGTHS = (5, 2, 3, 5, 2, 9)  # from short to long: members 1 and 4, 2, 0 and 3, 5
@@ -78,3 +79,15 @@ def test_other_devices_fill_up_more_and_keep_bases_in_a_share_of_the_budget(
 def test_a_sequence_that_is_streamed_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "_STREAMED_FROM", 5)
     assert cut() == [[[1, 4, 2]], [[0]], [[3]], [[5]]]
+
+
+def test_one_that_is_streamed_stays_alone_where_a_longer_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room to stream five tokens and not nine; the probabilities of nine fit."""
+    monkeypatch.setattr(batching, "_STREAMED_FROM", 5)
+    f, xs = random_attention(0), [tokens(0, 9, D), tokens(1, 5, D), tokens(2, 9, D)]
+    budget = batching._least_streamed(f, xs[1][None])
+    assert cached_bytes(f, 9, torch.float64) * 2 <= budget < batching._least_streamed(f, xs[0][None])
+    assert list(batches(f, xs, budget)) == [[[1]], [[0, 2]]]
+    found = hs.local_lipschitz(f, xs, memory=budget, rtol=1e-8)
+    for x, value in zip(xs, found.value, strict=True):
+        torch.testing.assert_close(value, true_norm(f, x[None])[0], rtol=1e-9, atol=0)

@@ -129,22 +129,33 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
     most_filled = _FILLED_BYTES.get(device.type, _FILLED_ELSEWHERE)
     lots: list[_Lot] = []
     for i in sorted(range(len(members)), key=lambda i: members[i].shape[0]):
+        if runs_members_alone(double) or is_streamed(double, members[i][None], budget):
+            if lots:
+                yield [lot.members for lot in lots]
+            yield [[i]]
+            lots = []
+            continue
         n, dtype = members[i].shape[0], members[i].dtype
         basis = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
         one = i, cached_bytes(double, n, dtype), basis
-        joined = [*lots[:-1], lots[-1].with_one(*one)] if lots else [_Lot().with_one(*one)]
-        if joined[-1].filled > most_filled:
-            joined = [*lots, _Lot().with_one(*one)]
+        longer = _with_one(lots, one, most_filled)
         full = (
-            sum(lot.all_probabilities for lot in joined) > budget
-            or sum(lot.all_bases for lot in joined) > most_basis
+            sum(lot.all_probabilities for lot in longer) > budget
+            or sum(lot.all_bases for lot in longer) > most_basis
         )
-        alone = runs_members_alone(double) or is_streamed(double, members[i][None], budget)
-        if lots and (full or alone):
+        if lots and full:
             yield [lot.members for lot in lots]
-            joined = [_Lot().with_one(*one)]
-        lots = joined
-    yield [lot.members for lot in lots]
+            longer = _with_one([], one, most_filled)
+        lots = longer
+    if lots:
+        yield [lot.members for lot in lots]
+
+
+def _with_one(lots: list[_Lot], one: tuple[int, int, int], most_filled: int) -> list[_Lot]:
+    """Return the lots with one more member, in the last of them where that is worth filling up."""
+    if lots and (joined := lots[-1].with_one(*one)).filled <= most_filled:
+        return [*lots[:-1], joined]
+    return [*lots, _Lot().with_one(*one)]
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
