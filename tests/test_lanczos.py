@@ -22,6 +22,7 @@ from howsmooth.spectral import (
     Subset,
     golub_kahan,
     lanczos,
+    lanczos_together,
 )
 from howsmooth.spectral import basis as basis_module
 from howsmooth.spectral.basis import Basis
@@ -281,6 +282,32 @@ def test_members_together_are_those_one_by_one(
     overlaps = torch.einsum("kmp,mp->km", rows.double(), together.double())
     assert (overlaps.abs() <= digits * same.clamp_min(1e-30)).all()
     assert float(same[2]) == 0.0
+
+
+@pytest.mark.parametrize(("allowed", "steps"), [(2, [2, 2]), (8, [3, 8])])
+def test_members_of_fewer_dimensions_than_their_operator(allowed: int, steps: list[int]) -> None:
+    """Each has the quantile of its own dimension, and ends where its own space does, with no chance left."""
+    values = [1.0, *np.linspace(0.999, 0.5, 11)]
+    small, large = with_spectrum(0, [2.0, 1.9, 1.8], 14, 3), with_spectrum(1, values, 14, 12)
+    whole, start = torch.zeros(2, 14, 12, dtype=torch.float64), gaussian(2, 2, 12)
+    whole[0, :, :3], whole[1] = small, large
+    start[0, 3:] = 0.0
+    options = {"rtol": 0.0, "confidence": 0.999, "max_iterations": allowed}
+
+    def products(operators: list[Dense], vectors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [op.energy_product(v) for op, v in zip(operators, vectors, strict=True)]
+
+    (found,) = lanczos_together([Dense(whole)], [start], products=products, sizes=[[3, 12]], **options)
+    alone = [
+        lanczos(Dense(small[None]), start[:1, :3], **options),
+        lanczos(Dense(large[None]), start[1:], **options),
+    ]
+    assert found.steps.tolist() == steps
+    assert found.broke_down.tolist() == [steps[0] == 3, False]
+    for i, one in enumerate(alone):
+        for name in ("sigma", "lower", "upper"):
+            torch.testing.assert_close(getattr(found, name)[i], getattr(one, name)[0], rtol=1e-14, atol=0)
+    assert not found.right[0, 3:].any()
 
 
 def test_a_full_basis_stops_with_an_honest_interval() -> None:
