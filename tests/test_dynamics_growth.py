@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor
@@ -316,6 +317,35 @@ def test_float32_is_measured_in_float64() -> None:
 def test_blow_up_is_reported_with_its_time() -> None:
     with pytest.raises(NonFiniteError, match=r"between t = 0\.\d+ and t = "):
         growth(lambda t, x: x**3, tokens(0, 2, 2).abs() + 0.5, [0.0, 1.0], step=0.01)
+
+
+def test_what_a_sensitive_flow_makes_of_rounding_is_in_the_interval() -> None:
+    """The logistic map, against 60 digits: after 30 steps a rounding of the start has grown 2^30 times."""
+    for start in (0.3, 0.7):
+        found = growth(
+            lambda t, x: 3 * x - 4 * x**2,
+            torch.tensor([[start]], dtype=torch.float64),
+            [0.0, 30.0],
+            method="euler",
+            step=1.0,
+            **QUICK,
+        )
+        with mpmath.workdps(60):
+            x, truth = mpmath.mpf(start), mpmath.mpf(1)
+            for _ in range(30):
+                x, truth = 4 * x * (1 - x), truth * (4 - 8 * x)
+            value, lower, upper = (mpmath.mpf(float(t[1])) for t in (found.value, found.lower, found.upper))
+            assert abs(value / abs(truth) - 1) > 1e-10  # far beyond what the products round
+            assert lower <= abs(truth) <= upper
+
+
+def test_rounding_of_products_adds_up_over_the_steps() -> None:
+    """A linear flow, whose derivative does not feel where it starts."""
+    found = growth(
+        lambda t, x: 0.5 * x, tokens(17, 2, 2), [0.0, 1.0, 30.0], method="euler", step=1.0, **QUICK
+    )
+    one, all_steps = ((found.upper - found.lower) / found.value)[1:].tolist()
+    assert all_steps >= 25 * one > 0
 
 
 def test_a_time_at_which_rounding_leaves_no_digit_is_named() -> None:
