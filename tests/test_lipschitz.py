@@ -215,7 +215,7 @@ def test_float32_autodiff_allows_for_rounding_that_it_cannot_see() -> None:
     assert ((estimate.lower <= truth * (1 + 1e-13)) & (truth <= estimate.upper)).all()
 
 
-def test_rounding_inside_a_map_is_allowed_for_in_all_but_one_of_a_thousand() -> None:
+def test_rounding_inside_a_map_is_allowed_for_in_all_but_one_of_a_hundred() -> None:
     """Saturated float32 maps, whose every product is off, beside a multiple of what rounding moves."""
     off: list[Tensor] = []
     for seed, temperature in ((0, 100.0), (1, 300.0), (2, 1000.0), (3, 300.0)):

@@ -91,26 +91,27 @@ def footprint(
     return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Lot:
     """Members that are joined at the length of the last, the longest."""
 
-    members: list[int] = field(default_factory=list)
+    count: int = 0
     probabilities: int = 0  # bytes of the last, and of its basis
     basis: int = 0
     own: int = 0  # bytes of all at lengths of their own
+    members: list[int] = field(default_factory=list)  # shared with the lot that has one more
 
-    def with_one(self, member: int, probabilities: int, basis: int) -> _Lot:
-        own = self.own + probabilities + basis
-        return _Lot([*self.members, member], probabilities, basis, own)
+    def with_one(self, probabilities: int, basis: int) -> _Lot:
+        """Return it with one more member, whose number is not yet among them."""
+        return _Lot(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
 
     @property
     def all_probabilities(self) -> int:
-        return len(self.members) * self.probabilities
+        return self.count * self.probabilities
 
     @property
     def all_bases(self) -> int:
-        return len(self.members) * self.basis
+        return self.count * self.basis
 
     @property
     def filled(self) -> int:
@@ -137,7 +138,7 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
             continue
         n, dtype = members[i].shape[0], members[i].dtype
         basis = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
-        one = i, cached_bytes(double, n, dtype), basis
+        one = cached_bytes(double, n, dtype), basis
         longer = _with_one(lots, one, most_filled)
         full = (
             sum(lot.all_probabilities for lot in longer) > budget
@@ -147,11 +148,12 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
             yield [lot.members for lot in lots]
             longer = _with_one([], one, most_filled)
         lots = longer
+        lots[-1].members.append(i)
     if lots:
         yield [lot.members for lot in lots]
 
 
-def _with_one(lots: list[_Lot], one: tuple[int, int, int], most_filled: int) -> list[_Lot]:
+def _with_one(lots: list[_Lot], one: tuple[int, int], most_filled: int) -> list[_Lot]:
     """Return the lots with one more member, in the last of them where that is worth filling up."""
     if lots and (joined := lots[-1].with_one(*one)).filled <= most_filled:
         return [*lots[:-1], joined]
