@@ -1,4 +1,4 @@
-"""The tests on CUDA devices, themselves tested: they skip without one, and pass on the CPU in its place."""
+"""The tests on CUDA devices, themselves tested: they skip without one, and pass on what is in its place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,23 @@ def test_they_skip_without_a_device_and_pass_on_the_cpu() -> None:
     assert skipped["skipped"] > 150
     assert not {"passed", "failed", "error", "errors"} & set(skipped)
     passed = counts("-m", "gpu", HOWSMOOTH_GPU_TESTS_DEVICE="cpu")
-    assert passed["passed"] == skipped["skipped"]
+    assert passed["skipped"] == 1  # that two devices are told apart
+    assert passed["passed"] == skipped["skipped"] - 1
+    assert not {"failed", "error", "errors"} & set(passed)
+
+
+@pytest.mark.slow
+def test_no_tensor_is_left_on_the_cpu() -> None:
+    passed = counts("-m", "gpu", HOWSMOOTH_GPU_TESTS_DEVICE="pretended")
+    assert passed["passed"] > 200
+    assert passed["skipped"] == 6  # intervals by kernels, which are CUDA's
+    assert not {"failed", "error", "errors"} & set(passed)
+
+
+def test_some_of_them_on_a_pretended_device() -> None:
+    some = "test_device or several_lengths or prescribed or post-norm or test_autodiff"
+    passed = counts("-m", "gpu", "-k", some, HOWSMOOTH_GPU_TESTS_DEVICE="pretended")
+    assert passed["passed"] > 25
     assert not {"skipped", "failed", "error", "errors"} & set(passed)
 
 
