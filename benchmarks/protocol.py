@@ -418,9 +418,9 @@ def as_a_whole(
     The list comes before it and after it. Beside the table: the time of power iteration over that of the
     cheapest list whose worst and median errors are no larger.
     """
+    console = Console(stderr=True)
     cases = [
-        Case.of(model, tokens, n, samples)
-        for n in track(lengths, "truth", console=Console(stderr=True), transient=True)
+        Case.of(model, tokens, n, samples) for n in track(lengths, "truth", console=console, transient=True)
     ]
     f, xs = cases[-1].f, [x for case in cases for x in case.x]
     truth = torch.tensor([value for case in cases for value in case.truth], dtype=torch.float64)
@@ -436,7 +436,6 @@ def as_a_whole(
             errors[name] = (found.value - truth).abs() / truth
 
     in_one_list()
-    console = Console(stderr=True)
     answers = [
         timed(power_iteration, f, x, RTOL)
         for x in track(xs, "power iteration", console=console, transient=True)
@@ -481,7 +480,7 @@ def available() -> dict[str, Method]:
 
 
 def main() -> None:
-    """Run both parts and print them."""
+    """Run all parts and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="2:98:2", help="lengths of part 1 (default: the protocol's 49)")
     parser.add_argument("--samples", type=int, default=10, help="sequences a length of part 1")
