@@ -20,7 +20,9 @@ from howsmooth.models.recording import LayerRecord, ModuleCall, is_norm
 from howsmooth.models.sums import Factors, Reading, Target, adds_up, find_sums, is_sum, like, same, scaled_sum
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 
-__all__ = ["Block", "Reading", "norm_map", "read_block", "token_norm"]
+__all__ = [
+    "Block", "FoundSum", "Reading", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,31 +62,42 @@ def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> 
     branch = None if output.output is None else like(output.output, record.x)
     if branch is None or attention.d_out != attention.d:
         return Block("", None, "its tokens change their dimension")
-    later = _later(record, output)
-    pre, x, hidden = _before(record)
-    bases = [x] if hidden is None else [hidden, x]
-    branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
-    for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
-        after = None if branch_norm is None else norm_map(branch_norm)
-        if branch_norm is not None and after is None:
-            return Block("", None, _no_norm(branch_norm))
+    later = later_calls(record, output)
+    for found in sums_of(record, output):
+        after = None if found.branch_norm is None else norm_map(found.branch_norm)
+        if found.branch_norm is not None and after is None:
+            return Block("", None, _no_norm(found.branch_norm))
         f = attention if after is None else Compose(after, attention)
-        return _arranged(record, f, _Found(target, total, base is hidden, after is not None, pre), later)
+        return _arranged(record, f, found, later)
+    _, x, hidden = _before(record)
     return Block("", None, _obstacle(later, branch, hidden, x))
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    """A sum that was found, and what it is made of."""
+class FoundSum:
+    """A sum of residual and attention that was found, and what it is made of."""
 
     target: Target
     total: Factors
     of_hidden: bool  # the residual is H, not X
-    branch_norm: bool
+    branch_norm: ModuleCall | None  # what the attention went through first
     pre: ModuleCall | None
 
 
-def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[ModuleCall]) -> Block:
+def sums_of(record: LayerRecord, output: ModuleCall) -> Iterator[FoundSum]:
+    """Yield the sums of residual and the output of a call that the numbers confirm, the simplest first."""
+    branch = None if output.output is None else like(output.output, record.x)
+    if branch is None:
+        return
+    later = later_calls(record, output)
+    pre, x, hidden = _before(record)
+    bases = [x] if hidden is None else [hidden, x]
+    branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
+    for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
+        yield FoundSum(target, total, base is hidden, branch_norm, pre)
+
+
+def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
     """Build the block's map: which norm is before the attention, and which after the sum."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
@@ -94,7 +107,7 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[
         norm = norm_map(pre)
         if norm is None:
             return Block("", None, _no_norm(pre))
-        layout = "sandwich norms" if found.branch_norm else "pre-norm"
+        layout = "sandwich norms" if found.branch_norm is not None else "pre-norm"
         if target.less is not None and _in_parallel(record, found, later):
             layout = "parallel"
         layout += total.words
@@ -113,10 +126,11 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: _Found, later: list[
         norm = norm_map(pre)
         if norm is None:
             return Block("", None, _no_norm(pre))
-        layout = ("sandwich norms" if found.branch_norm else "pre-norm") + total.words
+        layout = ("sandwich norms" if found.branch_norm is not None else "pre-norm") + total.words
         block = Compose(total.around(branch), norm)
         return Block(layout + ", residual after the norm", block, "", pre.module, next_norm, reading)
-    layout = "norm of the branch" if found.branch_norm else "no norm" if following is None else "pre-norm"
+    layout = "no norm" if following is None else "pre-norm"
+    layout = layout if found.branch_norm is None else "norm of the branch"
     return Block(layout + total.words, total.around(branch), "", None, next_norm, reading)
 
 
@@ -153,7 +167,7 @@ def _carries_on(
     return None
 
 
-def _in_parallel(record: LayerRecord, found: _Found, later: list[ModuleCall]) -> bool:
+def _in_parallel(record: LayerRecord, found: FoundSum, later: list[ModuleCall]) -> bool:
     """Whether what follows is given what the attention was given, not what it gave."""
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
@@ -209,7 +223,7 @@ def _before(record: LayerRecord) -> tuple[ModuleCall | None, Tensor, Tensor | No
     return exact or near or (None, x, None)
 
 
-def _later(record: LayerRecord, output: ModuleCall) -> list[ModuleCall]:
+def later_calls(record: LayerRecord, output: ModuleCall) -> list[ModuleCall]:
     """Return the calls that ended after the attention's output was there."""
     index = next((i for i, c in enumerate(record.after) if c is output or c.module is output.module), -1)
     return record.after[index + 1 :]

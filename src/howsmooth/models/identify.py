@@ -7,6 +7,7 @@ from the most to the least that is known: every parameter, the softmax alone, th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,34 +17,19 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.cores import intercepted
 from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
 from howsmooth.models.masking import HIDDEN, Masking, describe_mask, order_and_window, split_mask
-from howsmooth.models.owners import Owner, moved_tokens
-from howsmooth.models.projections import read_projections, rows, weight_and_bias
+from howsmooth.models.outputs import Output, given_heads, heads_of
+from howsmooth.models.owners import Owner
+from howsmooth.models.projections import read_projections, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
-from howsmooth.models.repeated import first_tensor
 from howsmooth.models.torch_attention import multihead_parameters
 from howsmooth.models.watching import CoreCall
 
-__all__ = ["CapturedMap", "Hypothesis", "Output", "Path", "find_output", "hypotheses"]
+__all__ = ["CapturedMap", "Hypothesis", "Path", "hypotheses"]
 
 Path = Literal["closed form", "autodiff"]
 CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """Where the attention of a layer ends."""
-
-    call: ModuleCall  # of the output projection, or of the owner
-    #: Why the output projection was not found; "" if ``call`` is it.
-    unclear: str
-
-    @property
-    def is_projection(self) -> bool:
-        """Whether the output projection was found."""
-        return not self.unclear
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,88 +76,6 @@ def hypotheses(record: LayerRecord, owner: Owner, output: Output) -> Iterator[Hy
     )
 
 
-def find_output(record: LayerRecord, owner: Owner) -> Output:
-    """Find the output projection: the first linear map after the core, if its input equals the heads.
-
-    Otherwise the attention ends where its module ends.
-
-    Raises
-    ------
-    CaptureError
-        If the module then adds its input to the attention: that is no attention, but a residual. If its
-        projection lies elsewhere, and is not the only linear map that the heads are given to.
-
-    """
-    projection, unclear = _output_projection(record)
-    if projection is not None:
-        return Output(projection, "")
-    call = next((c for c in record.after if c.module is owner.repeated.module), None)
-    if call is None or call.output is None:
-        raise CaptureError(f"{unclear} Nor does its module give out tokens.")
-    if _projected_outside(record, call):
-        raise CaptureError(f"{unclear} They lie outside of its module, which gives out the heads.")
-    if _adds_its_input(owner):
-        raise CaptureError(
-            f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
-            "attention), so that it cannot stand for the attention."
-        )
-    return Output(call, unclear)
-
-
-def _adds_its_input(owner: Owner) -> bool:
-    """Whether the output depends on the tokens with all attention set to zero."""
-
-    def silent(core: CoreCall) -> Tensor:
-        return torch.zeros_like(output_of(core))
-
-    outputs = []
-    for x in (owner.alone.x, moved_tokens(owner.alone.x)):
-        with intercepted(owner.alone.module, silent, implementation=owner.implementation):
-            outputs.append(first_tensor(owner.alone(x)).nan_to_num(nan=0.0))
-    return not torch.equal(*outputs)
-
-
-def _output_projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
-    unclear = f"The output projection of {record.layer} cannot be identified:"
-    if len(record.cores) > 1:
-        return None, f"{unclear} it has {len(record.cores)} softmaxes."
-    heads = _side_by_side(output_of(record.cores[0]))
-    if heads is None:
-        return None, f"{unclear} its softmax acts on windows of the tokens."
-    between: list[str] = []
-    for c in record.after:
-        if not is_linear(c.module):
-            between.append(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})")
-            continue
-        if _is_given(c, heads):
-            others = [o.name.rsplit(".", 1)[-1] for o in record.after if o is not c and _is_given(o, heads)]
-            if others:  # of which the output may be the sum, as that of low-rank adapters is
-                return None, f"{unclear} {', '.join(others)} is given the heads besides {c.name}."
-            return c, ""
-        reason = f"{', '.join(between)} lies" if between else "something that is no module of its own lies"
-        return None, (
-            f"{unclear} {c.name} is the next linear map, but it is not given the concatenated heads; "
-            f"{reason} between."
-        )
-    return None, f"{unclear} no linear map follows its attention."
-
-
-def _projected_outside(record: LayerRecord, owner: ModuleCall) -> bool:
-    """Whether an owner gives out its heads, and linear maps of them follow it."""
-    heads = _side_by_side(output_of(record.cores[0]))
-    if heads is None or owner.output is None or not torch.equal(rows(owner.output), heads):
-        return False
-    return any(_is_given(call, heads) for call in record.after)
-
-
-def _is_given(call: ModuleCall, heads: Tensor) -> bool:
-    """Whether a linear map is applied to the heads side by side."""
-    if not is_linear(call.module) or call.inputs is None:
-        return False
-    given = rows(call.inputs)
-    return given.shape == heads.shape and torch.equal(given, heads)
-
-
 # ---------------------------------------------------------------- the three readings
 
 
@@ -180,8 +84,8 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
     layer, n = record.layer, record.x.shape[1]
     if len(record.cores) > 1:
         raise CaptureError(f"{layer} has {len(record.cores)} softmaxes.")
-    if not output.is_projection and not isinstance(layer.owner, nn.MultiheadAttention):
-        raise CaptureError(output.unclear)
+    projection = output.projection
+    module = layer.owner if isinstance(layer.owner, nn.MultiheadAttention) else None
     core = _of_one_sequence(record.cores[0])
     if core is None or core.query is None or core.key is None:
         raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
@@ -190,11 +94,13 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
     visible, bias = split_mask(layer, core.mask)
     seen = _described(core, _common(layer, visible, n), n)
-    if isinstance(layer.owner, nn.MultiheadAttention):
-        projections, weight, output_bias = multihead_parameters(layer.owner, core)
-    else:
+    if module is not None:
+        projections, weight, output_bias = multihead_parameters(module, core)
+    elif projection is not None:
         projections = read_projections(record, core)
-        weight, output_bias = weight_and_bias(output.call.module)
+        weight, output_bias = weight_and_bias(_matrix(record, projection))
+    else:
+        raise CaptureError(output.unclear)
     return SelfAttention(
         projections.query.weight,
         projections.key.weight,
@@ -228,12 +134,13 @@ def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) 
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
         mask = visible if rules is None else None
         cores.append(SoftmaxCore(core.scale, core.causal or ordered, mask, bias, core.softcap, sinks, window))
-    tail = _projection(output) if output.is_projection else Tail()
+    projection = output.projection
+    tail = Tail() if projection is None or output.call is not projection else _projection(projection)
     return StagedAttention(
         OwnerLayer.of(owner.alone, tail, owner.implementation, len(cores)),
         tuple(cores),
         d=record.x.shape[-1],
-        d_out=_width(output),
+        d_out=_width(output.call.output, output.call),
         heads=_heads(record),
         n=record.x.shape[1],
         causal=causal,
@@ -245,16 +152,17 @@ def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) 
 
 def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> ReplayedAttention:
     """Take the module as it is."""
-    module = owner.alone.module
     tail = Tail()
     inner: Tail | None = None
-    if output.is_projection:
-        path = next((name for name, m in module.named_modules() if m is output.call.module), None)
+    projection = output.projection
+    if projection is not None:
+        path = next((name for name, m in owner.alone.module.named_modules() if m is projection.module), None)
         if path is None:
-            tail = _projection(output)
+            tail = _projection(projection)
             inner = Tail(width=tail.width)
         else:
-            tail, inner = Tail(module=path), Tail(module=path, of_input=True)
+            tail = Tail(module=path) if output.call is projection else Tail()
+            inner = Tail(module=path, of_input=True)
     layer = OwnerLayer.of(owner.alone, tail, owner.implementation, len(record.cores))
 
     def replayed(part: OwnerLayer, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
@@ -269,35 +177,38 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
         )
 
     heads = None
-    if inner is not None and output.call.inputs is not None:
-        heads = replayed(layer.until(inner), output.call.inputs.shape[-1], None)
-    return replayed(layer, _width(output), heads)
+    if inner is not None and projection is not None:
+        heads = replayed(layer.until(inner), _width(projection.inputs, projection), None)
+    return replayed(layer, _width(output.call.output, output.call), heads)
 
 
-def _projection(output: Output) -> Tail:
-    weight, bias = weight_and_bias(output.call.module)
-    return Tail(weight.clone(), None if bias is None else bias.clone(), width=weight.shape[1])
+def _matrix(record: LayerRecord, projection: ModuleCall) -> nn.Module:
+    """Return the linear map that the output projection is, or may come down to."""
+    heads, parts = heads_of(record), set(projection.module.modules())
+    for call in record.after:
+        if heads is not None and call.module in parts and is_linear(call.module) and given_heads(call, heads):
+            return call.module
+    kind = type(projection.module).__name__
+    raise CaptureError(f"The output projection {projection.name} ({kind}) of {record.layer} is not a matrix.")
+
+
+def _projection(projection: ModuleCall) -> Tail:
+    module = copy.deepcopy(projection.module).requires_grad_(requires_grad=False)
+    return Tail(module, width=_width(projection.inputs, projection))
 
 
 # ---------------------------------------------------------------- shapes and masks
 
 
-def _width(output: Output) -> int:
-    if output.call.output is None:
-        raise CaptureError(f"{output.call.name} gives out no tensor.")
-    return output.call.output.shape[-1]
+def _width(tokens: Tensor | None, call: ModuleCall) -> int:
+    if tokens is None:
+        raise CaptureError(f"{call.name} gives out no tensor.")
+    return tokens.shape[-1]
 
 
 def _heads(record: LayerRecord) -> int:
     shape = output_of(record.cores[0]).shape
     return shape[-3] if len(shape) > 2 else 1
-
-
-def _side_by_side(heads: Tensor) -> Tensor | None:
-    """Heads (1, heads, n, dim) or (heads, n, dim) as rows of the tokens; None if there are windows."""
-    if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
-        return None
-    return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
 
 
 def _of_one_sequence(core: CoreCall) -> CoreCall | None:

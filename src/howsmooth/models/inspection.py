@@ -206,7 +206,9 @@ def _site(passed: Passed, batch: int, user: str, refused: _Refused) -> Inspected
             reason = f"Only {narrow[1]}." if narrow else reason
             refused.add(layer.index, layer.name, (scope,), reason)
     plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
-    return _described(replace(plain, scopes=tuple(sites)), read, sites["attention"]) if sites else plain
+    if not sites:
+        return plain
+    return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:

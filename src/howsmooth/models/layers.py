@@ -29,29 +29,26 @@ __all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
 class Tail:
     """What gives the output of an attention layer, after its last core.
 
-    Either the output projection alone: of the heads side by side, known as a matrix. Or everything that the
-    module does after its core. Or, of a module whose projection was found in it, up to that projection.
+    Either the output projection alone: a module that is given the heads side by side, and nothing else. Or
+    everything that the owner does after its core. Or, of an owner that holds its projection, up to that.
     """
 
-    weight: Tensor | None = None  # (d_out, heads * value_dim)
-    bias: Tensor | None = None
+    projection: nn.Module | None = None  # a copy
     module: str | None = None  # path in the owner of the module whose output, or input, is meant
     of_input: bool = False
     width: int | None = None  # of the heads side by side, where the module gives them on an axis of their own
 
-    def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tail:
+    def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
         """Return the same in another dtype or place."""
-        weight, bias = (
-            None if t is None else t.to(dtype=dtype, device=device) for t in (self.weight, self.bias)
-        )
-        return replace(self, weight=weight, bias=bias)
+        projection = copy.deepcopy(self.projection)
+        return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def projected(self, heads: Tensor) -> Tensor:
-        """Apply the output projection, if it is known."""
-        if self.weight is None:
+        """Apply the output projection to the heads (n, heads * value_dim), if it is apart."""
+        if self.projection is None:
             return heads
-        out = heads @ self.weight.mT
-        return out if self.bias is None else out + self.bias
+        out = first_tensor(self.projection(heads[None]))
+        return out.reshape(-1, out.shape[-1])
 
 
 class _Reached(BaseException):
@@ -115,7 +112,7 @@ class OwnerLayer:
                 return None
             index, count = count, count + 1
             out = core(index, seen.query, seen.key, seen.value)
-            if self.tail.weight is not None and count == self.cores:
+            if self.tail.projection is not None and count == self.cores:
                 raise _Reached(self.tail.projected(side_by_side(out)))
             return out
 
@@ -131,17 +128,17 @@ class OwnerLayer:
                 output = self.call(self.call.shaped(x[None]))
             except _Reached as reached:
                 return reached.value
-        rows = self.call.rows(first_tensor(output))[0]
-        if core is None and self.tail.width is not None:
-            rows = rows.reshape(-1, self.tail.width)
-        return self.tail.projected(rows) if core is None else rows
+            rows = self.call.rows(first_tensor(output))[0]
+            if core is None and self.tail.width is not None:
+                rows = rows.reshape(-1, self.tail.width)
+            return self.tail.projected(rows) if core is None else rows
 
     def _tap(self, module: nn.Module) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             raise _Reached(self.call.rows(args[0])[0])
 
-        def after(module: nn.Module, args: Any, output: Tensor) -> None:
-            raise _Reached(self.call.rows(output)[0])
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            raise _Reached(self.call.rows(first_tensor(output))[0])
 
         if self.tail.of_input:
             return module.register_forward_pre_hook(before)

@@ -96,10 +96,11 @@ def weight_and_bias(
     module: nn.Module,
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"] | None]:
     """Return the weight of a linear module as (d_out, d), and its bias."""
-    weight, bias = module.get_parameter("weight").detach(), module.bias
+    weight, bias = module.weight, module.bias  # under a parametrization no parameters, but what they give
+    assert isinstance(weight, Tensor)
     if not isinstance(module, nn.Linear):
         weight = weight.mT  # transformers' Conv1D stores (d, d_out)
-    return weight, bias.detach() if isinstance(bias, Tensor) else None
+    return weight.detach(), bias.detach() if isinstance(bias, Tensor) else None
 
 
 def rows(t: Tensor) -> Float[Tensor, "n columns"]:

@@ -26,12 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module. Tensors are kept (as copies) for linear maps, norms and attention only."""
+    """One call of a module. Tensors are kept (as copies) of those only whose values tell something."""
 
     name: str
     module: nn.Module
     inputs: Tensor | None = None
     output: Tensor | None = None
+    alone: bool = False  # whether the inputs are its only argument, as many numbers as the heads
 
 
 @dataclass(frozen=True, eq=False)

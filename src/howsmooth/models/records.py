@@ -134,22 +134,31 @@ class _Recorder:
         if len(self.record.cores) == len(self.owner.cores):
             self.record.inside = self.calls[self.inside :]
 
+    def _heads(self) -> int:
+        """Return how many numbers the heads are."""
+        output = self.record.cores[0].output
+        return 0 if output is None else output.numel()
+
     def _ended(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         tokens = first_tokens(bound_arguments(module, args, kwargs))
         first = output[0] if isinstance(output, tuple | list) and output else output
         inputs = kept = None
+        after = self.inside is not None and len(self.record.cores) == len(self.owner.cores)
+        given = sum(v is not None for v in (*args, *kwargs.values()))
+        alone = after and given == 1 and tokens is not None and tokens.numel() == self._heads()
         owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
         if is_linear(module) or is_norm(module):
             inputs = None if tokens is None else _flat(tokens)
             kept = _flat(output) if isinstance(output, Tensor) else None
-        elif isinstance(first, Tensor) and (owner or first.shape[-1:] == self.record.x.shape[-1:]):
-            kept = _flat(first)  # of the owner, and what may be added to the tokens, as by experts
+        elif isinstance(first, Tensor) and (owner or alone or first.shape[-1:] == self.record.x.shape[-1:]):
+            # Of the owner, what may be added to the tokens, as by experts, and what may hold the projection.
+            kept = _flat(first)
             inputs = None if tokens is None or owner else _flat(tokens)
-        call = ModuleCall(name, module, inputs, kept)
+        call = ModuleCall(name, module, inputs, kept, alone)
         self.calls.append(call)
-        if self.inside is not None and len(self.record.cores) == len(self.owner.cores):
+        if after:
             self.record.after.append(call)
 
 

@@ -77,7 +77,7 @@ def find_sums(
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
     """Yield the sums that the numbers confirm, the simplest first."""
-    targets = list(_targets(record, later))
+    targets = list(_targets(record, later, branches[0][0]))
     pairs = [(base, branch) for branch in branches for base in bases]
     for target in targets:
         for base, branch in pairs:
@@ -92,21 +92,21 @@ def find_sums(
                 yield target, base, branch, total
 
 
-def _targets(record: LayerRecord, later: list[ModuleCall]) -> Iterator[Target]:
+def _targets(record: LayerRecord, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
     """Yield the inputs of later modules, the layer's output, and this less what a later module adds to it."""
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
         known = is_linear(call.module) or is_norm(call.module)
-        value = None if call.inputs is None or not known else like(call.inputs, record.x)
+        value = None if call.inputs is None or not known else like(call.inputs, branch)
         if value is not None:
             yield Target(value, Reading(call.module, "input"), call)
-    end = None if record.output is None else like(record.output, record.x)
+    end = None if record.output is None else like(record.output, branch)
     if end is None:
         return
     root = record.layer.root
     yield Target(end, Reading(root, "output"), None)
     for call in firsts:
-        other = None if call.output is None else like(call.output, record.x)
+        other = None if call.output is None else like(call.output, branch)
         if other is not None:
             yield Target(end, Reading(root, "output", call.module), None, other)
 

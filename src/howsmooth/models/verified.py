@@ -12,7 +12,8 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.blocks import Block, read_block, token_norm
-from howsmooth.models.identify import Hypothesis, Output, find_output, hypotheses
+from howsmooth.models.identify import Hypothesis, hypotheses
+from howsmooth.models.outputs import Output, find_output
 from howsmooth.models.owners import Owner, find_owner, first_line
 from howsmooth.models.passes import Passed
 from howsmooth.models.records import record_layer, whole_layer
@@ -60,6 +61,8 @@ class VerifiedLayer:
             if error.argument == "heads":
                 raise
             raise CaptureError(f"{place} has no scope {scope!r}: {error}") from None
+        if scope in ("attention", "residual") and self.output.obstacle:
+            raise CaptureError(f"{place} has no scope {scope!r}: {self.output.obstacle}.")
         if scope == "residual":
             if attention.d != attention.d_out:
                 raise CaptureError(f"{place} changes the dimension of its tokens, so it has no residual.")
@@ -120,8 +123,9 @@ def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
 def _read(passed: Passed, batch: int, user: str) -> VerifiedLayer:
     owner = find_owner(passed, batch, user)
     call = whole_layer(passed, batch)
-    record = record_layer(owner, passed, call)
-    output = find_output(record, owner)
+    alone = call.of_sequence()
+    record = record_layer(owner, passed, alone)
+    output = find_output(record, owner, lambda: record_layer(owner, passed, alone))
     refused: list[CaptureError] = []
     for found in hypotheses(record, owner, output):
         if isinstance(found, CaptureError):

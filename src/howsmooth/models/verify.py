@@ -16,9 +16,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.blocks import Block
-from howsmooth.models.identify import Hypothesis, Output
+from howsmooth.models.identify import Hypothesis
+from howsmooth.models.outputs import Output
 from howsmooth.models.owners import Owner, moved_tokens
 from howsmooth.models.recording import AttentionLayer, bound_arguments, first_tokens
 from howsmooth.models.repeated import Repeated, first_tensor
@@ -33,7 +35,8 @@ class OwnValues:
 
     x: Float[Tensor, "batch n d"]
     heads: Tensor | None = None  # input of the output projection, (batch, n, heads * value_dim)
-    attention: Tensor | None = None  # its output, or the owner's
+    projected: Tensor | None = None  # its output
+    attention: Tensor | None = None  # the same, or the owner's output
     downcast: bool = False  # whether a float64 module computed something in float32
 
 
@@ -58,25 +61,27 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     call = owner.repeated
     own = OwnValues(call.rows(x))
 
+    projection = output.projection
+
     def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = first_tokens(bound_arguments(module, args, kwargs))
         if own.heads is None and given is not None:
-            own.heads, own.attention = call.rows(given).clone(), call.rows(result).clone()
+            own.heads, own.projected = call.rows(given).clone(), call.rows(first_tensor(result)).clone()
 
     downcasts = _Downcasts()
     watch: AbstractContextManager[Any] = downcasts if x.dtype == torch.float64 else nullcontext()
     with ExitStack() as stack:
-        if output.is_projection:
-            handle = output.call.module.register_forward_hook(tap, with_kwargs=True)
+        if projection is not None:
+            handle = projection.module.register_forward_hook(tap, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(watch)
         result = first_tensor(call(x))
-    if not output.is_projection:
-        own.attention = call.rows(result).clone()
-    elif own.heads is None:  # the projection lies outside of the owner, which then returns the heads
+    if projection is not None and own.heads is None:
+        # The projection lies outside of the owner, which then returns the heads.
         own.heads = call.rows(result).clone()
-        width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
-        own.attention = output.call.module(own.heads.reshape(call.batch, -1, width))
+        width = 0 if projection.inputs is None else projection.inputs.shape[-1]
+        own.projected = first_tensor(projection.module(own.heads.reshape(call.batch, -1, width)))
+    own.attention = own.projected if output.call is projection else call.rows(result).clone()
     own.downcast = downcasts.seen
     return own
 
@@ -92,16 +97,16 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
     """
     layer, call = owner.layer, owner.repeated
     own = own_values(owner, output, call.x)
-    inner = found.map.without_output() if output.is_projection else found.map
+    inner = found.map.without_output() if output.projection is not None else found.map
     if own.attention is None:
         raise CaptureError(f"{layer} did not reach its output when it ran by itself.")
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
     before = inner(own.x)
     before_own = own.heads if own.heads is not None else own.attention
-    _compare(layer, "its heads" if output.is_projection else "its output", before, before_own, tol)
-    if output.is_projection:
-        _compare(layer, "its attention", found.map(own.x), own.attention, tol)
+    _compare(layer, "its heads" if output.projection is not None else "its output", before, before_own, tol)
+    if output.projection is not None:
+        _compare_attention(layer, found, own, tol)
     # Larger tokens give larger scores: q and k may each have grown by a small factor.
     tol = tolerance(eps, 4.0 * found.condition)
     half = own.x.shape[1] // 2
@@ -112,6 +117,8 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
         if after_own is None:
             raise CaptureError(f"{layer} did not reach its output at other tokens.")
         _compare(layer, "its heads on other tokens", after, after_own, tol)
+        if first == 0 and output.projection is not None:
+            _compare_attention(layer, found, moved, tol)
         if first == 0 or before.shape[1] != own.x.shape[1]:
             continue
         for what, a, b in (("model", before_own, after_own), ("captured map", before, after)):
@@ -119,6 +126,26 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
                 raise CaptureError(
                     f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
                 )
+
+
+def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
+    """Check what the map makes of the heads, after these were checked."""
+    f, heads, attention = found.map, own.heads, own.attention
+    if attention is None or heads is None:
+        raise CaptureError(f"{layer} did not reach its output when it ran by itself.")
+    if not isinstance(f, SelfAttention) or f.output is None:
+        _compare(layer, "its attention", f(own.x), attention, tol)
+        return
+    # A matrix is held against the model's own heads, where nothing but its own rounding is to be allowed for.
+    heads = heads.reshape(len(heads), -1, f.output.shape[1])
+    captured, size = heads @ f.output.mT, heads.abs() @ f.output.abs().mT
+    if f.output_bias is not None:
+        captured, size = captured + f.output_bias, size + f.output_bias.abs()
+    allowed = tolerance(precision(own.x.dtype, downcast=own.downcast)) * size
+    if attention.numel() != captured.numel() or bool(
+        ((captured - attention.reshape(captured.shape)).abs() > allowed).any()
+    ):
+        raise CaptureError(f"{layer} does more to its heads than multiply them by a matrix.")
 
 
 def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
