@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
     AutoModel,
     BartConfig,
     BitNetConfig,
     BloomConfig,
     Gemma2Config,
     GptOssConfig,
+    GraniteConfig,
     MobileBertConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -22,10 +24,12 @@ from transformers import (
 from transformers.modeling_utils import AttentionInterface
 
 from howsmooth.attention import SelfAttention, StagedAttention
+from howsmooth.errors import CaptureError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.models import Site, capture
 from tests._injected import central_difference, injected
-from tests._tiny_models import VOCABULARY, tiny, token_ids
+from tests._tiny_models import VOCABULARY, WithoutDowncast, tiny, token_ids
+from tests.architectures.build import build, inputs_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -123,7 +127,7 @@ def _input_to_output(layer: Any) -> None:
     ("change", "closed_form", "words"),
     [
         (_gate_after_projection, True, "not confirmed"),
-        (_output_gate, False, "not confirmed"),
+        (_output_gate, True, "not confirmed"),
         (_input_to_output, True, "no module of its own lies between"),
     ],
 )
@@ -184,3 +188,216 @@ def test_an_adapter_beside_a_projection_is_part_of_the_map() -> None:
     attention.o_proj, attention.q_proj = Adapted(attention.o_proj), Adapted(attention.q_proj)
     (site,) = capture(model, ids, layers=[1])
     agrees(site, injected(model, {"input_ids": ids}, site.name, f"{site.name}.o_proj"))
+
+
+# ---- what follows the output matrix, judged by the dense Jacobian of the model's own attention module
+
+
+class Around(nn.Module):
+    """A linear map, and something made of what it gives."""
+
+    def __init__(self, base: nn.Module, of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.base, self.of = base, of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x, self.base(x))
+
+
+class _Tripled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 3 * weight
+
+
+def _matrix(*shape: int) -> Tensor:
+    return 0.3 * torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def _low_rank(x: Tensor, y: Tensor) -> Tensor:
+    return y + x @ _matrix(x.shape[-1], 2) @ _matrix(2, y.shape[-1])
+
+
+def _parametrized(base: nn.Module) -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(base, "weight", _Tripled())
+
+
+def _hooked(base: nn.Module) -> nn.Module:
+    base.register_forward_hook(lambda module, given, y: y.sin())
+    return base
+
+
+#: A module in the place of the output matrix, and whether every parameter is known then.
+PROJECTIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
+    "low rank": (lambda base: Around(base, _low_rank), False),
+    "a small low rank": (lambda base: Around(base, lambda x, y: y + 1e-7 * (_low_rank(x, y) - y)), False),
+    "a factor": (lambda base: Around(base, lambda x, y: 3 * y), False),
+    "tanh": (lambda base: Around(base, lambda x, y: y.tanh()), False),
+    "only of larger tokens": (lambda base: Around(base, lambda x, y: y - (y.abs() - 2).clamp(min=0)), False),
+    "a gate": (lambda base: Around(base, lambda x, y: y * y.sigmoid()), False),
+    "a norm": (lambda base: nn.Sequential(base, nn.LayerNorm(24)), False),
+    "a norm before": (lambda base: nn.Sequential(nn.LayerNorm(24), base), False),
+    "two matrices": (lambda base: nn.Sequential(base, nn.Linear(24, 24)), False),
+    "a hook": (_hooked, False),
+    "dropout": (lambda base: nn.Sequential(base, nn.Dropout(0.5)), True),
+    "a parametrization": (_parametrized, True),
+}
+#: For each family: a layer, what computes its attention, what is exchanged, whose output is the attention.
+PLACES = {
+    "llama": ("layers.2", "self_attn", "self_attn.o_proj", "self_attn"),
+    "gpt2": ("h.2", "attn", "attn.c_proj", "attn"),
+    "bert": ("encoder.layer.2", "attention.self", "attention.output.dense", "attention.output.dense"),
+    "albert": (
+        "encoder.albert_layer_groups.0.albert_layers.0", "attention", "attention.dense", "attention.dense"
+    ),
+}  # fmt: skip
+
+
+def _jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.jacrev(lambda t: f(t).flatten())(x).flatten(1)
+
+
+def _is_the_models(site: Site, own: Callable[[Tensor], Tensor]) -> None:
+    """Hold a map against the model at its tokens and at others, and all of its Jacobian."""
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(site.x.shape, dtype=torch.float64, generator=generator)
+    for x in (site.x, site.x + noise, site.x + 3 * noise):
+        with torch.no_grad():
+            value, wanted = site.map(x).flatten(), own(x).flatten()
+        assert float((value - wanted).norm() / wanted.norm()) < 1e-10
+        jacobian = _jacobian(own, x)
+        basis = torch.eye(x.numel(), dtype=torch.float64).reshape(-1, *x.shape[1:])
+        operator = closed_form_jacobian(site.map, x)
+        columns = torch.stack([operator.product(e[None]).flatten() for e in basis], dim=1)
+        assert float((columns - jacobian).norm() / jacobian.norm()) < 1e-10
+
+
+def _family(name: str) -> PreTrainedModel:
+    if name != "albert":
+        return tiny(name, torch.float64)
+    sizes = {"embedding_size": 24, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4}
+    return double(AlbertConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes))
+
+
+def _captured(model: nn.Module, ids: Tensor, scope: str, layer: int = -1) -> Site:
+    with WithoutDowncast():  # the positions too
+        return capture(model, ids, layers=[layer], scope=scope)[-1]
+
+
+@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("change", PROJECTIONS)
+def test_what_stands_in_the_place_of_the_output_matrix_is_part_of_the_map(change: str, family: str) -> None:
+    model, plain, ids = _family(family), _family(family), token_ids(1, 4)
+    replace, known = PROJECTIONS[change]
+    layer = PLACES[family][0]
+    owner, exchanged, end = (f"{layer}.{path}" for path in PLACES[family][1:])
+    parent, _, name = exchanged.rpartition(".")
+    torch.manual_seed(1)
+    changed = replace(getattr(model.get_submodule(parent), name)).double().eval()
+    setattr(model.get_submodule(parent), name, changed)
+    given = {"input_ids": ids}
+
+    attention = _captured(model, ids, "attention")
+    own = injected(model, given, owner, end)
+    _is_the_models(attention, own)
+    assert attention.path_reason.startswith("every parameter") == known
+    _is_the_models(_captured(model, ids, "residual"), lambda x: x + own(x))
+    heads, plain_heads = (_captured(m, ids, "heads") for m in (model, plain))
+    torch.testing.assert_close(heads.map(heads.x), plain_heads.map(heads.x))
+    block = _captured(model, ids, "block")
+    if family == "bert":
+        _is_the_models(block, injected(model, given, layer, f"{layer}.attention"))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda x, y: 3 * y,
+        lambda x, y: y.tanh(),
+        lambda x, y: y * (x @ _matrix(24, 24)).sigmoid(),
+        lambda x, y: y + x @ _matrix(24, 24),
+        lambda x, y: nn.functional.layer_norm(y, (24,)),
+        lambda x, y: y.clamp(-2, 2),
+    ],
+    ids=["a factor", "tanh", "a gate", "a linear map of the tokens", "a norm", "a clamp"],
+)
+def test_what_a_module_does_after_its_output_matrix_is_part_of_the_map(
+    after: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    model, ids = tiny("llama", torch.float64), token_ids(1, 4)
+    module = model.layers[-1].self_attn
+    module.register_forward_hook(
+        lambda m, args, kwargs, out: (after(kwargs["hidden_states"], out[0]), *out[1:]), with_kwargs=True
+    )
+    site = _captured(model, ids, "attention")
+    own = injected(model, {"input_ids": ids}, site.name)
+    _is_the_models(site, own)
+    assert "not confirmed" in site.path_reason
+    norm = model.layers[-1].input_layernorm
+
+    def block(h: Tensor) -> Tensor:
+        with WithoutDowncast():
+            return h + own(norm(h))
+
+    site = _captured(model, ids, "block")
+    assert site.layout == "pre-norm"
+    _is_the_models(site, block)
+
+
+def test_a_small_adapter_is_seen_in_float32() -> None:
+    model, ids = tiny("gpt2"), token_ids(1, 6)
+    adapted = Around(
+        model.h[1].attn.c_proj, lambda x, y: y + 1e-4 * (_low_rank(x.double(), y.double()) - y).float()
+    )
+    with torch.no_grad():  # large scores, for whose rounding much must be allowed
+        model.h[1].attn.c_attn.weight[:, :48] *= 12
+    assert capture(model, ids, [1])[0].path_reason == "every parameter is known"
+    model.h[1].attn.c_proj = adapted
+    assert capture(model, ids, [1])[0].path_reason != "every parameter is known"
+
+
+def test_a_factor_outside_of_the_attention_module_is_of_the_block() -> None:
+    model, ids = double(GraniteConfig(**SMALL, residual_multiplier=0.3)), token_ids(1, 4)
+    site = _captured(model, ids, "attention")
+    assert (site.layout, site.path_reason) == ("pre-norm, scaled residual", "every parameter is known")
+    _is_the_models(site, injected(model, {"input_ids": ids}, site.name))
+
+
+class WholeLayer(nn.Module):
+    """A layer that computes its attention by itself, with a factor of it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.norm(x + self.factor * self.out(heads))
+
+
+def test_a_layer_that_is_no_attention_module() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    plain, scaled = (nn.Sequential(WholeLayer(factor)).double().eval() for factor in (1.0, 3.0))
+    (site,) = capture(plain, x)
+    with torch.no_grad():
+        heads = capture(plain, x, scope="heads")[0].map(x)
+        torch.testing.assert_close(site.map(x), plain[0].out(heads))
+    with pytest.raises(
+        CaptureError, match=r"no scope 'attention': the output of 0.out \(Linear\) is neither"
+    ):
+        capture(scaled, x)
+    (block,) = capture(scaled, x, scope="block")
+    assert block.layout == "post-norm, scaled residual"
+    _is_the_models(block, scaled)
+
+
+@pytest.mark.parametrize("model_type", ["donut-swin", "timesformer"])
+def test_the_projection_of_heads_over_windows_is_part_of_the_map(model_type: str) -> None:
+    model = build(model_type)
+    given = inputs_of(model_type, model)
+    with WithoutDowncast():
+        site = capture(model, given, layers=[0])[0]
+    output = site.name.rpartition(".")[0] + ".output.dense"
+    agrees(site, injected(model, given, site.name, output))

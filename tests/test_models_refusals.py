@@ -243,24 +243,51 @@ def test_a_mask_that_hides_every_key(attention: str) -> None:
         capture(tiny("bert", attention=attention), {"input_ids": token_ids(1, 5), "attention_mask": mask})
 
 
-class LowRank(nn.Module):
-    """A linear map with an adapter beside it, as fine-tuning leaves it."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner, self.down = inner, nn.Linear(inner.in_features, 2)
-        self.up = nn.Linear(2, inner.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + self.up(self.down(x))
+def _before_the_matrix(output: Any) -> None:
+    output.dense.register_forward_pre_hook(lambda module, given: (given[0].tanh(),))
 
 
-def test_an_output_projection_with_an_adapter_is_not_taken_for_the_projection_alone() -> None:
-    model = tiny("bert")
-    output = model.encoder.layer[0].attention.output
-    output.dense = LowRank(output.dense)
-    with pytest.raises(CaptureError, match=r"layer 0.*down is given the heads besides .*dense\.inner"):
-        capture(model, token_ids(1, 4), layers=[0])
+def _after_the_matrix(output: Any) -> None:
+    output.forward = lambda h, x: output.LayerNorm(output.dense(h).tanh() + x)
+
+
+def _scaled_after_the_matrix(output: Any) -> None:
+    output.forward = lambda h, x: output.LayerNorm(3 * output.dense(h) + x)
+
+
+def _adapter_after_the_matrix(output: Any) -> None:
+    output.adapter = nn.Linear(24, 24)
+
+    def forward(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = output.dense(h)
+        return output.LayerNorm(h + output.adapter(output.LayerNorm(h)) + x)
+
+    output.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (_before_the_matrix, "self"),
+        (_after_the_matrix, "output.dense"),
+        (_scaled_after_the_matrix, "output.dense"),
+        (_adapter_after_the_matrix, "output.dense"),
+    ],
+)
+def test_what_happens_between_heads_and_residual_is_not_dropped(
+    change: Callable[[Any], None], where: str
+) -> None:
+    model, ids = tiny("bert"), token_ids(1, 5)
+    change(model.encoder.layer[1].attention.output)
+    for scope in ("attention", "residual"):
+        message = (
+            rf"layer 1 .* has no scope '{scope}': the output of encoder.layer.1.attention.{where} .*'heads'"
+        )
+        with pytest.raises(CaptureError, match=message):
+            capture(model, ids, layers=[1], scope=scope)
+    heads = capture(tiny("bert"), ids, layers=[1], scope="heads")[0]
+    kept = capture(model, ids, layers=[1], scope="heads")[0]
+    torch.testing.assert_close(kept.map(kept.x), heads.map(heads.x))
 
 
 def test_weights_that_are_not_finite() -> None:

@@ -19,7 +19,7 @@ from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
 from howsmooth.models.masking import HIDDEN, Masking, describe_mask, order_and_window, split_mask
-from howsmooth.models.outputs import Output, given_heads, heads_of
+from howsmooth.models.outputs import Output, given, heads_of
 from howsmooth.models.owners import Owner
 from howsmooth.models.projections import read_projections, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
@@ -134,10 +134,8 @@ def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) 
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
         mask = visible if rules is None else None
         cores.append(SoftmaxCore(core.scale, core.causal or ordered, mask, bias, core.softcap, sinks, window))
-    projection = output.projection
-    tail = Tail() if projection is None or output.call is not projection else _projection(projection)
     return StagedAttention(
-        OwnerLayer.of(owner.alone, tail, owner.implementation, len(cores)),
+        OwnerLayer.of(owner.alone, _tail(owner, output), owner.implementation),
         tuple(cores),
         d=record.x.shape[-1],
         d_out=_width(output.call.output, output.call),
@@ -152,18 +150,7 @@ def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) 
 
 def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> ReplayedAttention:
     """Take the module as it is."""
-    tail = Tail()
-    inner: Tail | None = None
-    projection = output.projection
-    if projection is not None:
-        path = next((name for name, m in owner.alone.module.named_modules() if m is projection.module), None)
-        if path is None:
-            tail = _projection(projection)
-            inner = Tail(width=tail.width)
-        else:
-            tail = Tail(module=path) if output.call is projection else Tail()
-            inner = Tail(module=path, of_input=True)
-    layer = OwnerLayer.of(owner.alone, tail, owner.implementation, len(record.cores))
+    layer = OwnerLayer.of(owner.alone, _tail(owner, output), owner.implementation)
 
     def replayed(part: OwnerLayer, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
         return ReplayedAttention(
@@ -176,9 +163,11 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
             inner=within,
         )
 
-    heads = None
-    if inner is not None and projection is not None:
-        heads = replayed(layer.until(inner), _width(projection.inputs, projection), None)
+    heads, projection = None, output.projection
+    if projection is not None:
+        width = _width(projection.inputs, projection)
+        inner = Tail(width=width) if output.outside else Tail(module=_path(owner, projection), of_input=True)
+        heads = replayed(layer.until(inner), width, None)
     return replayed(layer, _width(output.call.output, output.call), heads)
 
 
@@ -186,15 +175,23 @@ def _matrix(record: LayerRecord, projection: ModuleCall) -> nn.Module:
     """Return the linear map that the output projection is, or may come down to."""
     heads, parts = heads_of(record), set(projection.module.modules())
     for call in record.after:
-        if heads is not None and call.module in parts and is_linear(call.module) and given_heads(call, heads):
+        if heads is not None and call.module in parts and is_linear(call.module) and given(call, heads):
             return call.module
     kind = type(projection.module).__name__
     raise CaptureError(f"The output projection {projection.name} ({kind}) of {record.layer} is not a matrix.")
 
 
-def _projection(projection: ModuleCall) -> Tail:
-    module = copy.deepcopy(projection.module).requires_grad_(requires_grad=False)
-    return Tail(module, width=_width(projection.inputs, projection))
+def _tail(owner: Owner, output: Output) -> Tail:
+    """Return what lies between the last softmax of an owner and the output of its attention."""
+    if output.outside:
+        module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
+        return Tail(module, width=_width(output.call.inputs, output.call))
+    return Tail(module=_path(owner, output.projection) if output.call is output.projection else None)
+
+
+def _path(owner: Owner, call: ModuleCall | None) -> str | None:
+    modules = owner.alone.module.named_modules()
+    return next((name for name, m in modules if call is not None and m is call.module), None)
 
 
 # ---------------------------------------------------------------- shapes and masks

@@ -27,13 +27,12 @@ __all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """What gives the output of an attention layer, after its last core.
+    """Where the attention of a layer ends, after its last core.
 
-    Either the output projection alone: a module that is given the heads side by side, and nothing else. Or
-    everything that the owner does after its core. Or, of an owner that holds its projection, up to that.
+    With what its owner returns, or at a module inside of it, or with a projection of what the owner returns.
     """
 
-    projection: nn.Module | None = None  # a copy
+    projection: nn.Module | None = None  # a copy of the module outside of the owner
     module: str | None = None  # path in the owner of the module whose output, or input, is meant
     of_input: bool = False
     width: int | None = None  # of the heads side by side, where the module gives them on an axis of their own
@@ -43,8 +42,9 @@ class Tail:
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
-    def projected(self, heads: Tensor) -> Tensor:
-        """Apply the output projection to the heads (n, heads * value_dim), if it is apart."""
+    def applied(self, returned: Tensor) -> Tensor:
+        """Return the output of the attention, given what the owner returns for a sequence (n, ·)."""
+        heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
         out = first_tensor(self.projection(heads[None]))
@@ -70,22 +70,19 @@ class OwnerLayer:
         Where it ends.
     implementation
         The user's attention implementation, None if the module does not go through the interface.
-    cores
-        How many cores the module has.
 
     """
 
-    def __init__(self, call: Repeated, tail: Tail, implementation: str | None, cores: int) -> None:
+    def __init__(self, call: Repeated, tail: Tail, implementation: str | None) -> None:
         self.call = call
         self.tail = tail
         self.implementation = implementation
-        self.cores = cores
 
     @classmethod
-    def of(cls, call: Repeated, tail: Tail, implementation: str | None, cores: int) -> OwnerLayer:
+    def of(cls, call: Repeated, tail: Tail, implementation: str | None) -> OwnerLayer:
         """Copy the module of a model."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
-        return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation, cores)
+        return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> OwnerLayer:
         """Return the same layer with numbers of another dtype, or on another device."""
@@ -93,11 +90,11 @@ class OwnerLayer:
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
-        return OwnerLayer(call, tail, self.implementation, self.cores)
+        return OwnerLayer(call, tail, self.implementation)
 
     def until(self, tail: Tail) -> OwnerLayer:
         """Return the same layer with another end."""
-        return OwnerLayer(self.call, tail, self.implementation, self.cores)
+        return OwnerLayer(self.call, tail, self.implementation)
 
     def run(self, x: Tensor, core: Core | None) -> Tensor:
         """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
@@ -111,10 +108,7 @@ class OwnerLayer:
             if core is None or seen.query is None or seen.key is None:
                 return None
             index, count = count, count + 1
-            out = core(index, seen.query, seen.key, seen.value)
-            if self.tail.projection is not None and count == self.cores:
-                raise _Reached(self.tail.projected(side_by_side(out)))
-            return out
+            return core(index, seen.query, seen.key, seen.value)
 
         with ExitStack() as stack:
             stack.enter_context(_precise(x.dtype))
@@ -128,10 +122,7 @@ class OwnerLayer:
                 output = self.call(self.call.shaped(x[None]))
             except _Reached as reached:
                 return reached.value
-            rows = self.call.rows(first_tensor(output))[0]
-            if core is None and self.tail.width is not None:
-                rows = rows.reshape(-1, self.tail.width)
-            return self.tail.projected(rows) if core is None else rows
+            return self.tail.applied(self.call.rows(first_tensor(output))[0])
 
     def _tap(self, module: nn.Module) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -248,11 +239,6 @@ class ReplayedAttention(TokenMap):
             )
         members = [self.layer.run(member, None) for member in x.reshape(-1, *x.shape[-2:])]
         return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
-
-
-def side_by_side(heads: Tensor) -> Tensor:
-    """Heads (1, ..., heads, n, value_dim) of one sequence as rows (n, heads * value_dim)."""
-    return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
 
 
 def _precise(dtype: torch.dtype) -> AbstractContextManager[Any]:

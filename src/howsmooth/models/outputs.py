@@ -22,9 +22,10 @@ from howsmooth.models.projections import rows
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, is_norm, output_of
 from howsmooth.models.repeated import first_tensor
 from howsmooth.models.sums import adds_up, find_sums, like
+from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.watching import CoreCall
 
-__all__ = ["Output", "find_output", "given_heads", "heads_of"]
+__all__ = ["Output", "find_output", "given", "heads_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +33,12 @@ class Output:
     """Where the attention of a layer ends."""
 
     call: ModuleCall  # of the owner, or of the output projection
-    #: Of the module that is given the heads side by side and nothing else; None if there is none.
+    #: Of the module that is given the heads of the tokens side by side, and nothing else; or None.
     projection: ModuleCall | None
-    #: Why there is none; "" if there is.
+    #: Why there is none; "" if there is one.
     unclear: str
+    #: Whether ``call`` is of a module that is given what the owner returns.
+    outside: bool = False
     #: Why the output of ``call`` cannot stand for that of the attention; "" if it can.
     obstacle: str = ""
 
@@ -59,35 +62,65 @@ def find_output(record: LayerRecord, owner: Owner, again: Callable[[], LayerReco
     """
     projection, unclear = _projection(record)
     own = next((c for c in record.after if c.module is owner.repeated.module), None)
+    if own is not None and own.output is None:
+        own = None
     if projection is None:
-        if own is None or own.output is None:
+        if own is None:
             raise CaptureError(f"{unclear} Nor does its module give out tokens.")
+        if _gives_out_heads(record, own):
+            following = next((c for c in record.after if given(c, own.output)), None)
+            if following is not None:
+                return _outside(record, owner, again, _outermost(record, following), None, unclear)
+            shows = _arrives(record, own, again, _places(record, owner, own))
+            return Output(own, None, unclear, obstacle="" if shows else _obstacle(record, own))
         if _adds_its_input(owner):
             raise CaptureError(
                 f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
                 "attention), so that it cannot stand for the attention."
             )
         return Output(own, None, unclear)
-    if own is None or own.output is None or not _holds(owner.repeated.module, projection.module):
-        shows = _arrives(record, projection, again, _places(record, owner, projection))
-    elif _equal(own, projection):
+    if not _holds(owner.repeated.module, projection.module):
+        return _outside(record, owner, again, projection, projection, "")
+    if own is not None and _equal(own, projection):
         return Output(own, projection, "")
-    else:
-        shows = _arrives(record, projection, again, _residuals(record, owner, projection))
-        if not shows and _is_the_branch(record, owner, own):
-            return Output(own, projection, "")
-    return Output(projection, projection, "", "" if shows else _obstacle(record, projection))
+    shows = _arrives(record, projection, again, _residuals(record, owner, projection))
+    if own is not None and not shows and _is_the_branch(record, owner, own):
+        return Output(own, projection, "")
+    return Output(projection, projection, "", obstacle="" if shows else _obstacle(record, projection))
 
 
-def _obstacle(record: LayerRecord, projection: ModuleCall) -> str:
-    """Say that something lies between the projection and the residual."""
-    following = later_calls(record, projection)[:3]
+def _outside(
+    record: LayerRecord,
+    owner: Owner,
+    again: Callable[[], LayerRecord],
+    call: ModuleCall,
+    projection: ModuleCall | None,
+    unclear: str,
+) -> Output:
+    """Tell whether the attention ends with a module that is given what the owner returns."""
+    shows = _arrives(record, call, again, _places(record, owner, call)) and _by_token(call)
+    return Output(call, projection, unclear, True, "" if shows else _obstacle(record, call))
+
+
+def _by_token(call: ModuleCall) -> bool:
+    """Whether a module gives the same for the tokens side by side, in whatever shape the model has them."""
+    if call.inputs is None or call.output is None:
+        return False
+    again = first_tensor(call.module(call.inputs))
+    allowed = tolerance(precision(again.dtype))
+    return again.numel() == call.output.numel() and relative_error(rows(again), rows(call.output)) <= allowed
+
+
+def _obstacle(record: LayerRecord, call: ModuleCall) -> str:
+    """Say that something lies between the output of a call and the residual."""
+    following = later_calls(record, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
+    between = f"what lies between ({names}, ...)" if names else "what lies between"
     return (
-        f"its module does not return what the output projection {projection.name} "
-        f"({type(projection.module).__name__}) gives, nor does the layer add that as it is to a residual; "
-        f"what lies between was not recognised{f' (next come {names})' if names else ''}. The scopes 'head' "
-        "and 'heads' do not need it; for the others put it into the module that is given the heads"
+        f"the output of {call.name} ({type(call.module).__name__}) is neither what its attention module "
+        f"returns nor added as it is to a residual, and {between} "
+        "was not recognised. The scopes 'head' and 'heads' do not need it; for the others put it into the "
+        "module that is given the heads"
     )
 
 
@@ -102,13 +135,26 @@ def heads_of(record: LayerRecord) -> Tensor | None:
     return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
 
 
-def given_heads(call: ModuleCall, heads: Tensor) -> bool:
-    """Whether a module with a matrix is given the heads side by side, and nothing else."""
+def given(call: ModuleCall, tokens: Tensor | None) -> bool:
+    """Whether a module with a matrix is given these tokens, and nothing else."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
-    if not matrix or call.inputs is None:
+    if not matrix or call.inputs is None or tokens is None:
         return False
-    given = rows(call.inputs)
-    return given.shape == heads.shape and torch.equal(given, heads)
+    return call.inputs.shape[-1] == tokens.shape[-1] and _alike(call.inputs, tokens)
+
+
+def _gives_out_heads(record: LayerRecord, own: ModuleCall) -> bool:
+    """Whether an owner returns its heads and no more, in whatever order."""
+    heads, output = output_of(record.cores[-1]).flatten(), own.output
+    if output is None or output.numel() != heads.numel() or len(record.cores) > 1:
+        return False
+    return torch.equal(output.flatten().sort().values, heads.sort().values)
+
+
+def _outermost(record: LayerRecord, call: ModuleCall) -> ModuleCall:
+    """Return the call of the outermost module around one that is given the same, and nothing else."""
+    around = [c for c in record.after if _holds(c.module, call.module) and given(c, call.inputs)]
+    return around[-1]
 
 
 def _projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
@@ -119,9 +165,9 @@ def _projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
     heads = heads_of(record)
     if heads is None:
         return None, f"{unclear} its softmax acts on windows of the tokens."
-    given = [c for c in record.after if given_heads(c, heads)]
-    if given:
-        return [c for c in given if _holds(c.module, given[0].module)][-1], ""
+    first = next((c for c in record.after if given(c, heads)), None)
+    if first is not None:
+        return _outermost(record, first), ""
     following = next((c for c in record.after if is_linear(c.module)), None)
     if following is None:
         return None, f"{unclear} no linear map follows its attention."
@@ -176,10 +222,11 @@ def _arrives(
     changed: list[Tensor] = []
 
     def change(module: nn.Module, args: Any, output: Any) -> Any:
-        if changed or not isinstance(output, Tensor):
+        value = output[0] if isinstance(output, tuple) and output else output
+        if changed or not isinstance(value, Tensor):
             return None
-        changed.append(moved_tokens(output))
-        return changed[0]
+        changed.append(moved_tokens(value))
+        return (changed[0], *output[1:]) if isinstance(output, tuple) else changed[0]
 
     handle = projection.module.register_forward_hook(change)
     try:
@@ -207,11 +254,11 @@ def _places(record: LayerRecord, owner: Owner, projection: ModuleCall) -> Iterat
     ]
     for branch in (first, *norms):
         for index, call in enumerate(record.after):
+            # What is given the branch alone carries it on.
+            if index <= branch or _alike(call.inputs, record.after[branch].output):
+                continue
             if _holds(call.module, owner.repeated.module):
                 yield _Place(index, "output", branch)
-            # What is given the branch alone carries it on.
-            elif index <= branch or _alike(call.inputs, record.after[branch].output):
-                continue
             elif is_linear(call.module) or is_norm(call.module):
                 yield _Place(index, "input", branch)
         yield _Place(None, "output", branch)

@@ -76,12 +76,14 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
             stack.callback(handle.remove)
         stack.enter_context(watch)
         result = first_tensor(call(x))
+    returned = call.rows(result).clone()
     if projection is not None and own.heads is None:
-        # The projection lies outside of the owner, which then returns the heads.
-        own.heads = call.rows(result).clone()
-        width = 0 if projection.inputs is None else projection.inputs.shape[-1]
-        own.projected = first_tensor(projection.module(own.heads.reshape(call.batch, -1, width)))
-    own.attention = own.projected if output.call is projection else call.rows(result).clone()
+        own.heads = returned  # the projection lies outside of the owner
+    if output.outside:
+        width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
+        own.attention = first_tensor(output.call.module(returned.reshape(call.batch, -1, width)))
+    else:
+        own.attention = own.projected if output.call is projection else returned
     own.downcast = downcasts.seen
     return own
 
