@@ -257,18 +257,18 @@ def _jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _is_the_models(site: Site, own: Callable[[Tensor], Tensor]) -> None:
-    """Hold a map against the model at its tokens and at others, and all of its Jacobian."""
+    """Hold a map, and its Jacobian, against the model at its tokens and at others."""
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(site.x.shape, dtype=torch.float64, generator=generator)
-    for x in (site.x, site.x + noise, site.x + 3 * noise):
+    for x in (site.x, site.x + 2 * noise):
         with torch.no_grad():
             value, wanted = site.map(x).flatten(), own(x).flatten()
         assert float((value - wanted).norm() / wanted.norm()) < 1e-10
         jacobian = _jacobian(own, x)
-        basis = torch.eye(x.numel(), dtype=torch.float64).reshape(-1, *x.shape[1:])
         operator = closed_form_jacobian(site.map, x)
-        columns = torch.stack([operator.product(e[None]).flatten() for e in basis], dim=1)
-        assert float((columns - jacobian).norm() / jacobian.norm()) < 1e-10
+        for e in torch.randn((3, *x.shape), dtype=torch.float64, generator=generator):
+            wanted = jacobian @ e.flatten()
+            assert float((operator.product(e).flatten() - wanted).norm() / wanted.norm()) < 1e-10
 
 
 def _family(name: str) -> PreTrainedModel:
@@ -283,8 +283,13 @@ def _captured(model: nn.Module, ids: Tensor, scope: str, layer: int = -1) -> Sit
         return capture(model, ids, layers=[layer], scope=scope)[-1]
 
 
-@pytest.mark.parametrize("family", PLACES)
-@pytest.mark.parametrize("change", PROJECTIONS)
+@pytest.mark.parametrize(
+    ("change", "family"),
+    [
+        *((change, family) for change in PROJECTIONS for family in ("llama", "bert")),
+        *((change, family) for change in ("low rank", "tanh") for family in ("gpt2", "albert")),
+    ],
+)
 def test_what_stands_in_the_place_of_the_output_matrix_is_part_of_the_map(change: str, family: str) -> None:
     model, plain, ids = _family(family), _family(family), token_ids(1, 4)
     replace, known = PROJECTIONS[change]
@@ -300,7 +305,9 @@ def test_what_stands_in_the_place_of_the_output_matrix_is_part_of_the_map(change
     own = injected(model, given, owner, end)
     _is_the_models(attention, own)
     assert attention.path_reason.startswith("every parameter") == known
-    _is_the_models(_captured(model, ids, "residual"), lambda x: x + own(x))
+    residual = _captured(model, ids, "residual")
+    with torch.no_grad():
+        torch.testing.assert_close(residual.map(residual.x), residual.x + own(residual.x))
     heads, plain_heads = (_captured(m, ids, "heads") for m in (model, plain))
     torch.testing.assert_close(heads.map(heads.x), plain_heads.map(heads.x))
     block = _captured(model, ids, "block")
