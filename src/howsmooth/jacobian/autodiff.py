@@ -21,6 +21,7 @@ from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, Non
 from howsmooth.spectral import LinearOperator
 
 __all__ = [
+    "MULTIPLES",
     "AutodiffJacobian",
     "allowance_for_rounding",
     "as_derivative_errors",
@@ -36,7 +37,8 @@ _LEAST_LOG_WEIGHT = -600.0
 
 # Moves of the tokens by rounding, and how many times the largest change is allowed for: of 1,920 saturated
 # float32 maps one was off by more, by 2 %. By eight times one change one in 36 was, by up to 116 times.
-_MOVES = 4
+# Each comes with a multiple of the direction: the product is the same multiple but for its own rounding.
+MULTIPLES = (1.1, 1.3, 1.7, 1.9)
 _ALLOWED = 16.0
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
@@ -122,13 +124,13 @@ class AutodiffJacobian(LinearOperator):
 
         f evaluated in floating point is f at an input off by a rounding error; so J is taken again at tokens
         moved by one machine epsilon each, four times, and sixteen times the largest relative change is
-        allowed for.
+        allowed for. Each product is one with another multiple of e, which rounds anew where terms cancel.
         """
 
         def products() -> Iterator[Tensor]:
-            for x in moved_by_rounding(self._x):
-                moved = torch.func.jvp(self._f, (x,), (e.reshape(x.shape),))[1]
-                yield cast(Tensor, moved).detach().reshape(je.shape)
+            for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
+                moved = torch.func.jvp(self._f, (x,), (c * e.reshape(x.shape),))[1]
+                yield cast(Tensor, moved).detach().reshape(je.shape) / c
 
         with one_backend(), as_derivative_errors("forward"):
             return allowance_for_rounding(products(), je)
@@ -140,10 +142,18 @@ class AutodiffJacobian(LinearOperator):
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
         e, u = e.to(self._x), u.to(self._x)
         je, jtu = self._product(e), self._adjoint_product(u)
-        self.rounding = torch.maximum(self.rounding, self._conditioning(e, je))
+        forward = self._conditioning(e, je)
+        reverse = allowance_for_rounding((self._adjoint_product(c * u) / c for c in MULTIPLES), jtu)
+        self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # Over the whole batch, so that a map that mixes it passes here and is named below.
-        check_adjoint(e, je, u, jtu)
-        check_against_differences(lambda x: cast(Tensor, self._evaluate(x)), self._x, e, je)
+        check_adjoint(e, je, u, jtu, forward, reverse)
+        check_against_differences(
+            lambda x: cast(Tensor, self._evaluate(x)),
+            self._x,
+            e.reshape(self._x.shape),
+            self._product,
+            float(self.rounding.max()),
+        )
         # Members i and j are told apart by one binary digit of their index: tangents on the members
         # with that digit set must leave all others still.
         for digit in range((self.batch - 1).bit_length()):
@@ -163,7 +173,7 @@ class AutodiffJacobian(LinearOperator):
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
     """Yield tokens whose every entry is moved by one machine epsilon, of a sign at random, four times."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(_MOVES):
+    for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
         yield x * (1 + torch.finfo(x.dtype).eps * signs)
 
@@ -176,34 +186,60 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
     return _ALLOWED * torch.where(size > 0, change / size, 0.0).cpu()
 
 
-def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩."""
+def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
+    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩, e and u Gaussian, up to the errors of J e and Jᵀ u.
+
+    A relative error δ of J e that does not know of u moves the left side by about δ ‖J e‖, whatever its size;
+    likewise on the right. ``forward`` and ``reverse`` are what rounding was seen to do to each member.
+    """
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
-    allowed = 1e4 * torch.finfo(e.dtype).eps * je.double().norm() * u.double().norm()
-    if not bool((left - right).abs() <= allowed + torch.finfo(e.dtype).tiny):
+    least = 1e4 * torch.finfo(e.dtype).eps
+    sides = ((forward, je), (reverse, jtu))
+    allowed = sum((least + float(error.max())) * float(t.double().norm()) for error, t in sides)
+    if not float((left - right).abs()) <= allowed + torch.finfo(e.dtype).tiny:
         raise DerivativeError(
             "f: forward and reverse mode disagree (⟨J e, u⟩ is not ⟨e, Jᵀ u⟩). An in-place change or a "
             "custom derivative inside f is wrong; no number can be trusted."
         )
 
 
-def check_against_differences(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, je: Tensor) -> None:
+def check_against_differences(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    e: Tensor,
+    product: Callable[[Tensor], Tensor],
+    rounding: float,
+) -> None:
     """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
 
-    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of two
-    steps are taken for a witness where they agree with each other; at a kink, or where f bends within
-    the step, they do not, and nothing is said.
+    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of several steps are
+    taken for a witness where they agree with each other; where f bends within the step they do not, at a
+    kink those of the two sides do not, and nothing is said. Nor is it where the rounding of f's values, or
+    that of products, which may be off by ``rounding``, explains the difference. Where f refuses inputs beside x, as on the
+    sphere around a ball that it is defined on, differences are taken into the ball.
     """
-    e = e.reshape(x.shape)
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
-
-    def difference(h: float) -> Tensor:
-        return ((f(x + h * e) - f(x - h * e)) / (2 * h)).reshape(je.shape)
-
-    coarse, fine = difference(step), difference(step / 4)
-    reliable = (coarse - fine).norm() <= 0.05 * fine.norm()
-    if bool(reliable & ((fine - je).norm() > 0.2 * torch.maximum(fine.norm(), je.norm()))):
+    steps, at = (step, 0.6 * step, step / 4), f(x)
+    try:
+        sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
+        found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
+        kink = (sides[-1][0] - sides[-1][1]).norm() / steps[-1]
+    except Exception:  # f takes x: whatever it raises is about what lies beside it
+        longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
+        e = e - x * (longest[0] / longest[1])
+        try:
+            found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
+        except Exception:
+            return
+        kink = at.new_zeros(())
+    fine = found[-1]
+    je = product(e).reshape(fine.shape)
+    off = (fine - je).norm()
+    reliable = torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()
+    blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[-1]
+    explained = (0.2 + rounding) * torch.maximum(fine.norm(), je.norm())
+    if bool(reliable & (off > torch.stack((4 * kink, blurred, explained)).amax())):
         raise DerivativeError(
             "f: its derivative is not that of its values: finite differences contradict it. A detach, a "
             "no_grad or a custom derivative inside f cuts it off; measure a map without them."
