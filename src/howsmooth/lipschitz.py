@@ -30,6 +30,7 @@ from howsmooth.jacobian import (
     weighted_autodiff_jacobian,
 )
 from howsmooth.memory import memory_budget
+from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan, lanczos, lanczos_together
 
 __all__ = ["LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"]
@@ -105,8 +106,9 @@ def local_lipschitz(
     max_iterations
         Golub–Kahan steps at most.
     seed
-        Seed of the random start: one for all members, or one a member. A member's result depends on its
-        own input and seed, not on the batch it stands in; with one seed, member i uses its own stream i.
+        Seed of the random start, of which 64 bits count: one for all members, or one a member. A member's
+        result depends on its own input and seed, not on the batch it stands in; with one seed, member i
+        uses its own stream i.
     method
         "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
     memory
@@ -563,6 +565,8 @@ def _member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
+    if not isinstance(seed, Sequence) or not all(isinstance(s, int) for s in seed):
+        raise ArgumentError("seed", expected=f"an integer, or {members} of them", got=repr(seed))
     if len(seed) != members:
         raise ArgumentError("seed", expected=f"an integer, or {members} of them", got=f"{len(seed)} integers")
     return [int(s) % 2**64 for s in seed]
@@ -573,7 +577,7 @@ def _starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[in
     longest, *rest = operator.in_shape
 
     def drawn(seed: int, length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
+        generator = torch.Generator().manual_seed(torch_seed(seed))
         start = torch.randn((length, *rest), generator=generator, dtype=torch.float64)
         return filled(start.to(operator.dtype), longest)
 

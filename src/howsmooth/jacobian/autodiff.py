@@ -212,11 +212,11 @@ def check_against_differences(
 ) -> None:
     """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
 
-    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of several steps are
-    taken for a witness where they agree with each other; where f bends within the step they do not, at a
-    kink those of the two sides do not, and nothing is said. Nor is it where the rounding of f's values, or
-    that of products, which may be off by ``rounding``, explains the difference. Where f refuses inputs beside x, as on the
-    sphere around a ball that it is defined on, differences are taken into the ball.
+    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of several steps
+    are taken for a witness where they agree with each other; where f bends within the step they do not, at
+    a kink those of the two sides do not, and nothing is said. Nor is it where the rounding of f's values
+    explains the difference, or that of products, which may be off by ``rounding``. Where f refuses inputs
+    beside x, as on the sphere around a ball that it is defined on, differences are taken into the ball.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)

@@ -155,8 +155,8 @@ def _has_weights_for(call: Call, x: Tensor) -> bool:
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     """Return tokens moved by about their own size, with the same numbers every time.
 
-    Tokens before ``first``, counted along the axis before the last, stay. None becomes longer than the longest
-    is: a layer may refuse tokens beyond a radius, and those it was given lie within it.
+    Tokens before ``first``, counted along the axis before the last, stay. None becomes longer than the
+    longest is: a layer may refuse tokens beyond a radius, and those it was given lie within it.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
