@@ -54,7 +54,9 @@ class AutodiffJacobian(LinearOperator):
         A map of ``x`` to a tensor whose leading axes are those of ``x``; each member of the batch
         must depend on its own input only.
     x
-        Point of linearisation, (..., n, d), float32 or float64.
+        Point of linearisation, float32 or float64.
+    batch_dims
+        Number of leading axes of ``x`` that count members; by default all but the last two.
 
     Raises
     ------
@@ -69,17 +71,24 @@ class AutodiffJacobian(LinearOperator):
 
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, batch_dims: int | None = None) -> None:
         _refuse_training_mode(f)
         x = x.detach()
-        lead = x.shape[:-2]
+        lead = x.shape[: x.ndim - 2 if batch_dims is None else batch_dims]
         self._f = f
         self._x = x
-        y = self._evaluate(x)
+        y = self._first_value()
         if not isinstance(y, Tensor) or y.shape[: len(lead)] != lead or y.ndim == len(lead):
-            got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            tensor = isinstance(y, Tensor)
+            got = f"shape {tuple(cast(Tensor, y).shape)}" if tensor else type(y).__name__
             raise ArgumentError(
-                "f", expected=f"a map to a tensor of shape {(*lead, '...')}, as the batch of x", got=got
+                "f",
+                expected=f"a map to a tensor of shape {(*lead, '...')}, as the batch of x",
+                got=got,
+                remedy=f"Members are counted by the first axes of x, {len(lead)} of them here; batch_dims "
+                "says how many, such as 1 for images (batch, channels, height, width), or 0 for one member."
+                if tensor
+                else "Return one tensor, for instance with lambda x: f(x)[0].",
             )
         if y.dtype != x.dtype:
             raise ArgumentError(
@@ -104,6 +113,29 @@ class AutodiffJacobian(LinearOperator):
         with one_backend(), as_derivative_errors("reverse"):
             self._vjp = torch.func.vjp(f, x)[1]
         self._check_derivatives()
+
+    def _first_value(self) -> object:
+        """Return f(x); whatever f raises is said of it."""
+        f, x = self._f, self._x
+        try:
+            return self._evaluate(x)
+        except HowsmoothError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            remedy = "Call f(x) once by hand."
+            if isinstance(f, nn.Module) and any(isinstance(m, nn.Embedding) for m in f.modules()):
+                remedy = (
+                    "It begins with token ids, in which there is no derivative: capture it with "
+                    "hs.capture(f, ids) and measure site.map at site.x, or measure a function of its "
+                    "embeddings, such as lambda e: f(inputs_embeds=e).last_hidden_state."
+                )
+            raise ArgumentError(
+                "f",
+                expected=f"a map that takes x, of shape {tuple(x.shape)} in {x.dtype}",
+                got=f"{type(error).__name__}: {reason}",
+                remedy=remedy,
+            ) from error
 
     def _evaluate(self, x: Tensor) -> object:
         with torch.no_grad(), one_backend():
@@ -154,20 +186,37 @@ class AutodiffJacobian(LinearOperator):
             self._product,
             float(self.rounding.max()),
         )
-        # Members i and j are told apart by one binary digit of their index: tangents on the members
-        # with that digit set must leave all others still.
-        for digit in range((self.batch - 1).bit_length()):
-            chosen = torch.tensor(
-                [bool(member >> digit & 1) for member in range(self.batch)], device=self.device
+        if _mixes(self._product, e):
+            raise ArgumentError(
+                "f",
+                expected="members of the batch that do not depend on each other",
+                got="a map that mixes them",
+                remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
+                "with batch_dims how many of the first axes of x count members.",
             )
-            moved = self._product(e * chosen.view(-1, *(1,) * (e.ndim - 1)))
-            if bool(moved[~chosen].any()):
-                raise ArgumentError(
-                    "f",
-                    expected="members of the batch that do not depend on each other",
-                    got="a map that mixes them",
-                    remedy="Measure one member at a time, or put batch statistics in evaluation mode.",
-                )
+
+    def keeps_rows_apart(self) -> bool:
+        """Tell whether J is not zero and maps each of two or more rows of one member to that row alone."""
+        rows = self.in_shape[0]
+        if rows < 2 or self.out_shape[:1] != (rows,):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        e = torch.randn(self.in_shape, generator=generator, dtype=torch.float64).to(self._x)
+        return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
+
+
+def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
+    """Tell whether a part of the product, counted along its first axis, depends on another part of e.
+
+    Parts i and j are told apart by one binary digit of their number: tangents on the parts with that digit
+    set must leave all others still.
+    """
+    for digit in range((len(e) - 1).bit_length()):
+        chosen = torch.tensor([bool(part >> digit & 1) for part in range(len(e))], device=e.device)
+        moved = product(e * chosen.view(-1, *(1,) * (e.ndim - 1)))
+        if bool(moved[~chosen].any()):
+            return True
+    return False
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
