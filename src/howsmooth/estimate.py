@@ -76,9 +76,10 @@ class LipschitzEstimate(_Constants):
         Golub–Kahan (or Lanczos) steps, each one product with the Jacobian and one with its adjoint.
     input_direction, output_direction
         Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out), or shaped as
-        other members are: the perturbation of X that moves the output most, and where it moves it. Where singular values are
-        repeated (symmetric inputs) they are one choice of many. The output direction is zero where the
-        constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight a_i.
+        other members are: the perturbation of X that moves the output most, and where it moves it. Where
+        singular values are repeated (symmetric inputs) they are one choice of many. The output direction is
+        zero where the constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight
+        a_i.
     method
         "closed form" or "autodiff".
     scope
