@@ -80,6 +80,9 @@ class LipschitzAttention(LipschitzModule):
     float32 with autocast off, from the weights as they are stored, and the result is cast to the dtype of
     the input. The constant is that of exact arithmetic. Bounds are computed in float64 on the CPU.
 
+    ``torch.func.vmap`` goes over inputs and masks, whose checks then see all members. Weights of a batch are
+    refused with ``constant``, as the divisor is that of one set of weights.
+
     """
 
     #: Kinds of masks that the layer has a bound for.
