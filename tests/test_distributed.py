@@ -26,6 +26,7 @@ from howsmooth.distributed.shares import RowShares
 from howsmooth.distributed.start import own_start
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate
+from howsmooth.seeds import torch_seed
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._group import ThreadCollectives, in_threads
 
@@ -85,7 +86,8 @@ def test_a_process_without_work_is_refused() -> None:
 )
 def test_the_start_is_that_of_one_process(n: int, d: int, chunk: int) -> None:
     for seed in (0, -7):
-        drawn = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(torch_seed(seed))
+        drawn = torch.randn(n, d, generator=generator, dtype=torch.float64)
         for rank in range(2):
             shares = RowShares(n, 2)
             assert torch.equal(

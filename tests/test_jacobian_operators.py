@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention import core
@@ -183,7 +185,7 @@ def test_a_map_that_mixes_the_batch_is_refused() -> None:
 
 
 def test_wrong_derivatives_are_refused() -> None:
-    class HalfGradient(torch.autograd.Function):
+    class SmallerGradient(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -196,14 +198,16 @@ def test_wrong_derivatives_are_refused() -> None:
 
         @staticmethod
         def backward(ctx, g):
-            return g / 2
+            return 0.95 * g
 
         @staticmethod
         def jvp(ctx, t):
             return t.clone()
 
     with pytest.raises(DerivativeError, match="disagree"):
-        AutodiffJacobian(HalfGradient.apply, tokens(0, 2, 4, D))
+        AutodiffJacobian(SmallerGradient.apply, tokens(0, 2, 4, D))
+    with pytest.raises(DerivativeError, match="disagree"):  # however many numbers there are
+        AutodiffJacobian(SmallerGradient.apply, tokens(0, 100, 100, dtype=torch.float32))
 
 
 def test_a_derivative_that_is_cut_off_is_refused() -> None:
@@ -229,6 +233,54 @@ def test_kinks_and_sharp_maps_are_not_refused(dtype: torch.dtype) -> None:
     ):
         AutodiffJacobian(f, x)
     AutodiffJacobian(lambda t: t * t, torch.zeros(4, D, dtype=dtype))
+    mixed = tokens(1, D, 9, dtype=dtype)
+    AutodiffJacobian(lambda t: torch.relu(t @ mixed) @ mixed.mT, torch.zeros(4, D, dtype=dtype))
+
+
+def _spread(t: Tensor) -> Tensor:
+    return t * torch.logspace(-6, 6, t.shape[-1], dtype=t.dtype)
+
+
+# Fine maps whose derivatives round by far more than one epsilon of their size, or that have a kink at x.
+WILD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a residual that cancels": lambda t: (
+        t + (1e3 * t).sin().cumsum(-2) - (1e3 * (t * (1 + 1e-9))).sin().cumsum(-2)
+    ),
+    "a branch that cancels": lambda t: (t + 1e4 * t) - (1e4 - 1e-6) * t,
+    "a wide range of scales": lambda t: torch.softmax(t @ t.mT, dim=-1) @ _spread(t),
+    "from a wide range of scales": lambda t: _spread(t.flip(-1)).tanh() @ t.mT,
+    "saturated scores": lambda t: torch.softmax(20 * t @ t.mT, dim=-1) @ t - 0.9999 * t,
+    "one mean taken from itself": lambda t: t[..., :1, :] - (1 - 1e-4) * t[..., :1, :].mean(-2, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", WILD)
+def test_wild_maps_are_not_refused_and_their_interval_holds(name: str, dtype: torch.dtype) -> None:
+    """Judged in float64 by dense Jacobians; what float32 cannot tell shows as an interval that is wide."""
+    x = tokens(0, 4, D, dtype=dtype)
+    estimate = hs.local_lipschitz(WILD[name], x, rtol=1e-3, batch_dims=0)
+    true = float(torch.linalg.matrix_norm(dense_jacobian(WILD[name], x.double()), 2))
+    assert float(estimate.lower) * (1 - 1e-9) <= true <= float(estimate.upper) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_map_of_a_ball_is_measured_on_its_sphere(cut: bool) -> None:
+    """Finite differences would leave the ball; a derivative that is cut off is found there all the same."""
+
+    def f(t: Tensor) -> Tensor:
+        if not bool((t.detach().norm(dim=-1) <= 2 * (1 + 1e-12)).all()):
+            raise ValueError("beyond the ball")
+        p = torch.softmax(t @ t.mT / D, dim=-1)
+        return (p.detach() if cut else p) @ t + t * t.mean()
+
+    x = tokens(0, 4, D)
+    x = 2 * x / x.norm(dim=-1, keepdim=True)
+    if cut:
+        with pytest.raises(DerivativeError, match="contradict"):
+            AutodiffJacobian(f, x)
+    else:
+        torch.testing.assert_close(to_dense(AutodiffJacobian(f, x))[0], dense_jacobian(f, x))
 
 
 def test_missing_forward_mode_is_said_clearly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -272,7 +273,8 @@ def test_large_scores_do_not_spoil_float32() -> None:
     [
         ({"x": torch.ones(3, D).half()}, "x", "float16"),
         ({"x": torch.ones(3, D, dtype=torch.bfloat16)}, "x", "half precision"),
-        ({"x": torch.ones(3, D, dtype=torch.int64)}, "x", "int64"),
+        ({"x": torch.ones(3, D, dtype=torch.int64)}, "x", "hs.capture(model, ids)"),
+        ({"x": torch.ones(3, D, dtype=torch.bool)}, "x", ".float()"),
         ({"x": torch.ones(D).double()}, "x", "x[None, :]"),
         ({"x": torch.ones(0, 3, D).double()}, "x", "none of the sizes zero"),
         ({"x": torch.ones(3, D + 1).double()}, "X", "(..., n, 6)"),
@@ -283,6 +285,12 @@ def test_large_scores_do_not_spoil_float32() -> None:
         ({"confidence": 0.1}, "confidence", "0.1"),
         ({"max_iterations": 0}, "max_iterations", ">= 1"),
         ({"seed": [1, 2]}, "seed", "2 integers"),
+        ({"batch_dims": -1}, "batch_dims", "-1"),
+        ({"batch_dims": True}, "batch_dims", "True"),
+        ({"batch_dims": 1}, "batch_dims", "None or 0"),
+        ({"f": torch.sin, "batch_dims": 2}, "x", "batch_dims=2"),
+        ({"x": [torch.ones(3, D).double()], "batch_dims": 0}, "batch_dims", "a list"),
+        ({"f": torch.sin}, "batch_dims", "batch_dims=1 for 3 vectors"),
         ({"method": "autodif"}, "method", "'autodif'"),
         ({"f": torch.sin, "method": "closed form"}, "method", "no closed-form"),
     ],
@@ -315,8 +323,87 @@ def test_overflow_is_an_error_and_not_a_number() -> None:
         hs.local_lipschitz(f, 1e30 * tokens(0, 4, D, dtype=torch.float32))
 
 
+def _dense(f: Callable[[torch.Tensor], torch.Tensor], members: torch.Tensor) -> torch.Tensor:
+    """Spectral norms of the dense Jacobians at members, one by one, of a map of batches."""
+    found = [torch.func.jacrev(f)(one[None]).detach().reshape(-1, one.numel()) for one in members]
+    return torch.stack([torch.linalg.matrix_norm(jacobian, 2) for jacobian in found])
+
+
+def test_vectors_are_no_sequence_unless_that_is_said() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x = tokens(0, 5, D)
+    with pytest.raises(
+        ArgumentError, match=r"batch_dims=1 for 5 vectors.*batch_dims=0 for one sequence of 5"
+    ):
+        hs.local_lipschitz(mlp, x)
+    each = hs.local_lipschitz(mlp, x, batch_dims=1, rtol=1e-9)
+    torch.testing.assert_close(each.value, _dense(mlp, x), rtol=1e-8, atol=0.0)
+    assert each.input_direction.shape == (5, D)
+    whole = hs.local_lipschitz(mlp, x, batch_dims=0, rtol=1e-9)
+    assert whole.value.shape == ()
+    assert float(whole.value) == pytest.approx(float(each.value.max()), rel=1e-8)
+    assert float(hs.local_lipschitz(mlp, x[0], batch_dims=0).value) == pytest.approx(
+        float(each.value[0]), rel=1e-3
+    )
+    # Where it is clear what a member is nothing need be said.
+    for clear in (x[None], x[:1], [x]):
+        assert hs.local_lipschitz(mlp, clear).converged.all()
+    assert hs.local_lipschitz(lambda t: torch.softmax(t @ t.mT, dim=-1) @ t, x).value.shape == ()
+
+
+def test_images_are_measured_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GELU(), nn.Flatten(), nn.Linear(27, 4)).double()
+    images = tokens(0, 3, 2, 5, 5)
+    with pytest.raises(ArgumentError, match=r"batch_dims.*1 for images"):
+        hs.local_lipschitz(model, images)
+    estimate = hs.local_lipschitz(model, images, batch_dims=1, rtol=1e-9)
+    torch.testing.assert_close(estimate.value, _dense(model, images), rtol=1e-8, atol=0.0)
+    assert estimate.input_direction.shape == images.shape
+    assert estimate.output_direction.shape == (3, 4)
+    alone = hs.local_lipschitz(model, images[1:2], batch_dims=0, rtol=1e-9)
+    assert float(alone.value) == pytest.approx(float(estimate.value[1]), rel=1e-8)
+    # Several axes may count members.
+    pairs = images[:2].reshape(2, 1, 2, 5, 5)
+    again = hs.local_lipschitz(
+        lambda x: model(x.flatten(0, 1)).unflatten(0, x.shape[:2]), pairs, batch_dims=2
+    )
+    torch.testing.assert_close(again.value, estimate.value[:2, None], rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "argument", "words"),
+    [
+        (
+            nn.Sequential(nn.Embedding(5, D), nn.Linear(D, D)),
+            torch.ones(2, 3),
+            "f",
+            "embeddings, such as lambda",
+        ),
+        (nn.MultiheadAttention(D, 1, batch_first=True), torch.ones(2, 3, D), "f", "TypeError"),
+        (nn.LSTM(D, D, batch_first=True), torch.ones(2, 3, D), "f", "lambda x: f(x)[0]"),
+    ],
+)
+def test_what_a_module_raises_or_returns_is_said_of_f(
+    f: nn.Module, x: torch.Tensor, argument: str, words: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        hs.local_lipschitz(f, x)
+    assert caught.value.argument == argument
+    assert words in str(caught.value)
+
+
+def test_a_site_in_place_of_its_map() -> None:
+    model = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    sites = hs.capture(model, tokens(0, 1, 4, D, dtype=torch.float32))
+    for f, x in ((sites[0], sites[0].x), (sites, sites[0].x), (sites[0].map, sites[0])):
+        with pytest.raises(ArgumentError, match=r"local_lipschitz\(site.map, site.x\)"):
+            hs.local_lipschitz(f, x)
+
+
 def test_any_torch_module() -> None:
     layer = nn.Linear(D, 3).double().requires_grad_(False)
-    estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9)
+    estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9, batch_dims=0)
     assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(layer.weight, 2)), rel=1e-10)
     assert (estimate.method, estimate.scope) == ("autodiff", "Linear")

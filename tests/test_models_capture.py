@@ -10,10 +10,46 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+import howsmooth as hs
+from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Site, capture
 from howsmooth.models.verified import _gives
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
+
+
+class _PreNorm(torch.nn.Module):
+    """A layer of hs.nn behind a LayerNorm, with the radius that the norm gives."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16, eps=0.0)
+        radius = norm_radius(hs.LayerNorm(torch.ones(16)))
+        self.attn = getattr(hs.nn, name)(16, 2, length=6, radius=radius, constant=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(self.norm(x))[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SoftmaxAttention", "QueryKeyNormAttention", "L2Attention", "CosineAttention", "LipschitzNormAttention"],
+)
+def test_a_layer_with_a_radius_behind_a_norm(name: str) -> None:
+    """No token that the capture or the measurement makes up leaves the radius, which norms attain."""
+    torch.manual_seed(0)
+    model, x = _PreNorm(name).double(), torch.randn(1, 6, 16, dtype=torch.float64)
+    (site,) = capture(model, x)
+    own = model.norm(x)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return model.attn(x)[0]
+
+    torch.testing.assert_close(site.x, own)
+    torch.testing.assert_close(site.map(own), attention(own))
+    true = float(torch.linalg.matrix_norm(torch.func.jacrev(attention)(own[0]).detach().reshape(96, 96), 2))
+    assert float(hs.local_lipschitz(site.map, site.x).value) == pytest.approx(true, rel=1e-3)
+    assert float(hs.local_lipschitz(attention, own).value) == pytest.approx(true, rel=1e-3)
 
 
 @pytest.mark.parametrize("scope", ["attention", "block"])

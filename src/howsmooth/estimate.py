@@ -75,10 +75,11 @@ class LipschitzEstimate(_Constants):
     iterations
         Golub–Kahan (or Lanczos) steps, each one product with the Jacobian and one with its adjoint.
     input_direction, output_direction
-        Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out): the
-        perturbation of X that moves the output most, and where it moves it. Where singular values are
-        repeated (symmetric inputs) they are one choice of many. The output direction is zero where the
-        constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight a_i.
+        Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out), or shaped as
+        other members are: the perturbation of X that moves the output most, and where it moves it. Where
+        singular values are repeated (symmetric inputs) they are one choice of many. The output direction is
+        zero where the constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight
+        a_i.
     method
         "closed form" or "autodiff".
     scope
@@ -88,7 +89,7 @@ class LipschitzEstimate(_Constants):
 
     """
 
-    input_direction: Float[Tensor, "*batch _in _d_in"]
+    input_direction: Float[Tensor, "..."]
     output_direction: Tensor
 
 

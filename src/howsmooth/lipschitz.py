@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from howsmooth.jacobian import (
     weighted_autodiff_jacobian,
 )
 from howsmooth.memory import memory_budget
+from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan, lanczos, lanczos_together
 
 __all__ = ["LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"]
@@ -51,6 +52,7 @@ def local_lipschitz(
     seed: int | Sequence[int] = ...,
     method: str = ...,
     memory: int | None = ...,
+    batch_dims: int | None = ...,
 ) -> LipschitzEstimate: ...
 
 
@@ -65,11 +67,12 @@ def local_lipschitz(
     seed: int | Sequence[int] = ...,
     method: str = ...,
     memory: int | None = ...,
+    batch_dims: int | None = ...,
 ) -> LipschitzEstimates: ...
 
 
 def local_lipschitz(
-    f: Callable[[Tensor], Tensor],
+    f: Any,
     x: object,
     *,
     rtol: float = 1e-4,
@@ -78,6 +81,7 @@ def local_lipschitz(
     seed: int | Sequence[int] = 0,
     method: str = "auto",
     memory: int | None = None,
+    batch_dims: int | None = None,
 ) -> LipschitzEstimate | LipschitzEstimates:
     """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
 
@@ -95,7 +99,8 @@ def local_lipschitz(
         A map of this library (closed form), or any differentiable PyTorch map of tokens (..., n, d) to a
         tensor with the same leading axes (autodiff). Members of the batch must be independent.
     x
-        Tokens (..., n, d), float32 or float64, batched over the leading axes; or a list or tuple of tokens
+        Tokens (..., n, d), float32 or float64, batched over the leading axes (see ``batch_dims`` for vectors
+        and images); or a list or tuple of tokens
         (n_i, d), n_i of their own, which share matrix products and, where they are short, operations; or a
         measure with atoms, at which a map of this library is measured, in float64.
     rtol
@@ -105,14 +110,21 @@ def local_lipschitz(
     max_iterations
         Golub–Kahan steps at most.
     seed
-        Seed of the random start: one for all members, or one a member. A member's result depends on its
-        own input and seed, not on the batch it stands in; with one seed, member i uses its own stream i.
+        Seed of the random start, of which 64 bits count: one for all members, or one a member. A member's
+        result depends on its own input and seed, not on the batch it stands in; with one seed, member i
+        uses its own stream i.
     method
         "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
     memory
         Bytes that may be used; by default half of what is free. Where attention probabilities, n² a head, do
         not fit, they are formed anew in each product, in memory O(n d). The numbers are the same to rounding.
         It limits the closed form alone.
+    batch_dims
+        Number of leading axes of ``x`` that count members; by default all but the last two, which are
+        tokens (n, d). With 1, images (batch, channels, height, width) or vectors (batch, d) are measured one
+        by one by any ``f`` that takes such batches; with 0, ``x`` is one member. Of an ``f`` that is no map
+        of this library and acts on each row of a matrix ``x`` by itself it cannot be told whether the rows
+        are vectors or the tokens of one sequence, whose constant is the largest of theirs: it must be said.
 
     Returns
     -------
@@ -134,21 +146,33 @@ def local_lipschitz(
     Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: docs/theory/spectral-norm.md.
 
     """
+    if batch_dims is not None:
+        _check_batch_dims(batch_dims, f, x)
     if isinstance(x, AbstractMeasure):
         return _at_measure(f, x, rtol, confidence, max_iterations, seed, method)
     if isinstance(x, list | tuple):
         return _at_sequences(f, x, rtol, confidence, max_iterations, seed, method, memory)
-    _check_arguments(f, x, rtol, confidence, max_iterations)
+    _check_arguments(f, x, rtol, confidence, max_iterations, batch_dims)
     assert isinstance(x, Tensor)
     chosen = _chosen_method(f, method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
-    lead, x = x.shape[:-2], x.detach()
-    flat = x.reshape(-1, *x.shape[-2:])
+    leading = x.ndim - 2 if batch_dims is None else batch_dims
+    lead, x = x.shape[:leading], x.detach()
+    flat = x.reshape(-1, *x.shape[leading:])
     seeds = _member_seeds(seed, len(flat))
     run = _Run(rtol, confidence, max_iterations, seeds, [flat.shape[1]] * len(flat))
     if chosen == "autodiff":
-        parts = [run.golub_kahan(AutodiffJacobian(f, x), range(len(flat)))]
+        operator = AutodiffJacobian(f, x, leading)
+        if batch_dims is None and x.ndim == 2 and not isinstance(f, TokenMap) and operator.keeps_rows_apart():
+            raise ArgumentError(
+                "batch_dims",
+                expected="0 or 1, as f acts on each row of x by itself",
+                got="None",
+                remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
+                f"batch_dims=0 for one sequence of {len(x)} tokens.",
+            )
+        parts = [run.golub_kahan(operator, range(len(flat)))]
     else:
         assert isinstance(f, TokenMap)
         budget = memory_budget(memory, x.device)
@@ -475,33 +499,73 @@ def _unit(t: Tensor) -> Tensor:
 
 
 def _check_arguments(
-    f: Callable[[Tensor], Tensor], x: object, rtol: float, confidence: float, max_iterations: int
+    f: object,
+    x: object,
+    rtol: float,
+    confidence: float,
+    max_iterations: int,
+    batch_dims: int | None = None,
 ) -> None:
     if not callable(f):
-        raise ArgumentError("f", expected="a map of tokens, callable", got=type(f).__name__)
+        raise ArgumentError(
+            "f", expected="a map of tokens, callable", got=type(f).__name__, remedy=_of_site(f)
+        )
     if not isinstance(x, Tensor):
         raise ArgumentError(
-            "x", expected="a tensor (..., n, d)", got=type(x).__name__, remedy="Use torch.as_tensor."
+            "x",
+            expected="a tensor (..., n, d)",
+            got=type(x).__name__,
+            remedy=_of_site(x) or "Use torch.as_tensor.",
         )
     if x.dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(
-            "x",
-            expected="float32 or float64",
-            got=str(x.dtype),
-            remedy="Convert map and tokens, for instance with .float(): half precision carries no interval.",
-        )
-    if x.ndim < 2 or x.numel() == 0:
+        remedy = "Convert map and tokens, for instance with .float(): half precision carries no interval."
+        if not x.is_floating_point():
+            remedy = (
+                "Token ids have no derivative: capture the model with hs.capture(model, ids) and measure "
+                "site.map at site.x, or measure a function of its embeddings. Other numbers are converted "
+                "with .float()."
+            )
+        raise ArgumentError("x", expected="float32 or float64", got=str(x.dtype), remedy=remedy)
+    if x.ndim < (2 if batch_dims is None else batch_dims + 1) or x.numel() == 0:
         raise ArgumentError(
             "x",
             expected="tokens (..., n, d), none of the sizes zero",
             got=f"shape {tuple(x.shape)}",
-            remedy="For one token write x[None, :].",
+            remedy="For one token write x[None, :]; for one vector say batch_dims=0."
+            if batch_dims is None
+            else f"With batch_dims={batch_dims} at least one more axis is that of a member.",
         )
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
     check_accuracy(rtol, confidence, str(x.dtype).removeprefix("torch."))
     if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
         raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+
+
+def _check_batch_dims(batch_dims: object, f: object, x: object) -> None:
+    if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
+        raise ArgumentError("batch_dims", expected="a whole number >= 0, or None", got=repr(batch_dims))
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            "batch_dims",
+            expected="None where x is a list or a measure, which says itself what its members are",
+            got=str(batch_dims),
+        )
+    if isinstance(f, TokenMap) and x.ndim >= 2 and batch_dims != x.ndim - 2:
+        raise ArgumentError(
+            "batch_dims",
+            expected=f"None or {x.ndim - 2}: a map of howsmooth takes tokens (n, d), the last two axes",
+            got=str(batch_dims),
+        )
+
+
+def _of_site(given: object) -> str:
+    """Say what to do with what ``howsmooth.capture`` returns."""
+    first = given[0] if isinstance(given, list | tuple) and given else given
+    if not (hasattr(first, "map") and hasattr(first, "x")):
+        return ""
+    each = "" if first is given else " for each site of the list"
+    return f"Measure the map of a captured site at its tokens, local_lipschitz(site.map, site.x){each}."
 
 
 def _checked_sequences(
@@ -573,9 +637,10 @@ def _starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[in
     longest, *rest = operator.in_shape
 
     def drawn(seed: int, length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
+        generator = torch.Generator().manual_seed(torch_seed(seed))
         start = torch.randn((length, *rest), generator=generator, dtype=torch.float64)
-        return filled(start.to(operator.dtype), longest)
+        start = start.to(operator.dtype)
+        return start if length == longest else filled(start, longest)
 
     if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
         members = list(map(drawn, seeds, lengths))

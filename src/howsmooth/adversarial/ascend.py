@@ -24,6 +24,7 @@ from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.seeds import torch_seed
 
 __all__ = ["Ascent", "ascend"]
 
@@ -164,7 +165,7 @@ def ascend(
     where, n = _domain_and_length(f, length, radius, domain)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError("seed", expected="an integer", got=repr(seed))
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    generator = torch.Generator().manual_seed(torch_seed(seed))
     basis = _basis(f, where)
     g = _compressed(f, basis)
     given = _given_starts(f, n, where, starts)

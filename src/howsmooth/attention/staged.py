@@ -449,7 +449,8 @@ class StagedAttention(TokenMap):
 
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            x = torch.randn(self.n, self.d, generator=generator)
+            # Small: the layer may refuse tokens beyond a radius.
+            x = 2**-20 * torch.randn(self.n, self.d, generator=generator)
             self.run(x.to(dtype=self.dtype, device=self.device), shaped)
         self._shapes[:] = found
         return tuple(found)

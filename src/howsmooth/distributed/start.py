@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.seeds import torch_seed
+
 __all__ = ["own_start"]
 
 # Numbers drawn at a time.
@@ -21,11 +23,10 @@ def own_start(
 ) -> Float[Tensor, "own d"]:
     """Return the rows ``ranges`` of the Gaussian start (n, d) of ``seed``, float64 on the CPU.
 
-    Bit for bit the rows of ``torch.randn(n, d)`` from this seed, so that the result does not depend on the
-    number of processes. All numbers are drawn in turn, in memory of the own rows and one chunk.
+    Bit for bit the rows that one process draws with ``torch.randn(n, d)``, so that the result does not depend
+    on the number of processes. All numbers are drawn in turn, in memory of the own rows and one chunk.
     """
-    seed %= 2**64
-    generator = torch.Generator().manual_seed(seed - 2**64 * (seed >= 2**63))
+    generator = torch.Generator().manual_seed(torch_seed(seed))
     step = max(1, chunk // (d * _GROUP)) * _GROUP
     own = torch.empty(sum(part.stop - part.start for part in ranges), d, dtype=torch.float64)
     first = 0

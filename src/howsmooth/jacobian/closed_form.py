@@ -265,8 +265,8 @@ class AttentionJacobian(LinearOperator):
             dq = query_norm.product(dq.reshape(b, *query_norm.in_shape))
         if key_norm is not None:
             dk = key_norm.product(dk.reshape(b, *key_norm.in_shape))
-        dq = dq.view(b, n, f.heads, f.key_dim).transpose(1, 2)
-        dk = dk.view(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
+        dq = dq.reshape(b, n, f.heads, f.key_dim).transpose(1, 2)
+        dk = dk.reshape(b, n, f.kv_heads, f.key_dim).transpose(1, 2)
         dv = dv.view(b, n, f.kv_heads, f.value_dim).transpose(1, 2)
         rotary = self.projection.rotary
         if rotary is not None:
@@ -291,7 +291,7 @@ class AttentionJacobian(LinearOperator):
         parts = [part.transpose(1, 2).reshape(b, n, -1) for part in (dq, dk, dv)]
         for i, norm in enumerate(self.norms):
             if norm is not None:  # queries, then keys
-                parts[i] = norm.adjoint_product(parts[i].view(b, *norm.in_shape)).view(b, n, -1)
+                parts[i] = norm.adjoint_product(parts[i].reshape(b, *norm.in_shape)).reshape(b, n, -1)
         return torch.cat(parts, dim=-1)
 
     def select(self, members: Tensor) -> AttentionJacobian:

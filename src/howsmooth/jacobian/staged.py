@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from howsmooth.attention.staged import SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian.autodiff import (
+    MULTIPLES,
     allowance_for_rounding,
     as_derivative_errors,
     check_adjoint,
@@ -169,13 +170,18 @@ class _Member:
         e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
         u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
         je = self._tangent(self.x, e)
-        check_adjoint(e, je, u, self.adjoint(u))
+        jtu = self.adjoint(u)
+        moves = zip(MULTIPLES, moved_by_rounding(self.x), strict=True)
+        forward = allowance_for_rounding((self._tangent(x, c * e)[None] / c for c, x in moves), je[None])
+        reverse = allowance_for_rounding((self.adjoint(c * u)[None] / c for c in MULTIPLES), jtu[None])
+        check_adjoint(e, je, u, jtu, forward, reverse)
         if not self._image_gives(e, je):
             self._image = None
-        moved = (self._tangent(x, e)[None] for x in moved_by_rounding(self.x))
         core = torch.stack([core.rounding for core in self.cores]).amax()
-        self.rounding = core + allowance_for_rounding(moved, je[None])[0]
-        check_against_differences(self._value, self.x.detach(), e, je)
+        self.rounding = core + torch.maximum(forward, reverse)[0]
+        x = self.x.detach()
+        rounding = float(self.rounding)
+        check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
         """Tell whether the product by way of the adjoint is that of forward mode, which has the last word."""

@@ -151,7 +151,7 @@ class StreamedAttentionJacobian(LinearOperator):
         b, n, d = e.shape
         rows = (e.view(b * n, d) @ weight.mT).view(b, n, -1)
         if norm is not None:
-            rows = norm.product(rows.reshape(b, *norm.in_shape)).view(rows.shape)
+            rows = norm.product(rows.reshape(b, *norm.in_shape)).reshape(rows.shape)
         rows = rows.view(b, n, heads, -1).transpose(1, 2)
         if turned and self.weights.rotary is not None:
             rows = self.weights.rotary.rotate(rows)
@@ -174,7 +174,7 @@ class StreamedAttentionJacobian(LinearOperator):
             part = self.weights.rotary.rotate_adjoint(part)
         rows = part.transpose(1, 2).reshape(self.batch, n, -1)
         if norm is not None:
-            rows = norm.adjoint_product(rows.reshape(self.batch, *norm.in_shape)).view(rows.shape)
+            rows = norm.adjoint_product(rows.reshape(self.batch, *norm.in_shape)).reshape(rows.shape)
         return rows.flatten(0, 1)
 
     def _image(self, do: Tensor) -> Tensor:

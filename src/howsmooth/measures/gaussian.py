@@ -20,6 +20,7 @@ from howsmooth.attention.map import check_measure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.checks import check_numbers
 from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.seeds import torch_seed
 
 __all__ = ["Gaussian", "affine_action", "affine_action_at"]
 
@@ -106,7 +107,7 @@ class Gaussian(AbstractMeasure):
             raise ArgumentError("n", expected="a whole number >= 1", got=repr(n))
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError("seed", expected="a whole number", got=repr(seed))
-        generator = torch.Generator().manual_seed(seed % 2**63)
+        generator = torch.Generator().manual_seed(torch_seed(seed))
         drawn = torch.randn(n, self.d, generator=generator, dtype=torch.float64)
         values, vectors = torch.linalg.eigh(self.covariance.double())
         root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT

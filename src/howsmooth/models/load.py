@@ -33,6 +33,7 @@ from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.shortened import count_weights, shorten
 from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.trust import check_files, forget_implementations
+from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "load_model"]
 
@@ -230,7 +231,7 @@ def _built(
         # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives
         # the same weights everywhere, and no random state but the one that is restored is touched.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(torch_seed(seed))
             if random_init:
                 # In float32 first, so that both precisions start from the same numbers.
                 model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)

@@ -25,6 +25,8 @@ __all__ = ["CrossAttention", "Owner", "find_owner", "first_line", "moved_tokens"
 
 
 _ALL = {"queries", "keys", "values"}
+# Length of the longest moved token, of that of the longest token: less than all of it, for rounding.
+_WITHIN = 0.9
 
 
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
@@ -153,12 +155,18 @@ def _has_weights_for(call: Call, x: Tensor) -> bool:
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     """Return tokens moved by about their own size, with the same numbers every time.
 
-    Tokens before ``first``, counted along the axis before the last, stay.
+    Tokens before ``first``, counted along the axis before the last, stay. None becomes longer than the
+    longest is: a layer may refuse tokens beyond a radius, and those it was given lie within it.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
     noise[..., :first, :] = 0.0
-    return x + noise * x.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    moved = x + noise * x.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    longest, reached = (torch.linalg.vector_norm(t, dim=-1).max() for t in (x, moved[..., first:, :]))
+    moved[..., first:, :] *= torch.where(
+        (longest > 0) & (reached > longest), _WITHIN * longest / reached, 1.0
+    )
+    return moved
 
 
 def _cores(call: Repeated, x: Tensor, implementation: str | None) -> list[CoreCall]:

@@ -74,7 +74,9 @@ def is_linear(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether the module looks like a norm over the last axis; what it computes is verified by value."""
     weight = getattr(module, "weight", None)
-    named = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower()
+    # What has modules of its own, as attention with a norm in its name, is no norm.
+    alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+    named = isinstance(module, nn.LayerNorm | nn.RMSNorm) or alone
     return named and (weight is None or weight.ndim == 1)
 
 

@@ -15,6 +15,7 @@ from howsmooth.models.borrow import borrowed
 from howsmooth.models.passes import run
 from howsmooth.models.recording import bound_arguments, first_tokens
 from howsmooth.models.site import Site
+from howsmooth.seeds import torch_seed
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
 
@@ -82,7 +83,7 @@ def training_tokens(
             for module in model.modules():
                 module.training = True
             for sequence, seed in zip(inputs, seeds, strict=True):
-                torch.manual_seed(seed)
+                torch.manual_seed(torch_seed(seed))
                 run(model, (), {"input_ids": sequence[None].to(model.device)})
     finally:
         for handle in handles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ __all__ = [
     "check_placement",
     "check_size",
     "check_tokens",
+    "look_at",
     "norm_above",
     "root",
     "times",
@@ -111,6 +113,34 @@ def check_tokens(
             argument, expected=f"tokens of {dim} numbers (last axis)", got=f"shape {tuple(x.shape)}"
         )
     return x
+
+
+def look_at(t: Tensor, check: Callable[[Tensor], object]) -> None:
+    """Hand a check the numbers of a tensor; within torch.func.vmap those of all members, on a first axis.
+
+    A member alone has no numbers there that Python could read.
+    """
+    _Look.apply(t.detach(), check)  # type: ignore[no-untyped-call]
+
+
+class _Look(torch.autograd.Function):
+    """A function of no value, for PyTorch's rule of what vmap makes of a function."""
+
+    @staticmethod
+    def forward(t: Tensor, check: Callable[[Tensor], object]) -> Tensor:
+        check(t)
+        return t.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], t: Tensor, check: Callable[[Tensor], object]
+    ) -> tuple[Tensor, None]:
+        look_at(t.movedim(in_dims[0], 0), check)
+        return t.new_empty(0), None
 
 
 def root(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.seeds import torch_seed
+
 __all__ = ["MOST_STEPS", "STOP_BELOW", "PowerIteration", "power_iteration"]
 
 MOST_STEPS = 100
@@ -67,7 +69,7 @@ def power_iteration(
         Of the start.
 
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(torch_seed(seed))
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
     u = u / torch.linalg.vector_norm(u)
     previous = -1.0

@@ -12,6 +12,7 @@ from howsmooth.attention.core import attention_probabilities, weighted_values
 from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
+from howsmooth.seeds import torch_seed
 
 __all__ = ["DropoutAttention", "unmasked", "with_dropout"]
 
@@ -35,7 +36,7 @@ class DropoutAttention(TokenMap):
         require_plain_scores(inner, "the published maps", argument="inner")
         self.inner, self.weights, self.outputs = inner, weights, outputs
         self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(torch_seed(seed))
 
     @property
     def d(self) -> int:

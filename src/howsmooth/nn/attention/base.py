@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.divisor import Remembered, divided, log_value
 from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import check_placement
+from howsmooth.nn.numbers import check_placement, look_at
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 
@@ -78,6 +79,9 @@ class LipschitzAttention(LipschitzModule):
     Half precision (float16, bfloat16, of weights or inputs) and autocast: everything inside is computed in
     float32 with autocast off, from the weights as they are stored, and the result is cast to the dtype of
     the input. The constant is that of exact arithmetic. Bounds are computed in float64 on the CPU.
+
+    ``torch.func.vmap`` goes over inputs and masks, whose checks then see all members. Weights of a batch are
+    refused with ``constant``, as the divisor is that of one set of weights.
 
     """
 
@@ -365,6 +369,8 @@ class LipschitzAttention(LipschitzModule):
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return 1/divisor with its gradient in the weights."""
+        for name, weight in weights.items():
+            look_at(weight, partial(_refuse_batched, name, weight.ndim))
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
             return divided(self._log_divisor(weights), weights, self._log, like)
@@ -438,22 +444,23 @@ class LipschitzAttention(LipschitzModule):
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
         """Return the tokens, all of them within the radius: refused or projected where they are not."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if self.beyond == "clip":
-            if not bool(torch.isfinite(norms).all()):
+        clip = self.beyond == "clip"
+
+        def check(norms: Tensor) -> None:
+            largest = float(norms.max())
+            if not math.isfinite(largest):
                 raise NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
-            clipped: Tensor = x * (radius / norms.clamp(min=radius))
-            return clipped
-        largest = float(norms.detach().max())
-        if not math.isfinite(largest):
-            raise NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
-        if largest > radius * (1 + _ULPS * torch.finfo(dtype).eps):
-            raise ArgumentError(
-                "query",
-                expected=f"tokens of norm at most {radius:g}, the radius of the layer",
-                got=f"a token of norm {largest:g}",
-                remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
-            )
-        return x
+            if not clip and largest > radius * (1 + _ULPS * torch.finfo(dtype).eps):
+                raise ArgumentError(
+                    "query",
+                    expected=f"tokens of norm at most {radius:g}, the radius of the layer",
+                    got=f"a token of norm {largest:g}",
+                    remedy="Build the layer with a larger radius, or with beyond='clip', which projects "
+                    "them.",
+                )
+
+        look_at(norms, check)
+        return x * (radius / norms.clamp(min=radius)) if clip else x
 
     # ---- what it is
 
@@ -485,6 +492,16 @@ class LipschitzAttention(LipschitzModule):
         """Return the settings, for printing."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def _refuse_batched(name: str, ndim: int, seen: Tensor) -> None:
+    if seen.ndim != ndim:
+        raise ArgumentError(
+            name,
+            expected="one weight for all members of torch.func.vmap, as the layer is divided by its bound",
+            got="a weight for each member",
+            remedy="Call such layers one after the other, or build them without constant.",
+        )
 
 
 def _count(name: str, value: object) -> int:

@@ -79,8 +79,8 @@ class Parts:
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
     """Return what a bound needs to know of the masks that a layer takes."""
-    if masking.hidden is not None:
-        return visible_rows(length, ~masking.hidden)
+    if masking.rows is not None:
+        return masking.rows
     if masking.kind == "any":
         return any_boolean_mask(length)
     return visible_rows(length, "any" if masking.kind == "additive" else masking.kind)  # type: ignore[arg-type]

@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
+from howsmooth.nn.numbers import look_at
 
 __all__ = ["Masking"]
 
@@ -32,11 +34,15 @@ class Masking:
         leaves each query a key; "additive": any numbers, −inf among them, that leave each query a key.
     hidden
         (n, n), True where query (row) does not see key (column); of "fixed".
+    rows
+        What bounds need to know of ``hidden``, read once: within PyTorch's function transforms no tensor has
+        numbers to take out.
 
     """
 
     kind: str
     hidden: Bool[Tensor, "n n"] | None = None
+    rows: VisibleRows | None = None
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
@@ -56,7 +62,8 @@ class Masking:
                 got=got,
             )
         _check_rows(mask, "mask")
-        return cls("fixed", mask.cpu().clone())
+        hidden = mask.cpu().clone()
+        return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def setting(self) -> str | list[Any]:
         """Return the argument that it was read from, as JSON."""
@@ -132,10 +139,10 @@ class Masking:
         wanted = (
             here.to(mask.device).expand(hidden.shape) if name == "attn_mask" else torch.zeros_like(hidden)
         )
-        if torch.equal(hidden, wanted) and (numbers is None or not bool(numbers.any())):
-            return
         what = {"none": "no mask", "causal": "the causal mask alone", "fixed": "the mask of the layer alone"}
-        raise ArgumentError(
+        other = (hidden != wanted) if numbers is None else (hidden != wanted) | (numbers != 0)
+        _refuse_where(
+            other,
             name,
             expected=f"{what[self.kind]}, for which the constant was proved",
             got="another one",
@@ -155,8 +162,13 @@ def _shaped(
         raise ArgumentError(
             name, expected=f"shape {' or '.join(map(str, shapes))}", got=f"shape {tuple(mask.shape)}"
         )
-    if not mask.dtype == torch.bool and bool(((mask != mask) | (mask == math.inf)).any()):
-        raise ArgumentError(name, expected="finite numbers or -inf", got="NaN or infinity")
+    if mask.dtype != torch.bool:
+        _refuse_where(
+            (mask != mask) | (mask == math.inf),
+            name,
+            expected="finite numbers or -inf",
+            got="NaN or infinity",
+        )
     return name, mask.to(device).reshape(shapes[tuple(mask.shape)])
 
 
@@ -164,13 +176,13 @@ def _as_boolean(name: str, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     hidden = torch.isneginf(mask)
-    if bool(mask.masked_fill(hidden, 0.0).any()):
-        raise ArgumentError(
-            name,
-            expected="a boolean mask, or one of 0 and -inf",
-            got="other numbers",
-            remedy="Build the layer with mask='additive': its constant covers them.",
-        )
+    _refuse_where(
+        mask.masked_fill(hidden, 0.0) != 0,
+        name,
+        expected="a boolean mask, or one of 0 and -inf",
+        got="other numbers",
+        remedy="Build the layer with mask='additive': its constant covers them.",
+    )
     return hidden
 
 
@@ -181,10 +193,20 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_rows(hidden: Tensor, name: str) -> None:
-    if bool(hidden.all(dim=-1).any()):
-        raise ArgumentError(
-            name,
-            expected="at least one visible key for every query",
-            got="a query that sees none",
-            remedy="Its attention weights are not defined; leave such tokens out.",
-        )
+    _refuse_where(
+        hidden.all(dim=-1),
+        name,
+        expected="at least one visible key for every query",
+        got="a query that sees none",
+        remedy="Its attention weights are not defined; leave such tokens out.",
+    )
+
+
+def _refuse_where(wrong: Tensor, name: str, **words: str) -> None:
+    """Raise ArgumentError if anything is wrong."""
+
+    def check(wrong: Tensor) -> None:
+        if bool(wrong.any()):
+            raise ArgumentError(name, **words)
+
+    look_at(wrong, check)

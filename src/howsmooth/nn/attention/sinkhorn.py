@@ -16,6 +16,7 @@ from howsmooth.bounds.visible_rows import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
 from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double, ready
+from howsmooth.nn.numbers import look_at
 
 __all__ = ["SinkhornAttention"]
 
@@ -144,11 +145,15 @@ def _closed(added: Tensor) -> Tensor:
 
 def _check_pattern(seen: Tensor, name: str) -> None:
     """Refuse patterns that need not be those of a doubly stochastic matrix."""
-    if bool((seen == seen.mT).all()) and bool(seen.diagonal(dim1=-2, dim2=-1).all()):
-        return
-    raise ArgumentError(
-        name,
-        expected="a mask by which i sees j as j sees i, and each token itself, padding aside",
-        got="another one",
-        remedy="Other patterns need not have a doubly stochastic matrix; a triangular one has the identity.",
-    )
+
+    def check(seen: Tensor) -> None:
+        if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):
+            raise ArgumentError(
+                name,
+                expected="a mask by which i sees j as j sees i, and each token itself, padding aside",
+                got="another one",
+                remedy="Other patterns need not have a doubly stochastic matrix; a triangular one has the "
+                "identity.",
+            )
+
+    look_at(seen, check)

@@ -9,6 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.seeds import torch_seed
 
 __all__ = ["Directions"]
 
@@ -30,7 +31,7 @@ class Directions:
     def __init__(self, seed: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ArgumentError("seed", expected="an integer >= 0", got=repr(seed))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(torch_seed(seed))
         self._left: Tensor | None = None
 
     def __len__(self) -> int:
