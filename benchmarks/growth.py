@@ -31,6 +31,7 @@ import howsmooth as hs
 from howsmooth.attention.core import NO_FEATURES
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.study.exponents import fit_exponent
 
@@ -55,7 +56,8 @@ def core(n: int, heads: int, width: int = WIDTH, *, causal: bool = False, window
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, heads, n, width, generator=generator, dtype=torch.float64)
     visibility = Visibility(n, causal, window)
-    at = streamed_derivative(q[:, :, None], k, v, width**-0.5, visibility, NO_FEATURES, torch.float32)
+    operands = Operands.of_heads(q[:, :, None], k, v, width**-0.5, NO_FEATURES)
+    at = streamed_derivative(operands, visibility, torch.float32)
     dq, dk, dv = torch.randn(3, heads, n, width, generator=generator)
     return lambda: at.gram(dq, dk, dv, lambda member, rows, do: do)
 

@@ -12,6 +12,7 @@ from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian import closed_form_jacobian, kernel_bytes
 from howsmooth.jacobian.fused import FusedDerivative, fused, within
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
 
@@ -68,7 +69,7 @@ def derivative(
     k, v = normal(members, kv_heads, n, key_dim), normal(members, kv_heads, n, value_dim)
     seen = Visibility(n, **rules)  # type: ignore[arg-type]
     single, double = (
-        streamed_derivative(q, k, v, key_dim**-0.5, seen, ScoreFeatures(), dtype)
+        streamed_derivative(Operands.of_heads(q, k, v, key_dim**-0.5, ScoreFeatures()), seen, dtype)
         for dtype in (torch.float32, torch.float64)
     )
     return single, double
@@ -131,8 +132,9 @@ def test_some_rows_of_a_sequence() -> None:
     generator = torch.Generator().manual_seed(8)
     q, k, v = (torch.randn(1, 1, n, 16, generator=generator, dtype=torch.float64) for n in (30, 90, 90))
     q, k, v = q[:, :, None].to(DEVICE), k.to(DEVICE), v.to(DEVICE)
+    operands = Operands.of_heads(q, k, v, 0.25, ScoreFeatures())
     single, double = (
-        streamed_derivative(q, k, v, 0.25, Visibility(90, causal=True), ScoreFeatures(), dtype, first_row=41)
+        streamed_derivative(operands, Visibility(90, causal=True), dtype, first_row=41)
         for dtype in (torch.float32, torch.float64)
     )
     at, moved = by_kernels(single, 3), tangents(9, single)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.footprint import bytes_per_head
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, streamed_bytes, tiling
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
@@ -106,11 +108,9 @@ def test_a_shard_of_one_heads_rows_has_its_squares_at_the_diagonal(
 ) -> None:
     cut_finely(monkeypatch, threads=2)
     f, x = random_attention(7, heads=1, causal=True), tokens(0, 1, 12, D)
-    q, k, v = f.projections(x)
-    q = q.unflatten(1, (1, 1))
-    rules = (f.scale, Visibility(12, True), f.features, torch.float64)
-    whole = streamed_derivative(q, k, v, *rules)
-    shard = streamed_derivative(q[..., cut:, :], k, v, *rules, first_row=cut)
+    operands, rules = Operands.of_tokens(f, x), (Visibility(12, True), torch.float64)
+    whole = streamed_derivative(operands, *rules)
+    shard = streamed_derivative(replace(operands, q=operands.q[..., cut:, :]), *rules, first_row=cut)
     pieces = [piece for block in shard.tiling.blocks() for piece in shard.tiling.pieces(block)]
     assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (cut == 4)
     do = tokens(4, 1, 12, f.value_dim)
@@ -180,13 +180,11 @@ def test_shards_of_the_query_rows_add_up() -> None:
         random_attention(7, heads=4, kv_heads=2, causal=True, window=5, sinks=torch.ones(4).double()),
         tokens(0, 1, 9, D),
     )
-    q, k, v = f.projections(x)
-    q = q.unflatten(1, (2, 2))
-    rules = (f.scale, Visibility(n, True, 5), f.features, torch.float64)
-    whole = streamed_derivative(q, k, v, *rules)
+    operands, rules = Operands.of_tokens(f, x), (Visibility(n, True, 5), torch.float64)
+    whole = streamed_derivative(operands, *rules)
     shards = [
-        streamed_derivative(q[..., :cut, :], k, v, *rules),
-        streamed_derivative(q[..., cut:, :], k, v, *rules, first_row=cut),
+        streamed_derivative(replace(operands, q=operands.q[..., :cut, :]), *rules),
+        streamed_derivative(replace(operands, q=operands.q[..., cut:, :]), *rules, first_row=cut),
     ]
     do = tokens(4, 2, 2 * n, f.value_dim)
     rows = do.unflatten(1, (2, n))
@@ -208,7 +206,7 @@ def test_a_mask_that_differs_between_heads_and_members_hides_tiles() -> None:
     seen |= torch.eye(n, dtype=torch.bool)
     q, k, v = tokens(0, 2, 2, 1, n, 3), tokens(1, 2, 2, n, 3), tokens(2, 2, 2, n, 4)
     features = hs.attention.core.ScoreFeatures(seen=seen)
-    at = streamed_derivative(q, k, v, 0.5, Visibility(n), features, torch.float64)
+    at = streamed_derivative(Operands.of_heads(q, k, v, 0.5, features), Visibility(n), torch.float64)
 
     def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = (0.5 * q[:, :, 0] @ k.mT).masked_fill(~seen[:, :, 0], float("-inf"))

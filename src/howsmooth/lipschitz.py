@@ -32,6 +32,7 @@ from howsmooth.jacobian import (
 from howsmooth.memory import memory_budget
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan, lanczos, lanczos_together
+from howsmooth.spectral.operator import length_rounding
 
 __all__ = ["LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"]
 
@@ -423,11 +424,11 @@ def _verdict(
     # Float32 has found σ̂² v for JᵀJ v, up to the residual of the Ritz vector, mostly far below the interval.
     found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
-    judged = _judged(found, sigma, defect, exact.rounding, run.rtol)
+    judged = _judged(found, sigma, defect, exact, run.rtol)
     if not bool(judged.converged.all()):
         _, rounded = operator.energy_product(right.to(operator.dtype))
         defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
-        judged = _judged(found, sigma, defect, exact.rounding, run.rtol)
+        judged = _judged(found, sigma, defect, exact, run.rtol)
     stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
     if not len(stuck):
         return judged
@@ -458,7 +459,7 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
-    judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact.rounding, run.rtol)
+    judged = _judged(found, sigma, _defect(rounded, gram, sigma), exact, run.rtol)
     del image, gram, rounded, right
     stuck = ~judged.converged & (found.converged | found.broke_down)
     room = budget - beside_the_basis(double, x.double())
@@ -469,15 +470,17 @@ def _streamed(double: TokenMap, x: Tensor, members: Sequence[int], run: _Run, bu
 
 
 def _judged(
-    found: LeadingTriplet, sigma: Tensor, defect: Tensor, rounding: Tensor, rtol: float
+    found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Return float32's triplet with the value σ = ‖J v‖ of float64, and what rounding may have done.
+    """Return float32's triplet with the value σ = |J v| of float64, and what rounding may have done.
 
-    To first order that moves σ by at most the defect; twice it is allowed for, beside the width of the
-    float32 interval and what the float64 value moved.
+    The lower limit is proved where the float64 products are. The upper one is an estimate to first order:
+    rounding of the float32 run moves σ by at most the defect, twice which is allowed for, beside the width of
+    the float32 interval, what the float64 value moved, and what rounding does to the defect itself.
     """
-    upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect
-    lower = sigma * (1 - rounding)
+    error = exact.rounding * sigma if exact.proved is None else exact.proved.total
+    upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect + 6 * error
+    lower = (sigma - error).clamp_min(0.0) * (1 - length_rounding(exact))
     return replace(found, sigma=sigma, lower=lower, upper=upper, converged=upper - lower <= rtol * sigma)
 
 

@@ -141,7 +141,8 @@ class SharedMap:
                 return f._forward(x)
 
     def _attention(self, f: SelfAttention, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        local = self._placed(f)
+        # Without sinks no derivative feels a value bias: added, it would cost the values digits.
+        local = self._placed(f if f.sinks is not None else f._rebuilt(value_bias=None))
         for norm, weight, bias in (
             (f.query_norm, f.query, f.query_bias),
             (f.key_norm, f.key, f.key_bias),

@@ -200,7 +200,7 @@ def _single(
     defect = _length(rounded.double() - gram, exchange).cpu() / sigma.clamp_min(
         torch.finfo(torch.float64).tiny
     )
-    judged = _judged(found, sigma, defect, exact.rounding, rtol)
+    judged = _judged(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
     if bool(judged.converged) or not bool(found.converged | found.broke_down):
         return judged

@@ -12,6 +12,7 @@ from torch import Tensor
 from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.exchange import Exchange
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 
 __all__ = ["SharedSoftmax", "shared_softmax"]
@@ -234,9 +235,8 @@ def _some_heads(
     for part in exchange.ranges:
         length = part.stop - part.start
         own_q = q[None, heads, :, begun : begun + length]
-        piece = streamed_derivative(
-            own_q, every_k[None], every_v[None], scale, visibility, of_heads, dtype, first_row=part.start
-        )
+        operands = Operands.of_heads(own_q, every_k[None], every_v[None], scale, of_heads)
+        piece = streamed_derivative(operands, visibility, dtype, first_row=part.start)
         if pieces:  # one copy of the keys serves all ranges
             exact = next((one.exact[1] for one in pieces if one.exact is not None), None)
             piece = _with_keys(piece, pieces[0].k, pieces[0].v, exact)
@@ -248,7 +248,7 @@ def _some_heads(
     rows = exchange.shares.rows(exchange.collectives.rank).to(k.device)
     own = (pieces[0].k[:, rows], pieces[0].v[:, rows])
     own_exact = k[heads]
-    if features.softcap is None:  # as jacobian.softmax.stacked shifts them
+    if features.softcap is None and features.sinks is None:  # as Operands.of_heads shifts them
         own_exact = own_exact - every_k.mean(dim=1, keepdim=True)
     # Empty, not views of nothing, which would keep the whole alive.
     no_k, no_v = (t.new_empty(t.shape[0], 0, t.shape[2]) for t in own)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from howsmooth.attention import (
     Compose,
@@ -29,16 +28,23 @@ from howsmooth.attention import (
 from howsmooth.attention.core import attention_scores, cap_slope
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian, norm_jacobian
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
+from howsmooth.jacobian.proved import (
+    attention_error,
+    composed_error,
+    image_off,
+    provable,
+    residual_error,
+)
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,
     WeightedSoftmaxDerivative,
     softmax_derivative,
-    stacked,
 )
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.jacobian.streamed_attention import StreamedAttentionJacobian
-from howsmooth.spectral import LinearOperator
+from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = [
     "closed_form_jacobian",
@@ -144,7 +150,14 @@ def _linearised(
         f.check_length(x.shape[-2])
     double, rows = in_double(f), sum(x.shape[0] * x.shape[1] for x in xs)
     made = [Projections(dtype, rows) for dtype in dtypes]
-    return [dict(zip(dtypes, _linearise(double, x.double(), weighting, made, form), strict=True)) for x in xs]
+    # Tokens are exact as they are given; at measures, and for products in float32, nothing is proved.
+    exact = weighting is None and torch.float64 in dtypes and provable(f)
+    found = []
+    for x in xs:
+        tokens = x.double()
+        off = tokens.new_zeros(tokens.shape[:-1]) if exact else None
+        found.append(_linearise(double, tokens, off, weighting, made, form))
+    return [dict(zip(dtypes, operators, strict=True)) for operators in found]
 
 
 def in_double(f: TokenMap) -> TokenMap:
@@ -167,30 +180,42 @@ def in_double(f: TokenMap) -> TokenMap:
 
 
 def _linearise(
-    f: TokenMap, x: Tensor, weighting: Weighting | None, made: Sequence[Projections], form: _Form
+    f: TokenMap,
+    x: Tensor,
+    off: Tensor | None,
+    weighting: Weighting | None,
+    made: Sequence[Projections],
+    form: _Form,
 ) -> list[LinearOperator]:
-    """Linearise a float64 map at float64 tokens; products in the dtype of each of the projections."""
+    """Linearise a float64 map at float64 tokens; products in the dtype of each of the projections.
+
+    ``off`` bounds how far each token may be from where exact arithmetic has it; without it nothing is proved.
+    """
     dtypes = [projections.dtype for projections in made]
     match f:
         case SelfAttention() if form.streamed and weighting is None:
-            return [StreamedAttentionJacobian.at(f, x, dtype, allowance=form.allowance) for dtype in dtypes]
+            return [
+                StreamedAttentionJacobian.at(f, x, dtype, off=off, allowance=form.allowance)
+                for dtype in dtypes
+            ]
         case SelfAttention():
-            return AttentionJacobian.at(f, x, weighting, made)
+            return AttentionJacobian.at(f, x, off, weighting, made)
         case StagedAttention():
             f.refuse_measures(weighting)
             return [StagedJacobian.at(f, x, dtype, streamed=form.streamed) for dtype in dtypes]
         case LayerNorm() | RMSNorm():
             # Token by token: both roots of a weight cancel.
-            return [NormJacobian.at(f, x, dtype) for dtype in dtypes]
+            return [NormJacobian.at(f, x, dtype, off) for dtype in dtypes]
         case LayerScale():
             return [ScaleJacobian(f.weight.to(dtype), x.shape[0], x.shape[1]) for dtype in dtypes]
         case Residual():
-            inner = _linearise(f.inner, x, weighting, made, form)
+            inner = _linearise(f.inner, x, off, weighting, made, form)
             return [ResidualJacobian(operator) for operator in inner]
         case Compose():
             image = f.inner._forward(x, weighting)
-            outer = _linearise(f.outer, image, weighting, made, form)
-            inner = _linearise(f.inner, x, weighting, made, form)
+            moved = None if off is None else image_off(f.inner, x, off, image)
+            outer = _linearise(f.outer, image, moved, weighting, made, form)
+            inner = _linearise(f.inner, x, off, weighting, made, form)
             return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
         case _:  # pragma: no cover - has_closed_form was asked first
             raise ArgumentError("f", expected="a map with a closed-form Jacobian", got=type(f).__name__)
@@ -205,9 +230,9 @@ class AttentionJacobian(LinearOperator):
         projection: Projection,
         core: SoftmaxDerivative | WeightedSoftmaxDerivative,
         norms: tuple[NormJacobian | None, NormJacobian | None],
+        proved: ProductError | None = None,
     ) -> None:
-        self.sinks = int(attention.sinks is not None)
-        n, batch = core.k.shape[1] - self.sinks, core.k.shape[0] // attention.kv_heads
+        n, batch = core.k.shape[1], core.k.shape[0] // attention.kv_heads
         super().__init__(
             batch,
             (n, attention.d),
@@ -215,6 +240,7 @@ class AttentionJacobian(LinearOperator):
             projection.weight.dtype,
             projection.weight.device,
             sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch)),
+            proved,
         )
         self.attention = attention
         self.projection = projection
@@ -223,12 +249,16 @@ class AttentionJacobian(LinearOperator):
 
     @classmethod
     def at(
-        cls, f: SelfAttention, x: Tensor, weighting: Weighting | None, made: Sequence[Projections]
+        cls,
+        f: SelfAttention,
+        x: Tensor,
+        off: Tensor | None,
+        weighting: Weighting | None,
+        made: Sequence[Projections],
     ) -> list[LinearOperator]:
         """Linearise float64 attention at float64 tokens (batch, n, d), or at a measure on them."""
         visible = f.visible_keys(x.shape[1], weighting)
-        q, k, v = f.projections(x)
-        q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
+        operands = Operands.of_tokens(f, x)
 
         def in_dtype(projections: Projections) -> AttentionJacobian:
             dtype = projections.dtype
@@ -237,11 +267,14 @@ class AttentionJacobian(LinearOperator):
                 norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
             )
             core = (
-                softmax_derivative(q, k, v, f.scale, visible, f.features, dtype)
+                softmax_derivative(operands, visible, dtype)
                 if weighting is None
-                else _weighted_softmax_derivative(f, q, k, v, visible, weighting, dtype)
+                else _weighted_softmax_derivative(operands, visible, weighting, dtype)
             )
-            return cls(f, projections.of(f), core, norms)
+            proved = None
+            if off is not None and isinstance(core, SoftmaxDerivative) and core.moments is not None:
+                proved = attention_error(f, x, off, operands, core.moments, core.mean)
+            return cls(f, projections.of(f), core, norms, proved)
 
         return [in_dtype(projections) for projections in made]
 
@@ -273,8 +306,6 @@ class AttentionJacobian(LinearOperator):
             dq, dk = rotary.rotate(dq), rotary.rotate(dk)
         bh = b * f.kv_heads
         dk, dv = dk.reshape(bh, n, f.key_dim), dv.reshape(bh, n, f.value_dim)
-        if self.sinks:  # one more key that does not move
-            dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
         do = self.core.product(dq.reshape(bh, -1, f.key_dim), dk, dv)
         return do.view(b, f.heads, n, f.value_dim).transpose(1, 2).reshape(b, n, -1)
 
@@ -284,7 +315,7 @@ class AttentionJacobian(LinearOperator):
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         dq, dk, dv = self.core.adjoint(do.reshape(b * f.kv_heads, -1, f.value_dim))
         dq = dq.view(b, f.heads, n, f.key_dim)
-        dk, dv = (t[:, :n].unflatten(0, (b, f.kv_heads)) for t in (dk, dv))
+        dk, dv = (t.unflatten(0, (b, f.kv_heads)) for t in (dk, dv))
         rotary = self.projection.rotary
         if rotary is not None:
             dq, dk = rotary.rotate_adjoint(dq), rotary.rotate_adjoint(dk)
@@ -301,22 +332,16 @@ class AttentionJacobian(LinearOperator):
         rows = (members[:, None] * kv_heads + heads).flatten().to(self.device)
         query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
         core = self.core.select(rows)
-        return AttentionJacobian(self.attention, self.projection, core, (query_norm, key_norm))
+        proved = None if self.proved is None else self.proved.select(members)
+        return AttentionJacobian(self.attention, self.projection, core, (query_norm, key_norm), proved)
 
 
 def _weighted_softmax_derivative(
-    f: SelfAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    weighting: Weighting,
-    dtype: torch.dtype,
+    operands: Operands, visible: Tensor | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
     # A shift of all keys is one of each row of scores, which the softmax forgets: centred, they round less.
-    # A cap would not forget it.
-    keys = k - k.mean(dim=-2, keepdim=True) if f.softcap is None else k
-    scores = attention_scores(q, keys, f.scale, visible, weighting.log_weights, f.features)
+    features = operands.features
+    scores = attention_scores(operands.q, operands.k, 1.0, visible, weighting.log_weights, features)
     log_p = torch.log_softmax(scores, dim=-1)
     half = weighting.log_weights / 2
     tilted = (log_p + (half[:, None] - half)).exp().flatten(2, 3).flatten(0, 1).to(dtype)
@@ -329,11 +354,11 @@ def _weighted_softmax_derivative(
             remedy="The constant is of that size. Take smaller tokens or weights nearer to each other.",
         )
     p = log_p.exp().flatten(2, 3).flatten(0, 1)
-    q, k, v = stacked(q, k, v, f.scale, f.features)
+    q, k, v = operands.q.flatten(2, 3).flatten(0, 1), operands.k.flatten(0, 1), operands.v.flatten(0, 1)
     log_range = float(weighting.log_weights.abs().max())
     mean, slope, tilted_slope = p @ v, p, tilted
-    if f.softcap is not None:
-        factor = cap_slope(q @ k.mT, f.softcap)
+    if features.softcap is not None:
+        factor = cap_slope(q @ k.mT, features.softcap)
         slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
     q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
     return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
@@ -344,7 +369,13 @@ class ResidualJacobian(LinearOperator):
 
     def __init__(self, inner: LinearOperator) -> None:
         super().__init__(
-            inner.batch, inner.in_shape, inner.out_shape, inner.dtype, inner.device, inner.rounding
+            inner.batch,
+            inner.in_shape,
+            inner.out_shape,
+            inner.dtype,
+            inner.device,
+            inner.rounding,
+            None if inner.proved is None else residual_error(inner.proved),
         )
         self.inner = inner
 
@@ -370,6 +401,9 @@ class ComposedJacobian(LinearOperator):
             inner.dtype,
             inner.device,
             inner.rounding + outer.rounding,
+            None
+            if outer.proved is None or inner.proved is None
+            else composed_error(outer.proved, inner.proved),
         )
         self.outer = outer
         self.inner = inner

@@ -86,7 +86,9 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     # Cotangents of keys and values that each thread has of its own.
     product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
-    linearising = (n * f.d + 2 * rows) * _DOUBLE + (rows + means) * size
+    # Averages of values and, for what is proved in float64, of keys and squares; twice while they are cut.
+    averages = n * f.heads * (2 * f.value_dim + (f.key_dim + 8 if dtype == torch.float64 else 1))
+    linearising = (2 * n * f.d + 2 * rows + averages) * _DOUBLE + (rows + means) * size
     tiles = working_bytes(f.heads, n, n, size, device, capped=f.softcap is not None)
     return max(kept + product, linearising) + tiles
 
@@ -105,7 +107,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
         if dtype != torch.float64:  # scores in float64
             kept += (queries + keys) * _DOUBLE
         kept += (batches_apart(shape.kv_heads, device) - 1) * (rows - queries) * size
-        linearising = max(linearising, (3 * rows + means) * _DOUBLE)
+        linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)
         capped = core.softcap is not None
         tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))
     return kept + linearising + tiles

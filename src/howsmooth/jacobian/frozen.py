@@ -16,6 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
 from howsmooth.attention.core import attention_probabilities, cap_slope
+from howsmooth.jacobian.operands import Operands
 
 __all__ = ["frozen_derivatives"]
 
@@ -91,12 +92,9 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
     With a cap of the scores it is Σ_j P_ij (v_j − O_i) D_ij k_jᵀ, D the cap's derivative.
     """
     visible = f.visible_keys(x.shape[0], weighting)
-    q, k, v = f.projections(x)
-    # Heads that share a key head are grouped; keys and values centred, as products of differences are wanted.
-    q = q.unflatten(0, (f.kv_heads, f.heads // f.kv_heads))
-    v = v - v.mean(dim=-2, keepdim=True)
-    if f.softcap is None:
-        k = k - k.mean(dim=-2, keepdim=True)
+    # Keys and values centred, as products of differences are wanted.
+    operands = Operands.of_tokens(f, x[None])
+    q, k, v = operands.q[0], operands.k[0], operands.v[0]
     output = f.output
     if output is None:
         output = torch.eye(f.d_out, dtype=x.dtype, device=x.device)
@@ -104,12 +102,12 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
 
     def derivatives(rows: slice) -> Tensor:
         seen = None if visible is None else visible[rows]
-        p = attention_probabilities(q[..., rows, :], k, f.scale, seen, weighting.log_weights, f.features)
+        p = attention_probabilities(q[..., rows, :], k, 1.0, seen, weighting.log_weights, f.features)
         dv = v[:, None, None] - (p @ v[:, None])[..., None, :]
         if f.softcap is None:
             slope, dk = p, k[:, None, None] - (p @ k[:, None])[..., None, :]
         else:
-            scores = f.scale * (q[..., rows, :] @ k[:, None].mT)
+            scores = q[..., rows, :] @ k[:, None].mT
             slope, dk = p * cap_slope(scores, f.softcap), k[:, None, None]
         spread = (slope[..., None] * dv).mT @ dk
         moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.errors import ArgumentError
-from howsmooth.spectral import LinearOperator
+from howsmooth.jacobian.proved import norm_error, scale_error
+from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 
@@ -29,17 +30,27 @@ def norm_jacobian(
 class NormJacobian(LinearOperator):
     """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²), H the centring or the identity."""
 
-    def __init__(self, gain: Tensor, unit: Tensor, factor: Tensor, *, centred: bool) -> None:
+    def __init__(
+        self,
+        gain: Tensor,
+        unit: Tensor,
+        factor: Tensor,
+        proved: ProductError | None = None,
+        *,
+        centred: bool,
+    ) -> None:
         batch, n, d = unit.shape
-        super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device)
+        super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device, proved=proved)
         self.gain = gain
         self.unit = unit  # h / s
         self.factor = factor  # √d / s
         self.centred = centred
 
     @classmethod
-    def at(cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype) -> NormJacobian:
-        """Linearise a float64 norm at float64 tokens (batch, n, d)."""
+    def at(
+        cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
+    ) -> NormJacobian:
+        """Linearise a float64 norm at float64 tokens (batch, n, d), which may be ``off`` by so much."""
         h, s = f.direction_and_length(x)
         if bool((s == 0).any()):
             raise ArgumentError(
@@ -48,7 +59,9 @@ class NormJacobian(LinearOperator):
                 got="a token of zero length after centring, with eps = 0",
                 remedy="Use a norm with eps > 0.",
             )
-        return cls(f.weight.to(dtype), (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype), centred=f.centred)
+        proved = None if off is None or dtype != torch.float64 else norm_error(f, x, off)
+        unit, factor = (h / s).to(dtype), (math.sqrt(f.d) / s).to(dtype)
+        return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
         if self.centred:
@@ -64,7 +77,8 @@ class NormJacobian(LinearOperator):
     def select(self, members: Tensor) -> NormJacobian:
         """Return the operator of some members."""
         members = members.to(self.device)
-        return NormJacobian(self.gain, self.unit[members], self.factor[members], centred=self.centred)
+        proved = None if self.proved is None else self.proved.select(members)
+        return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
 
 
 class ScaleJacobian(LinearOperator):
@@ -72,7 +86,8 @@ class ScaleJacobian(LinearOperator):
 
     def __init__(self, weight: Tensor, batch: int, n: int) -> None:
         shape = (n, weight.shape[0])
-        super().__init__(batch, shape, shape, weight.dtype, weight.device)
+        proved = None if weight.dtype != torch.float64 else scale_error(weight, batch)
+        super().__init__(batch, shape, shape, weight.dtype, weight.device, proved=proved)
         self.weight = weight
 
     def _product(self, e: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.packed import instances
-from howsmooth.jacobian.softmax import SoftmaxDerivative
-from howsmooth.spectral import LinearOperator
+from howsmooth.jacobian.softmax import Sink, SoftmaxDerivative
+from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = ["filled", "joined"]
 
@@ -66,6 +66,7 @@ def _attention(operators: Sequence[AttentionJacobian]) -> AttentionJacobian:
         first.projection,
         _softmax(list(zip(cores, (op.in_shape[0] for op in operators), strict=True))),
         (_optional_norm(query_norms), _optional_norm(key_norms)),
+        ProductError.of_all([op.proved for op in operators]),
     )
 
 
@@ -79,21 +80,34 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
     unit, factor = (
         torch.cat([filled(getattr(norm, name), n) for norm in norms]) for name in ("unit", "factor")
     )
-    return NormJacobian(norms[0].gain, unit, factor, centred=norms[0].centred)
+    proved = ProductError.of_all([norm.proved for norm in norms])
+    return NormJacobian(norms[0].gain, unit, factor, proved, centred=norms[0].centred)
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Fill up queries, head by head of a group, and keys, after which a sink stays the last."""
+    """Fill up queries, head by head of a group, and keys."""
     longest = max(n for _, n in cores)
 
     def of_queries(rows: Tensor, n: int) -> Tensor:
         return filled(rows.unflatten(1, (-1, n)), longest).flatten(1, 2)
 
     def of_keys(rows: Tensor, n: int) -> Tensor:
-        return torch.cat((filled(rows[..., :n, :], longest), rows[..., n:, :]), dim=-2)
+        return filled(rows, longest)
 
     def of_both(entries: Tensor, n: int) -> Tensor:
         return of_queries(of_keys(entries.mT, n).mT, n)
+
+    def of_sinks() -> Sink | None:
+        given = [(core.sink, n) for core, n in cores if core.sink is not None]
+        return (
+            None
+            if not given
+            else Sink(
+                p=torch.cat([of_queries(sink.p[..., None], n)[..., 0] for sink, n in given]),
+                k=torch.cat([sink.k for sink, _ in given]),
+                away=torch.cat([of_queries(sink.away, n) for sink, n in given]),
+            )
+        )
 
     def of_all(name: str, one: Callable[[Tensor, int], Tensor]) -> Tensor:
         return torch.cat([one(getattr(core, name), n) for core, n in cores])
@@ -106,4 +120,5 @@ def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivativ
         p=p,
         mean=of_all("mean", of_queries),
         slope=p if all(core.slope is core.p for core, _ in cores) else of_all("slope", of_both),
+        sink=of_sinks(),
     )

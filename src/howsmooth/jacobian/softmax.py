@@ -1,7 +1,7 @@
 """The derivative of softmax attention with respect to queries, keys and values (theory §2).
 
-With s = q kᵀ (the scale is folded into q), S = c tanh(s/c) or s, and D the derivative of the cap, or 1:
-dS = D∘(dq kᵀ + q dkᵀ). With P the row softmax dP = P∘(dS − rowsum(P∘dS)) and dO = dP v + P dv. Nothing here
+With s = q kᵀ (the scale is folded into q), S = c tanh(s/c) or s, D the derivative of the cap, or 1, P the row
+softmax and O = P v: dS = P∘D∘(dq kᵀ + q dkᵀ) and dO_i = Σ_j dS_ij (v_j − O_i) + Σ_j P_ij dv_j. Nothing here
 knows tokens or projections.
 """
 
@@ -12,18 +12,56 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import pad
 
-from howsmooth.attention.core import ScoreFeatures, attention_scores, cap_slope, row_blocks, weighted_values
+from howsmooth.attention.core import attention_scores, cap_slope, row_blocks, weighted_values
+from howsmooth.jacobian.moments import Moments, moment_columns
+from howsmooth.jacobian.operands import Operands
 
 __all__ = [
+    "Sink",
     "SoftmaxDerivative",
     "WeightedSoftmaxDerivative",
     "largest_score",
     "rounding_of",
     "softmax_derivative",
-    "stacked",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Sink:
+    """One further key of each head, which has no value and does not move.
+
+    Shifting all keys shifts its own, which is zero, and the softmax forgets a shift of all of them only.
+
+    Parameters
+    ----------
+    p
+        Its probability in each row (b, *rows).
+    k
+        Its shifted key (b, key_dim).
+    away
+        Its value less the output O, which is −O: formed by itself, since next to a sink that takes nearly all
+        of a row O is far smaller than what values are shifted by; (b, *rows, value_dim).
+
+    """
+
+    p: Float[Tensor, "b *rows"]
+    k: Float[Tensor, "b key_dim"]
+    away: Float[Tensor, "b *rows value_dim"]
+
+    @classmethod
+    def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
+        """Return the sink of all heads from its probabilities and the outputs O, rows in any shape."""
+        heads = operands.heads
+        return cls(p, -operands.key_shift.reshape(heads, -1), -output)
+
+    def to(self, dtype: torch.dtype) -> Sink:
+        """Return the same in another dtype."""
+        return Sink(*(t.to(dtype) for t in vars(self).values()))
+
+    def select(self, rows: Tensor) -> Sink:
+        """Return that of some rows of the axis b."""
+        return Sink(*(t[rows] for t in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -38,13 +76,17 @@ class SoftmaxDerivative:
         Scaled queries (b, m, key_dim).
     k, v
         Keys and values (b, n, ·). Both may be shifted by a constant vector a head, the keys only without a
-        cap: rows of dP sum to zero, so the derivative does not change, and centring them spares digits.
+        cap: Σ_j P_ij (v_j − O_i) is zero, so the derivative does not change, and centring them spares digits.
     p
         Attention probabilities (b, m, n).
     mean
-        P v, (b, m, value_dim).
+        The outputs O, shifted as the values are, (b, m, value_dim).
     slope
         P∘D, (b, m, n); P itself where the scores have no cap.
+    sink
+        One further key of each head, where there is one that counts.
+    moments
+        What the proof of its rounding needs to know of P, in float64.
 
     """
 
@@ -54,13 +96,16 @@ class SoftmaxDerivative:
     p: Float[Tensor, "b m n"]
     mean: Float[Tensor, "b m value_dim"]
     slope: Float[Tensor, "b m n"]
+    sink: Sink | None = None
+    moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Relative error of the derivative's norm that rounding in the products may cause, each member.
+        """Estimate the relative error of the derivative's norm by rounding in the products, of each member.
 
         dS has entries up to max|q| max|k| times a unit tangent, of which the softmax keeps a difference
         of order one: with that factor κ the errors measured stay below eps (2 + κ / 100), over
-        saturated and unsaturated, causal and unmasked heads with κ up to 2000.
+        saturated and unsaturated, causal and unmasked heads with κ up to 2000. Where it is to be proved, see
+        :mod:`howsmooth.jacobian.proved`.
         """
         return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
 
@@ -71,25 +116,32 @@ class SoftmaxDerivative:
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
         """Return dO for tangents of the scaled queries, the keys and the values."""
-        ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT)
-        ds.mul_(self.slope)
-        dp = torch.addcmul(ds, self.p, ds.sum(dim=-1, keepdim=True), value=-1)
-        return torch.baddbmm(torch.bmm(dp, self.v), self.p, dv)
+        ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT).mul_(self.slope)
+        out = torch.baddbmm(torch.bmm(ds, self.v), self.p, dv)
+        out.addcmul_(ds.sum(dim=-1, keepdim=True), self.mean, value=-1)
+        if self.sink is not None:
+            moved = torch.bmm(dq, self.sink.k[..., None]).mul_(self.sink.p[..., None])
+            out.addcmul_(moved, self.sink.away)
+        return out
 
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
         """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
-        # rowsum(P∘(dO vᵀ)) = rowsum(dO∘(P v)): one product of size n × value_dim less.
         ds = torch.bmm(do, self.v.mT)
         ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.slope)
-        return torch.bmm(ds, self.k), torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
+        dq = torch.bmm(ds, self.k)
+        if self.sink is not None:
+            moved = (do * self.sink.away).sum(dim=-1, keepdim=True).mul_(self.sink.p[..., None])
+            dq.addcmul_(moved, self.sink.k[:, None])
+        return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
         """Return the derivative of some rows of the axis b."""
         p = self.p[rows]
         slope = p if self.slope is self.p else self.slope[rows]
-        return SoftmaxDerivative(self.q[rows], self.k[rows], self.v[rows], p, self.mean[rows], slope)
+        sink = None if self.sink is None else self.sink.select(rows)
+        return SoftmaxDerivative(self.q[rows], self.k[rows], self.v[rows], p, self.mean[rows], slope, sink)
 
 
 @dataclass(frozen=True)
@@ -167,68 +219,53 @@ class WeightedSoftmaxDerivative:
 
 
 def softmax_derivative(
-    q: Float[Tensor, "batch kv_heads group m key_dim"],
-    k: Float[Tensor, "batch kv_heads n key_dim"],
-    v: Float[Tensor, "batch kv_heads n value_dim"],
-    scale: float,
-    visible: Bool[Tensor, "m n"] | None,
-    features: ScoreFeatures,
-    dtype: torch.dtype,
+    operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
     """Return the derivative at float64 queries, keys and values, for products in ``dtype``.
 
     Probabilities are formed in float64 in blocks, and kept rounded: of all of them there is one copy only.
     """
-    kv_heads, group, m, n = k.shape[1], q.shape[2], q.shape[3], k.shape[2]
-    queries, keys, values = stacked(q, k, v, scale, features)
-    q, k, heads = q.flatten(0, 1), k.flatten(0, 1), k.shape[0] * kv_heads
-    p = q.new_empty((heads, group, m, keys.shape[1]), dtype=dtype)
+    q, k, score_keys, v = (t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v))
+    heads, group, m, _ = q.shape
+    n, kv_heads, features = k.shape[1], operands.k.shape[1], operands.features
+    table = v if dtype != torch.float64 else torch.cat((v, moment_columns(operands)), dim=-1)
+    p = q.new_empty((heads, group, m, n), dtype=dtype)
     slope = p if features.softcap is None else torch.empty_like(p)
-    mean = q.new_empty((heads, group, m, values.shape[-1]))
+    averages = q.new_empty((heads, group, m, table.shape[-1]))
+    total, sink_p = q.new_ones((heads, group, m)), q.new_zeros((heads, group, m))
     for some, all_rows in row_blocks(heads, group, m, n, q.device):
         members = torch.arange(heads, device=q.device)[some]
         for rows in all_rows:
             part = features.block(members // kv_heads, members % kv_heads, rows, slice(n))
             seen = None if visible is None else visible[rows]
-            scores = attention_scores(q[some, :, rows], k[some], scale, seen, None, part)
-            exact = torch.softmax(part.with_sinks(scores), dim=-1)
+            scores = attention_scores(q[some, :, rows], score_keys[some], 1.0, seen, None, part)
+            every = torch.softmax(part.with_sinks(scores), dim=-1)
+            exact = every[..., :n]
             p[some, :, rows] = exact.to(dtype)
-            mean[some, :, rows] = weighted_values(exact, values[some])
+            averages[some, :, rows] = weighted_values(exact, table[some])
+            if features.sinks is not None:
+                total[some, :, rows], sink_p[some, :, rows] = exact.sum(dim=-1), every[..., n]
             if features.softcap is not None:
-                uncapped = queries.reshape(q.shape)[some, :, rows] @ keys[some, None].mT
+                uncapped = q[some, :, rows] @ k[some, None].mT
                 slope[some, :, rows] = (exact * cap_slope(uncapped, features.softcap)).to(dtype)
-    rounded = p.flatten(1, 2)
-    slope = rounded if features.softcap is None else slope.flatten(1, 2)
-    queries, keys, values, mean = (t.to(dtype) for t in (queries, keys, values, mean.flatten(1, 2)))
-    return SoftmaxDerivative(queries, keys, values, rounded, mean, slope)
-
-
-def stacked(
-    q: Float[Tensor, "batch kv_heads group m key_dim"],
-    k: Float[Tensor, "batch kv_heads n key_dim"],
-    v: Float[Tensor, "batch kv_heads n value_dim"],
-    scale: float,
-    features: ScoreFeatures,
-) -> tuple[
-    Float[Tensor, "b rows key_dim"], Float[Tensor, "b keys key_dim"], Float[Tensor, "b keys value_dim"]
-]:
-    """Scaled queries (b, m, ·), and keys and values (b, n, ·) centred, b = batch member times key head.
-
-    A sink is one more key and value, zero before it is shifted with the others. With a cap the keys stay:
-    their shift would be multiplied by its derivative, which differs in a row.
-    """
-    q, k, v = (scale * q).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    # The tokens' mean, without the sink's zero: where its part is small, what is common must be gone.
-    key_shift, value_shift = k.mean(dim=1, keepdim=True), v.mean(dim=1, keepdim=True)
+    q, rounded, averages, total, sink_p = (t.flatten(1, 2) for t in (q, p, averages, total, sink_p))
+    mean, sink = averages[..., : v.shape[-1]], None
     if features.sinks is not None:
-        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-    return q, k if features.softcap is not None else k - key_shift, v - value_shift
+        output = operands.outputs(mean, total)
+        mean, sink = output - operands.value_shift.flatten(0, 1), Sink.at(operands, sink_p, output).to(dtype)
+    moments = None
+    if dtype == torch.float64:
+        moments = Moments.of(operands, averages[..., v.shape[-1] :], mean, total, sink_p, rounded)
+    q, k, v, mean = (t.to(dtype) for t in (q, k, v, mean))
+    slope = rounded if features.softcap is None else slope.flatten(1, 2)
+    return SoftmaxDerivative(q, k, v, rounded, mean, slope, sink, moments)
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
     """max|q| max|k| of each member, float64 on the CPU."""
     longest_q, longest_k = (
-        torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).amax(dim=-1).view(batch, -1) for t in (q, k)
+        torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
+        for t in (q, k)
     )
     kappa: Tensor = (longest_q * longest_k).amax(dim=-1).cpu()
     return kappa

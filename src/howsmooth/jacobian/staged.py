@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import pad
 
 from howsmooth.attention.staged import SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
@@ -27,6 +26,7 @@ from howsmooth.jacobian.autodiff import (
     moved_by_rounding,
     one_backend,
 )
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from howsmooth.spectral import LinearOperator
@@ -203,7 +203,6 @@ class _CoreAt:
     output: Tensor
     derivative: SoftmaxDerivative | StreamedDerivative
     scale: float
-    further_key: bool  # a sink that the derivative knows as one more key
     rounding: Tensor
 
     @classmethod
@@ -221,22 +220,23 @@ class _CoreAt:
         q, k, v = (t.detach().double() for t in (q, k, v))
         visible, features = core.rules(q, k)
         grouped = q.unflatten(-3, (k.shape[-3], -1))
-        operands = (
+        operands = Operands.of_heads(
             grouped.reshape(-1, *grouped.shape[-4:]),
             k.reshape(-1, *k.shape[-3:]),
             v.reshape(-1, *v.shape[-3:]),
+            core.scale,
+            features,
         )
         derivative: SoftmaxDerivative | StreamedDerivative
         if streamed:
-            derivative = streamed_derivative(*operands, core.scale, visible, features, dtype)
+            derivative = streamed_derivative(operands, visible, dtype)
         else:
             seen = visible.whole(q.device)
-            derivative = softmax_derivative(*operands, core.scale, seen, features, dtype)
+            derivative = softmax_derivative(operands, seen, dtype)
         return cls(
             o.detach().to(dtype, copy=True),
             derivative,
             core.scale,
-            core.sinks is not None and not streamed,
             derivative.rounding(1).amax(),
         )
 
@@ -245,16 +245,12 @@ class _CoreAt:
         dq, dk, dv = (t.to(self.output.dtype) for t in (dq, dk, dv))
         dq = (self.scale * dq).reshape(rows, -1, dq.shape[-1])
         dk, dv = (t.reshape(rows, *t.shape[-2:]) for t in (dk, dv))
-        if self.further_key:  # one more key that does not move
-            dk, dv = pad(dk, (0, 0, 0, 1)), pad(dv, (0, 0, 0, 1))
         return self.derivative.product(dq, dk, dv).reshape(self.output.shape)
 
     def adjoint(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.derivative.k.shape[0]
         do = do.to(self.output.dtype).reshape(rows, -1, do.shape[-1])
         dq, dk, dv = self.derivative.adjoint(do)
-        if self.further_key:
-            dk, dv = dk[:, :-1], dv[:, :-1]
         return self.scale * dq, dk, dv
 
 

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian.moments import Moments, moment_columns, moment_width
+from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.scratch import Scratch
-from howsmooth.jacobian.softmax import largest_score, rounding_of, stacked
+from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
@@ -38,15 +40,6 @@ member and some rows of queries, to cotangents."""
 
 
 @dataclass(frozen=True)
-class _Sink:
-    """One further key of each head, which does not move: probabilities, key and value, centred."""
-
-    p: Float[Tensor, "b group m"]
-    k: Float[Tensor, "b key_dim"]
-    v: Float[Tensor, "b value_dim"]
-
-
-@dataclass(frozen=True)
 class StreamedDerivative:
     """Derivative of attention at one point, in memory of order n d.
 
@@ -62,10 +55,10 @@ class StreamedDerivative:
     lse
         log Σ_j e^{S_ij} of the scores of q and k, float64.
     mean
-        P v.
+        The outputs O, shifted as the values are.
     exact
         Queries and keys in float64, if scores are to be formed of them: where they are large, their rounding
-        in float32 would be an error in the exponent.
+        in float32 would be an error in the exponent. Beside a sink the keys are unshifted here.
     sink
         One further key of each head, if there is one.
     kappa
@@ -76,6 +69,8 @@ class StreamedDerivative:
         Key heads of a member.
     first_row
         Number in the sequence of the first query held: a shard of a sequence holds some rows only.
+    moments
+        What the proof of its rounding needs to know of P, in float64.
 
     """
 
@@ -85,12 +80,13 @@ class StreamedDerivative:
     lse: Float[Tensor, "b group m"]
     mean: Float[Tensor, "b group m value_dim"]
     exact: tuple[Float[Tensor, "b group m key_dim"], Float[Tensor, "b n key_dim"]] | None
-    sink: _Sink | None
+    sink: Sink | None
     kappa: Float[Tensor, " batch"]
     visibility: Visibility
     features: ScoreFeatures
     kv_heads: int
     first_row: int = 0
+    moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
         """Relative error of the derivative's norm that rounding in the products may cause, each member.
@@ -162,7 +158,8 @@ class StreamedDerivative:
             lse=self.lse[rows],
             mean=self.mean[rows],
             exact=None if self.exact is None else (self.exact[0][rows], self.exact[1][rows]),
-            sink=None if self.sink is None else _Sink(*(t[rows] for t in vars(self.sink).values())),
+            sink=None if self.sink is None else self.sink.select(rows),
+            moments=None,
             kappa=self.kappa[members.cpu()],
             features=replace(
                 self.features,
@@ -278,19 +275,19 @@ class _Tiles:
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
         """Return dO of a block."""
-        at, sink = self.at, self.at.sink
+        sink = self.at.sink
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
         if sink is not None:
             heads, rows = block.heads, block.rows
             ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
-            out += ds * (sink.v[heads, None, None] - at.mean[heads, :, rows])
+            out += ds * sink.away[heads, :, rows]
         return out
 
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
         """Write the block's cotangents of queries, and add those of keys and values."""
-        at, sink = self.at, self.at.sink
+        sink = self.at.sink
 
         def of_piece(number: int, piece: Piece) -> Tensor:
             return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
@@ -298,8 +295,7 @@ class _Tiles:
         out = self._of_pieces(block, of_piece)
         if sink is not None:
             heads, rows = block.heads, block.rows
-            common = (do * at.mean[heads, :, rows]).sum(dim=-1, keepdim=True)
-            ds = (do @ sink.v[heads, None, :, None] - common) * sink.p[heads, :, rows, None]
+            ds = (do * sink.away[heads, :, rows]).sum(dim=-1, keepdim=True) * sink.p[heads, :, rows, None]
             out += ds * sink.k[heads, None, None]
         parts.queries[block.heads, :, block.rows] = out
 
@@ -392,8 +388,8 @@ class _Tiles:
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
         at = self.at
-        # Scores in float64 are rounded to a tile of their own; those of float32 become the tile.
-        found = self._scores(_ONE_PLACE if at.exact is not None else place, block, keys, scored)
+        # Scores of another dtype are rounded to a tile of their own; those of the products' become the tile.
+        found = self._scores(place if scored.q.dtype == at.q.dtype else _ONE_PLACE, block, keys, scored)
         if found is None:
             return None
         p, slope = found
@@ -435,15 +431,26 @@ class _Tiles:
         scores = grid.reshape(scores.shape)
         return scores if less is None else scores.sub_(less), slope
 
-    def normalise(self, block: Block, lse: Tensor, mean: Tensor) -> None:
-        """Write log Σ_j e^{S_ij} and P v of a block, in one walk over its tiles."""
+    def normalise(
+        self,
+        block: Block,
+        table: Float[Tensor, "b n columns"],
+        lse: Float[Tensor, "b group m"],
+        averages: Float[Tensor, "b group m columns"],
+        sink_p: Float[Tensor, "b group m"],
+    ) -> None:
+        """Write a block's log Σ_j e^{S_ij}, its averages Σ_j P_ij t_j of a table, and a sink's probabilities.
+
+        All is made in one walk over the block's tiles.
+        """
         at, sinks = self.at, self.at.features.sinks
-        q, v = at.q[block.heads, :, block.rows], at.v[block.heads]
+        q, v = at.q[block.heads, :, block.rows], table[block.heads]
         top = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=torch.float64)
         total, out = torch.zeros_like(top), top.new_zeros(*q.shape[:-1], v.shape[-1])
         # Scores whose exponentials are in range whatever they are need no reference, the largest so far.
         bounded = (
             at.features.bias is None
+            and sinks is None
             and float(at.kappa.max()) <= _BOUNDED[q.dtype if at.exact is None else torch.float64]
         )
 
@@ -470,15 +477,14 @@ class _Tiles:
             seen = at.visibility.block(rows, keys, q.device)
             add(grid if seen is None else grid.masked_fill_(~seen, float("-inf")), v[:, keys])
         score: Tensor | None = None
-        if at.sink is not None and sinks is not None:
-            k = at.sink.k[block.heads]
-            score = torch.einsum("hgrk,hk->hgr", q.double(), k.double()) + sinks[self._own(block), :, None]
-            add(_LOG2_E * score[..., None], at.sink.v[block.heads, None])
+        if sinks is not None:
+            score = sinks[self._own(block), :, None].double().expand(total.shape[:-1])
+            add(_LOG2_E * score[..., None], v.new_zeros(len(v), 1, v.shape[-1]))
         found_lse = ((total.log2() if bounded else top + total.log2()) / _LOG2_E)[..., 0]
-        if at.sink is not None and score is not None:
-            at.sink.p[block.heads, :, block.rows] = (score - found_lse).to(q.dtype)
+        if score is not None:
+            sink_p[block.heads, :, block.rows] = (score - found_lse).exp()
         lse[block.heads, :, block.rows] = found_lse
-        mean[block.heads, :, block.rows] = (out / total).to(mean.dtype)
+        averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
         """Return the numbers of the heads within their member."""
@@ -490,47 +496,54 @@ class _Tiles:
 
 
 def streamed_derivative(
-    q: Float[Tensor, "batch kv_heads group m key_dim"],
-    k: Float[Tensor, "batch kv_heads n key_dim"],
-    v: Float[Tensor, "batch kv_heads n value_dim"],
-    scale: float,
-    visibility: Visibility,
-    features: ScoreFeatures,
-    dtype: torch.dtype,
-    first_row: int = 0,
+    operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
 ) -> StreamedDerivative:
     """Return the derivative at float64 queries, keys and values, for products in ``dtype``.
 
     Every query is to see a key, or to have a sink.
     """
-    batch, kv_heads, group, m = q.shape[:4]
-    n = k.shape[2]
-    queries, keys, values = stacked(q, k, v, scale, features)
-    kappa, queries = largest_score(queries, keys, batch), queries.unflatten(1, (group, m))
-    sink = None
-    if features.sinks is not None:
-        sink = _Sink(queries.new_empty(queries.shape[:-1]), keys[:, n], values[:, n])
-        keys, values = keys[:, :n], values[:, :n]
-    exact = None
-    if dtype != torch.float64:
+    batch, kv_heads = operands.q.shape[:2]
+    width = operands.v.shape[-1]
+    features = operands.features
+    queries, keys, score_keys, values = (
+        t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v)
+    )
+    columns = [values]
+    if features.sinks is not None:  # how much of a row is left beside a sink
+        columns.append(values.new_ones(*values.shape[:2], 1))
+    if dtype == torch.float64:
+        columns.append(moment_columns(operands))
+    table = torch.cat(columns, dim=-1)
+    kappa = largest_score(queries, score_keys, batch)
+    exact: tuple[Tensor, Tensor] | None = (queries, score_keys)
+    rounded = (queries.to(dtype), keys.to(dtype), values.to(dtype))
+    # Beside a sink scores are formed of other keys than products are.
+    if features.sinks is None and (dtype == torch.float64 or float(kappa.max()) <= SINGLE_SCORES):
+        exact = None
         # What the products are made of is what the denominators are formed of.
-        exact = (queries, keys) if float(kappa.max()) > SINGLE_SCORES else None
-        queries, keys, values = (t.to(dtype) for t in (queries, keys, values))
-        sink = None if sink is None else _Sink(*(t.to(dtype) for t in vars(sink).values()))
-    lse = queries.new_empty(queries.shape[:-1], dtype=torch.float64)
-    mean = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
+        table = table.to(dtype)
+    lse, sink_p = (queries.new_zeros(queries.shape[:-1]) for _ in range(2))
+    averages = queries.new_empty((*queries.shape[:-1], table.shape[-1]))
     at = StreamedDerivative(
-        queries, keys, values, lse, mean, exact, sink, kappa, visibility, features, kv_heads, first_row
+        *rounded, lse, averages[..., :width], exact, None, kappa, visibility, features, kv_heads, first_row
     )
     tiles = _Tiles(at, keep=False)
     for whole in tiles.tiling.blocks():
         for block in whole.cut(tiles.tiling.heads_at_once(whole)):
             for strip in tiles.tiling.strips(block):
-                tiles.normalise(strip, lse, mean)
+                tiles.normalise(strip, table, lse, averages, sink_p)
     tiles.scratch.leave()
-    if sink is not None:
-        sink.p.exp_()
-    return at
+    mean, sink, total = averages[..., :width], None, torch.ones_like(lse)
+    if features.sinks is not None:
+        total = averages[..., width]
+        output = operands.outputs(mean, total)
+        mean = output - operands.value_shift.flatten(0, 1)[:, None]
+        sink = Sink.at(operands, sink_p, output).to(dtype)
+    moments = None
+    if dtype == torch.float64:
+        rows = (t.flatten(1, 2) for t in (averages[..., -moment_width(operands) :], mean, total, sink_p))
+        moments = Moments.of(operands, *rows)
+    return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

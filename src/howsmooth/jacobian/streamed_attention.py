@@ -13,8 +13,10 @@ from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norms import NormJacobian, norm_jacobian
+from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.proved import attention_error
 from howsmooth.jacobian.streamed import Through, streamed_derivative
-from howsmooth.spectral import LinearOperator
+from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = ["StreamedAttentionJacobian"]
 
@@ -64,12 +66,14 @@ class StreamedAttentionJacobian(LinearOperator):
     alive at a time.
     """
 
-    def __init__(self, weights: _Weights, core: StreamedCore, norms: _Norms) -> None:
+    def __init__(
+        self, weights: _Weights, core: StreamedCore, norms: _Norms, proved: ProductError | None = None
+    ) -> None:
         f = weights.attention
         n, batch = core.k.shape[1], core.k.shape[0] // f.kv_heads
         query = weights.query
         rounding = sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch))
-        super().__init__(batch, (n, f.d), (n, f.d_out), query.dtype, query.device, rounding)
+        super().__init__(batch, (n, f.d), (n, f.d_out), query.dtype, query.device, rounding, proved)
         self.weights = weights
         self.core = core
         self.norms = norms
@@ -82,26 +86,29 @@ class StreamedAttentionJacobian(LinearOperator):
         dtype: torch.dtype,
         core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
         *,
+        off: Tensor | None = None,
         allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
         """Linearise float64 attention at float64 tokens (batch, n, d).
 
         ``core`` makes the derivative from queries, keys and values, in place of that of these tokens alone.
+        ``off`` bounds how far each token may be from where it is in exact arithmetic.
         ``allowance`` is what relative rounding its products may have.
         """
-        q, k, v = f.projections(x)
-        q = q.unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
         norms = (
             norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
             norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
         )
         if core is not None:
+            q, k, v = f.projections(x)
             return cls(_Weights.of(f, dtype), core(q, k, v), norms)
         visibility = f.visibility(x.shape[1])
         assert isinstance(visibility, Visibility)  # that of tokens
-        derivative = streamed_derivative(q, k, v, f.scale, visibility, f.features, dtype)
-        derivative = fused(derivative, allowance)
-        return cls(_Weights.of(f, dtype), derivative, norms)
+        operands = Operands.of_tokens(f, x)
+        derivative, proved = streamed_derivative(operands, visibility, dtype), None
+        if off is not None and derivative.moments is not None:
+            proved = attention_error(f, x, off, operands, derivative.moments, derivative.mean.flatten(1, 2))
+        return cls(_Weights.of(f, dtype), fused(derivative, allowance), norms, proved)
 
     def _product(self, e: Tensor) -> Tensor:
         return self._image(self.core.product(*self._tangents(e)))
@@ -133,7 +140,8 @@ class StreamedAttentionJacobian(LinearOperator):
         members = members.to(self.device)
         rows = (members[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
         query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
-        return StreamedAttentionJacobian(self.weights, self.core.select(rows), (query_norm, key_norm))
+        proved = None if self.proved is None else self.proved.select(members)
+        return StreamedAttentionJacobian(self.weights, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _tangents(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return those of scaled queries, keys and values, (batch · kv_heads, ·, ·)."""

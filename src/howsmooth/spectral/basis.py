@@ -27,6 +27,9 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 class Basis:
     """Rows (step, member, size) that grow by one a step, kept in a dtype of their own.
 
+    ``taken`` bounds the sum of squares of all that was taken from each member's vectors, where a tensor (member,)
+    in place of None asks for it.
+
     Half precision holds 2^s v, s the power that brings the entries of a unit vector near to one: without it
     they would fall below its normal range in large dimensions.
     """
@@ -36,6 +39,7 @@ class Basis:
         self.working = working
         self.reduce = reduce
         self.count = 0
+        self.taken: Tensor | None = None
         self.blocks: list[Tensor] = []
         # 2^15 at most: an entry of a unit vector may be one, and float16 ends at 65504.
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
@@ -58,6 +62,8 @@ class Basis:
     def keep(self, members: Tensor) -> None:
         """Drop all other members."""
         self.blocks = [block[:, members] for block in self.blocks]
+        if self.taken is not None:
+            self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
         """Take from z (member, size), in place, its projection on the basis; return what length is left.
@@ -114,7 +120,11 @@ class Basis:
             x, parts = z[:, piece].to(summed), self._parts(members, piece, count)
             sums.append(torch.cat([_by_member(part.to(summed), x) for _, part in parts]))
         coefficients = reduced(sum(sums[1:], sums[0]).double(), self.reduce) / self.scale**2
-        weights = (coefficients if more is None else coefficients * more).to(self.working)
+        coefficients = coefficients if more is None else coefficients * more
+        if self.taken is not None:
+            # Twice, for two passes; and for what the rows lack to be orthonormal.
+            self.taken[members] += 2.5 * coefficients.square().sum(dim=0).cpu()
+        weights = coefficients.to(self.working)
         for piece in some:
             for rows, part in self._parts(members, piece, count):
                 _subtract_(z[:, piece], part, weights[rows])

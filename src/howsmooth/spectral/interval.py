@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special
+from scipy import linalg, special
 from scipy.linalg import lapack
 
-__all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "start_quantile"]
+__all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper", "start_quantile"]
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
@@ -90,3 +90,70 @@ def a_posteriori_upper(
             break
     upper: float | np.ndarray = np.where(open_ended, top + np.exp(s), top)[()]
     return upper
+
+
+# Of the start's component along the leading direction, what rounding may have made of it: the rest is left to
+# the polynomial.
+_SHARE = 0.25
+# LAPACK's eigenvalues of a tridiagonal matrix T of k rows are off by at most this times k ‖T‖.
+_EIGENVALUE = 8 * 2.0**-53
+
+
+def rounded_upper(
+    diagonal: Float[np.ndarray, " k"],
+    off: Float[np.ndarray, " k"],
+    quantile: float,
+    error: float,
+    taken: float,
+    rtol: float,
+) -> tuple[float, float]:
+    """Return the leading Ritz value and a limit of λ_max(JᵀJ) that is proved for a run whose products round.
+
+    On the event of :func:`start_quantile` the limit holds for any vectors v_j of length one, however they
+    came about, with AV = VT + γ_k v_{k+1} e_kᵀ + F, A = JᵀJ exact and F what rounding did: λ_1 is at most the
+    largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: docs/theory/rounding.md.
+
+    Parameters
+    ----------
+    diagonal, off
+        The entries of T of one member, the residual off-diagonal γ_k among them.
+    quantile
+        x_δ from :func:`start_quantile`.
+    error
+        Bound on what rounding does to a product with J or with its adjoint, relative to the vector.
+    taken
+        Frobenius norm of what reorthogonalisation has taken from the vectors.
+    rtol
+        Relative width that is asked for: no more work is done on a limit that is far narrower.
+
+    """
+    k = len(diagonal)
+    theta = ritz_values(diagonal, off[:-1])
+    top = max(float(theta[-1]), 0.0)
+    with np.errstate(divide="ignore"):
+        logs = float(np.log(off).sum())
+    # Lengths of vectors round, too: by far less than this.
+    least = np.sqrt(quantile) * (1 - 1e-6)
+    first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
+
+    def rounding(t: float) -> float:
+        """Bound ‖F‖ if λ_1 is t."""
+        return taken + np.sqrt(k) * (error * (2 * np.sqrt(t) + error) + 16 * 2.0**-53 * t)
+
+    allowed = _SHARE * least
+    reach = rounding(2 * first) / allowed
+    if reach >= first:
+        # So much that t − θ_1 ≥ t/2 is all that is used.
+        wide = (16 * np.sqrt(k) * error / allowed) ** 2
+        return top, max(2 * first, 8 * taken / allowed, wide, 8 * np.sqrt(k) * error**2 / allowed)
+    second = top + reach
+    if second > first + 0.125 * rtol * top:
+        # ‖(t − T)⁻¹ e_1‖ is the smaller, the less of the leading Ritz vector the start has.
+        values, vectors = linalg.eigh_tridiagonal(diagonal, off[:-1])
+        # Its computed entries may be off by as much as an eigenvalue is, over the gap; all are at most one.
+        leading = np.minimum(np.abs(vectors[0]) + 1e-9, 1.0)
+        for _ in range(4):
+            gap = second - top
+            part = gap / np.maximum(second - values, gap)
+            second = top + reach * min(1.0, float(np.linalg.norm(leading * part)))
+    return top, max(first, second) * (1 + k * _EIGENVALUE)

@@ -22,8 +22,8 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.golub_kahan import LeadingTriplet
-from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
-from howsmooth.spectral.operator import LinearOperator
+from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.operator import LinearOperator, length_rounding
 from howsmooth.spectral.refusals import check_finite, checked_rounding
 
 __all__ = ["lanczos", "lanczos_together"]
@@ -165,10 +165,12 @@ def _run(
     reduce: Reduction | None,
 ) -> _Run:
     """Do as :func:`lanczos` says, asking for the products."""
-    slack = checked_rounding(operator).copy()
     total = operator.batch
     in_sizes = _in_sizes(operator, start, sizes, reduce)
     dtype, rows = _basis_form(operator, rtol, basis_dtype, basis_bytes)
+    # What a basis of fewer digits takes from the vectors is not small enough for a proof.
+    proved = operator.proved if dtype == operator.dtype else None
+    slack = checked_rounding(operator).copy()
     if dtype != operator.dtype:
         # Second order: docs/theory/spectral-norm.md.
         slack += torch.finfo(dtype).eps ** 2
@@ -191,6 +193,8 @@ def _run(
     units = np.ones(total)
 
     basis = Basis(largest, dtype, operator.dtype, reduce)
+    if proved is not None:
+        basis.taken = torch.zeros(total, dtype=torch.float64)
     z = start.reshape(total, -1).clone()
     gamma = norms(z, reduce)
     before: Tensor | None = None
@@ -221,10 +225,23 @@ def _run(
         places = np.flatnonzero(running)
         members = active[places]
         a, b, complete = diagonal[members, :k], off[members, :k], in_sizes[members] == k
-        top, limit = _limits(a, b, quantile[members], level[members], complete)
+        if proved is None or basis.taken is None:
+            top, limit = _limits(a, b, quantile[members], level[members], complete)
+        else:
+            errors = proved.rounding.numpy()[members] / units[members]
+            taken = basis.taken.numpy()[places]
+            top, limit = _proved_limits(a, b, quantile[members], errors, taken, rtol)
+            errors = proved.total.numpy()[members] / units[members]
+            slack[members] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
+            level[members] = 2.0 * slack[members] + 2.0**-49
         broke_down[members] = complete | (b[:, -1] <= level[members] * top)
         sigma[members] = units[members] * np.sqrt(top)
-        upper[members] = units[members] * np.sqrt(limit) * (1 + slack[members])
+        upper[members] = units[members] * np.sqrt(limit)
+        if proved is None:
+            upper[members] *= 1 + slack[members]
+        else:
+            upper[members] += proved.model.numpy()[members]
+            upper[members] *= 1 + 2.0**-50
         lower = sigma[members] * (1 - slack[members])
         converged[members] = upper[members] - lower <= rtol * sigma[members]
         done = converged[members] | broke_down[members] | (k == steps_allowed)
@@ -242,15 +259,23 @@ def _run(
             basis.keep(keep)
 
     del basis, before, v  # more than four vectors, while the left directions are made
+    left, lengths = _left(whole, right, reduce)
+    lower = sigma * (1 - slack)
+    if proved is not None:
+        # What a vector's image has been seen to have, ‖J‖ has; all else is widths.
+        sigma = lengths.cpu().numpy()
+        lower = np.maximum(sigma - proved.total.numpy(), 0.0) * (1 - length_rounding(whole))
+        upper = np.maximum(upper, sigma)
+        converged = upper - lower <= rtol * sigma
     return LeadingTriplet(
         sigma=torch.from_numpy(sigma),
-        lower=torch.from_numpy(sigma * (1 - slack)),
+        lower=torch.from_numpy(lower),
         upper=torch.from_numpy(upper),
         converged=torch.from_numpy(converged),
         broke_down=torch.from_numpy(broke_down),
         steps=torch.from_numpy(steps),
         right=right.view(total, *whole.in_shape),
-        left=_left(whole, right, reduce).view(total, *whole.out_shape),
+        left=left.view(total, *whole.out_shape),
     )
 
 
@@ -301,10 +326,31 @@ def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
     return None if bool(near.all()) else torch.exp2(torch.where(near, 0.0, -exponents))
 
 
-def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return unit vectors along J v, zero where that is."""
+def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> tuple[Tensor, Tensor]:
+    """Return unit vectors along J v, zero where that is, and its length."""
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
-    return image * _inverse(norms(image, reduce)).to(image.dtype)[:, None]
+    lengths = norms(image, reduce)
+    return image * _inverse(lengths).to(image.dtype)[:, None], lengths
+
+
+def _proved_limits(
+    diagonal: np.ndarray,
+    off: np.ndarray,
+    quantile: np.ndarray,
+    errors: np.ndarray,
+    taken: np.ndarray,
+    rtol: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the leading Ritz value and the proved upper limit of λ_max(JᵀJ) of each member."""
+    found = []
+    for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
+        # Squares of what is small enough to be lost are not lost: T is brought near to one.
+        unit = max(float(a.max()), float(b.max())) or 1.0
+        root = math.sqrt(unit)
+        top, limit = rounded_upper(a / unit, b / unit, x, error / root, math.sqrt(lost) / unit, rtol)
+        found.append((unit * top, unit * limit))
+    top, limit = np.array(found).T
+    return top, limit
 
 
 def _limits(

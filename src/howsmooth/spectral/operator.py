@@ -4,15 +4,58 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.roundoff import gamma
 from howsmooth.spectral.sums import squared_lengths
 
-__all__ = ["LinearOperator", "Scaled", "Subset", "squared_lengths"]
+__all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_rounding", "squared_lengths"]
+
+
+@dataclass(frozen=True, eq=False)
+class ProductError:
+    """What is proved of an operator J whose products round, for each map; float64 on the CPU.
+
+    Its numbers define a map J̃, which the products would be those of in exact arithmetic.
+
+    Parameters
+    ----------
+    model
+        Upper bound of ‖J̃ − J‖.
+    rounding
+        Upper bound of |computed J̃ v − J̃ v| / |v| for all v, and of the same for the adjoint.
+    size
+        Upper bound of ‖J‖ and ‖J̃‖.
+
+    """
+
+    model: Float[Tensor, " batch"]
+    rounding: Float[Tensor, " batch"]
+    size: Float[Tensor, " batch"]
+
+    @property
+    def total(self) -> Float[Tensor, " batch"]:
+        """Upper bound of |computed J v − J v| / |v|."""
+        return (self.model + self.rounding) * (1 + 2.0**-50)
+
+    def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
+        """Return the bounds of some maps."""
+        members = members.cpu()
+        return ProductError(*(t[members] for t in vars(self).values()))
+
+    @classmethod
+    def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
+        """Return the bounds of the maps of several operators, if there are bounds for all."""
+        given = [part for part in parts if part is not None]
+        if len(given) < len(parts):
+            return None
+        return cls(*map(torch.cat, zip(*(vars(part).values() for part in given), strict=True)))
 
 
 class LinearOperator(abc.ABC):
@@ -30,8 +73,10 @@ class LinearOperator(abc.ABC):
     dtype, device
         Of inputs and outputs alike.
     rounding
-        Relative error of each ‖J_b‖ that rounding in the products, and in forming the operator, may
-        cause: float64 on the CPU, (batch,); 32 machine epsilons if None.
+        Estimate of the relative error of each ‖J_b‖ that rounding in the products, and in forming the
+        operator, may cause: float64 on the CPU, (batch,); 32 machine epsilons if None.
+    proved
+        Proved bounds in place of that estimate, where there are.
 
     """
 
@@ -43,6 +88,7 @@ class LinearOperator(abc.ABC):
         dtype: torch.dtype,
         device: torch.device,
         rounding: Tensor | None = None,
+        proved: ProductError | None = None,
     ) -> None:
         self.batch = batch
         self.in_shape = in_shape
@@ -52,6 +98,7 @@ class LinearOperator(abc.ABC):
         if rounding is None:
             rounding = torch.full((batch,), 32.0 * torch.finfo(dtype).eps, dtype=torch.float64)
         self.rounding = rounding
+        self.proved = proved
 
     @property
     def in_size(self) -> int:
@@ -128,6 +175,11 @@ class LinearOperator(abc.ABC):
             )
 
 
+def length_rounding(operator: LinearOperator) -> float:
+    """Bound the relative error of |J v| / |v| in float64 from rounding in the two lengths."""
+    return 2.0 * gamma(operator.in_size + operator.out_size + 8)
+
+
 class Subset(LinearOperator):
     """Some members of an operator that can only be applied as a whole."""
 
@@ -139,6 +191,7 @@ class Subset(LinearOperator):
             whole.dtype,
             whole.device,
             whole.rounding[members.cpu()],
+            None if whole.proved is None else whole.proved.select(members),
         )
         self.whole = whole
         self.members = members.to(whole.device)

@@ -14,10 +14,11 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.plain_scores import require_formula, require_plain_scores
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.heads import HeadsAt, heads_at
-from howsmooth.bounds.certificates.rounding import Enclosed, U
+from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.verified import norm
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.roundoff import U
 
 __all__ = ["Certificate", "certify", "one_head", "the_question"]
 

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.heads import HeadAt, HeadsAt, row_blocks
-from howsmooth.bounds.certificates.rounding import Enclosed, U, gamma, up
+from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.verified import Rule, largest_eigenvalue, shrink
+from howsmooth.roundoff import U, gamma, up
 
 FULL_SPECTRUM = 128
 """Eigenvalues of larger matrices are guessed by power steps and then proved, which is faster."""

@@ -19,9 +19,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
-from howsmooth.bounds.certificates.rounding import LARGEST, UNDERFLOW, U, gamma, up
+from howsmooth.bounds.certificates.rounding import LARGEST
 from howsmooth.bounds.certificates.verified import norm
 from howsmooth.errors import NonFiniteError
+from howsmooth.roundoff import UNDERFLOW, U, gamma, up
 
 __all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
 

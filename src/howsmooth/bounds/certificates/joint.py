@@ -16,9 +16,10 @@ from howsmooth.bounds.certificates.certificate import (
 )
 from howsmooth.bounds.certificates.forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.heads import HeadsAt
-from howsmooth.bounds.certificates.rounding import Enclosed, U, gamma, up
+from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.verified import Rule, norm, perron_norm, shrink
 from howsmooth.bounds.certificates.weights import Weights, diagonal_guess, joint_weights
+from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_cheap", "certificate_joint", "certificate_n"]
 

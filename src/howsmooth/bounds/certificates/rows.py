@@ -17,9 +17,10 @@ from howsmooth.bounds.certificates.certificate import (
 )
 from howsmooth.bounds.certificates.forms import sandwich
 from howsmooth.bounds.certificates.heads import HeadsAt, row_blocks
-from howsmooth.bounds.certificates.rounding import Enclosed, gamma, up
+from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.verified import shrink
 from howsmooth.bounds.certificates.weights import tidy
+from howsmooth.roundoff import gamma, up
 
 __all__ = ["certificate_r"]
 

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.rounding import TINY, Enclosed, U, gamma, up
+from howsmooth.bounds.certificates.rounding import TINY, Enclosed
+from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["Rule", "largest_eigenvalue", "norm", "perron_norm", "shrink"]
 

@@ -1,0 +1,102 @@
+"""Moments of keys and values under attention probabilities, for a bound on what rounding does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.jacobian.operands import Operands
+from howsmooth.roundoff import gamma
+
+__all__ = ["Moments", "moment_columns", "moment_width"]
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Upper bounds of sums over the keys of each row, a sink among them, and of the whole matrix P.
+
+    Axes: b = batch member times key/value head, m = query rows of all its query heads.
+
+    Parameters
+    ----------
+    total
+        Σ_j P_ij over the keys without the sink.
+    sink
+        The sink's probability.
+    keys, values
+        (Σ_j P_ij |k_j − c_i|²)^½, c_i the average of the keys (zero where a cap keeps them from being
+        shifted), and (Σ_j P_ij |v_j − O_i|²)^½.
+    squares
+        (Σ_j P_ij²)^½.
+    spread
+        ‖P‖.
+
+    """
+
+    total: Float[Tensor, "b m"]
+    sink: Float[Tensor, "b m"]
+    keys: Float[Tensor, "b m"]
+    values: Float[Tensor, "b m"]
+    squares: Float[Tensor, "b m"]
+    spread: Float[Tensor, " b"]
+
+    @classmethod
+    def of(
+        cls,
+        operands: Operands,
+        averages: Float[Tensor, "b m columns"],
+        mean: Float[Tensor, "b m value_dim"],
+        total: Float[Tensor, "b m"],
+        sink: Float[Tensor, "b m"],
+        p: Float[Tensor, "b m n"] | None = None,
+    ) -> Moments:
+        """Return the moments from the averages of :func:`moment_columns`, and P itself where it is kept."""
+        key_dim, n = operands.k.shape[-1], operands.k.shape[2]
+        centre = averages[..., :key_dim]
+        key_square, value_square, *whole = averages[..., key_dim:].unbind(-1)
+        slack = gamma(n + key_dim + mean.shape[-1] + 16)
+
+        def variance(square: Tensor, middle: Tensor) -> Tensor:
+            less = middle.square().sum(dim=-1)
+            return (square - less).clamp_min(0.0) + slack * (square + less)
+
+        if operands.features.sinks is None:
+            values = variance(value_square, mean)
+        else:
+            shift = operands.value_shift.reshape(operands.heads, 1, -1).square().sum(dim=-1)
+            # The sink's value lies at zero: seen from there, its own part vanishes.
+            values = torch.minimum(variance(value_square + sink * shift, mean), (1 + slack) * whole[1])
+        if operands.features.softcap is not None:
+            keys = (1 + slack) * key_square
+        elif operands.features.sinks is None:
+            keys = variance(key_square, centre)
+        else:
+            shift = operands.key_shift.reshape(operands.heads, 1, -1)
+            square = key_square + sink * shift.square().sum(dim=-1)
+            keys = torch.minimum(variance(square, centre - sink[..., None] * shift), (1 + slack) * whole[0])
+        if p is None:
+            squares, spread = total, torch.linalg.vector_norm(total, dim=-1)
+        else:
+            squares = torch.linalg.vector_norm(p, dim=-1)
+            spread = (total.amax(dim=-1) * p.sum(dim=1).amax(dim=-1)).sqrt()
+        return cls(total, sink, keys.sqrt(), values.sqrt(), squares, spread)
+
+
+def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
+    """Return the columns whose averages under P make the moments.
+
+    They are k, |k|² and |v|²; beside a sink |k|² and |v|² of unshifted keys and values as well.
+    """
+    k, v = operands.k.flatten(0, 1), operands.v.flatten(0, 1)
+    squared = [k, v]
+    if operands.features.sinks is not None:
+        squared += [operands.whole_keys.flatten(0, 1), operands.whole_values.flatten(0, 1)]
+    return torch.cat((k, *(t.square().sum(dim=-1, keepdim=True) for t in squared)), dim=-1)
+
+
+def moment_width(operands: Operands) -> int:
+    """Return the number of columns of :func:`moment_columns`."""
+    return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

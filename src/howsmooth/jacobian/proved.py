@@ -1,0 +1,408 @@
+"""Proved bounds on what rounding does to the closed form's products in float64.
+
+A map is walked from its tokens on. At each part, ``off`` bounds how far the tokens that reach it in floating
+point may be from those of exact arithmetic, token by token; the part's Jacobian is formed at the former and
+compared with the exact one at the latter, and its products round. Both are bounded in the spectral norm, by
+norms of matrices and moments under the attention probabilities, so that nothing of the size of a Jacobian
+is formed. Every bound is first order in its parts, and multiplied by what more there may be. Derivation:
+docs/theory/rounding.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.jacobian.moments import Moments
+from howsmooth.jacobian.operands import Operands
+from howsmooth.roundoff import UNDERFLOW, U, absolute_norm, gamma, spectral_norm, up
+from howsmooth.spectral import ProductError
+
+__all__ = [
+    "attention_error",
+    "composed_error",
+    "image_off",
+    "norm_error",
+    "provable",
+    "residual_error",
+    "scale_error",
+]
+
+# Relative errors of this size are no longer small: nothing is proved beyond.
+_LARGEST = 0.1
+# Half of it is what a number that underflows may be off by.
+_SMALLEST = 2.0**-1074
+# Where a probability is below e^-760 it is zero in floating point.
+_NEGLIGIBLE = 760.0
+
+Off = Float[Tensor, "batch n"]
+
+
+def provable(f: TokenMap) -> bool:
+    """Tell whether the rounding of this map's Jacobian is bounded here: attention in stages is code."""
+    match f:
+        case Residual():
+            return provable(f.inner)
+        case Compose():
+            return provable(f.outer) and provable(f.inner)
+        case _:
+            return isinstance(f, SelfAttention | LayerNorm | RMSNorm | LayerScale)
+
+
+# ---- parts that act on tokens one by one, and what is made of parts
+
+
+def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
+    """Bound the error of a norm's products at tokens that are off by at most ``off``."""
+    slope, turned = _norm_slopes(f, x, off)
+    bounds = (slope * turned, slope * (3 * gamma(f.d + 8)), slope * (1 + turned))
+    return ProductError(*(_refused(t, turned).amax(dim=1).cpu() for t in bounds))
+
+
+def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
+    """Return (√d/s) max|γ| of each token, and the relative error of the Jacobian that is formed there."""
+    s = f.direction_and_length(x)[1].squeeze(-1)
+    moved = off + _centring(f, x)
+    # Relative error of s, and of h/s beside it; squares of entries may underflow.
+    length = moved / s + gamma(f.d + 8) + f.d * _SMALLEST / s.square()
+    gain = float(f.weight.abs().amax())
+    return math.sqrt(f.d) * gain / s, 6 * length
+
+
+def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
+    """Return what rounding in h may be."""
+    size: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
+
+
+def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
+    """Bound the error of a layer scale's products."""
+    size = weight.abs().amax().cpu().expand(batch)
+    return ProductError(torch.zeros_like(size), U * size, size)
+
+
+def residual_error(inner: ProductError) -> ProductError:
+    """Bound the error of the products of I + J from those of J."""
+    size = up(1 + inner.size)
+    return ProductError(inner.model, up(inner.rounding + 2 * U * (size + inner.rounding)), size)
+
+
+def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
+    """Bound the error of products with J_o J_i."""
+    model = outer.model * inner.size + outer.size * inner.model
+    # An adjoint's products come in the other order.
+    rounding = outer.rounding * inner.size + outer.size * inner.rounding + 2 * outer.rounding * inner.rounding
+    return ProductError(up(model), up(rounding), up(outer.size * inner.size))
+
+
+def image_off(f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, image: Tensor | None = None) -> Off:
+    """Bound how far the computed image f(x) may be from the exact one, at tokens that are off by ``off``.
+
+    ``image`` is that image, if it is at hand.
+    """
+    match f:
+        case LayerNorm() | RMSNorm():
+            slope, turned = _norm_slopes(f, x, off)
+            size = math.sqrt(f.d) * f.weight.abs().amax() + (0.0 if f.bias is None else f.bias.norm())
+            # Once more for what is done to queries and keys after their norm: rotation and scale.
+            found = 2 * slope * (off + _centring(f, x)) + 2 * gamma(f.d + 12) * size
+            return _refused(found, turned)
+        case LayerScale():
+            size = f.weight.abs().amax()
+            return up(size * (off + U * torch.linalg.vector_norm(x, dim=-1)))
+        case Residual():
+            size = torch.linalg.vector_norm(f._forward(x) if image is None else image, dim=-1)
+            return up(off + image_off(f.inner, x, off) + 2 * U * size)
+        case Compose():
+            middle = f.inner._forward(x)
+            return image_off(f.outer, middle, image_off(f.inner, x, off, middle))
+        case SelfAttention():
+            return _Attention(f, x, off, Operands.of_tokens(f, x)).image_off()
+    raise AssertionError(type(f))  # pragma: no cover - closed forms only
+
+
+def _refused(error: Tensor, relative: Tensor) -> Tensor:
+    """Return the error, infinite where a relative error is too large for the bounds, and rounded up."""
+    return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
+
+
+# ---- attention
+
+
+def attention_error(
+    f: SelfAttention,
+    x: Float[Tensor, "batch n d"],
+    off: Off,
+    operands: Operands,
+    moments: Moments,
+    mean: Float[Tensor, "b m value_dim"],
+) -> ProductError:
+    """Bound the error of products with the Jacobian of attention, formed from these operands and moments."""
+    return _Attention(f, x, off, operands).product_error(moments, mean)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries, keys or values: how far each row is off, and the map from tangents of tokens to its own.
+
+    Of that map, for each key head, ``size`` bounds the norm, ``slip`` what rounding does to its products, and
+    ``model`` how far it is off itself, which happens in norms only.
+    """
+
+    off: Float[Tensor, "batch kv_heads *rows"]
+    size: Float[Tensor, "batch kv_heads"]
+    slip: Float[Tensor, "batch kv_heads"]
+    model: Float[Tensor, "batch kv_heads"]
+
+
+class _Attention:
+    """Bounds for one attention at given tokens."""
+
+    def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands) -> None:
+        self.f = f
+        self.x = x
+        self.off = off
+        self.at = operands
+        self.batch, self.n = x.shape[:2]
+        # The longest sum of a projection or of its adjoint.
+        rows = f.heads * (f.key_dim + f.value_dim) + f.kv_heads * (f.key_dim + f.value_dim)
+        self.rounding = 2 * gamma(max(f.d, f.d_out, rows) + 6)  # once more for rotations and scales
+        length = torch.linalg.vector_norm(x, dim=-1)
+        self.length = length
+        self.centred = torch.linalg.vector_norm(x - x.mean(dim=-2, keepdim=True), dim=-1)
+        self.mean_length = torch.linalg.vector_norm(x.mean(dim=-2), dim=-1)[:, None]
+
+    # ---- rows of queries, keys and values
+
+    def queries(self) -> _Rows:
+        f = self.f
+        weight = f.scale * f.query
+        grouped = weight.unflatten(0, (f.kv_heads, -1)).flatten(1, 2)
+        off = self._projected(weight, f.query_bias, self.off, self.length, scale=abs(f.scale))
+        size = spectral_norm(grouped).expand(self.batch, -1)
+        slip = self.rounding * absolute_norm(grouped).expand(self.batch, -1)
+        model = torch.zeros_like(size)
+        if f.query_norm is not None:
+            raw = self._projected(f.query, f.query_bias, self.off, self.length)
+            whole = weight.flatten(0, 1)
+            off, size, slip, model = self._normed(f.query_norm, f.query, f.query_bias, raw, size, slip, whole)
+            off = abs(f.scale) * off
+        turn = _turn(f)
+        off = turn * off.unflatten(1, (f.kv_heads, -1))
+        return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
+
+    def keys(self, *, shifted: bool) -> _Rows:
+        """Return bounds for keys, as they are or less their shift."""
+        f = self.f
+        size = spectral_norm(f.key).expand(self.batch, -1)
+        slip = self.rounding * absolute_norm(f.key).expand(self.batch, -1)
+        model = torch.zeros_like(size)
+        if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
+            off = self._projected(f.key, None, self.off + 2 * U * self.centred, self.centred)
+            return _Rows(off, size, slip, model)
+        # Unshifted keys may be made of the shift and of what is left.
+        off = self._projected(f.key, f.key_bias, self.off, self.length + self.centred + self.mean_length)
+        if f.key_norm is not None:
+            whole = f.key.flatten(0, 1)
+            off, size, slip, model = self._normed(f.key_norm, f.key, f.key_bias, off, size, slip, whole)
+        turn = _turn(f)
+        off = turn * off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1)
+        return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
+
+    def values(self, *, shifted: bool) -> _Rows:
+        """Return bounds for values, as they are or less their shift."""
+        f = self.f
+        size = spectral_norm(f.value).expand(self.batch, -1)
+        slip = self.rounding * absolute_norm(f.value).expand(self.batch, -1)
+        if shifted:
+            off = self._projected(f.value, None, self.off + 2 * U * self.centred, self.centred)
+        else:
+            off = self._projected(f.value, f.value_bias, self.off, self.length)
+        return _Rows(off, size, slip, torch.zeros_like(size))
+
+    def _projected(
+        self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor, scale: float = 1.0
+    ) -> Float[Tensor, "batch heads n"]:
+        """Bound how far W x + b may be off, for each head, at tokens that are off."""
+        beside = torch.zeros_like(weight[:, 0, 0]) if bias is None else scale * bias.norm(dim=-1)
+        summed = absolute_norm(weight)[:, None] * length[:, None] + beside[:, None]
+        return spectral_norm(weight)[:, None] * off[:, None] + self.rounding * summed
+
+    def _normed(
+        self,
+        norm: LayerNorm | RMSNorm,
+        weight: Tensor,
+        bias: Tensor | None,
+        off: Tensor,
+        size: Tensor,
+        slip: Tensor,
+        whole: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Carry bounds through a norm of each head, or of all side by side, of tangents by ``whole``."""
+        heads, dim, _ = weight.shape
+        raw = self.x @ weight.flatten(0, 1).mT
+        if bias is not None:
+            raw = raw + bias.flatten()
+        if norm.d == dim:
+            raw, rows = raw.unflatten(-1, (heads, dim)).flatten(1, 2), off.transpose(1, 2).flatten(1, 2)
+        else:
+            rows = off.square().sum(dim=1).sqrt()
+            size = spectral_norm(whole).expand_as(size)
+            slip = (self.rounding * absolute_norm(whole)).expand_as(slip)
+        of_norm = norm_error(norm, raw, rows)
+        after = image_off(norm, raw, rows)
+        after = after.view(self.batch, self.n, -1).transpose(1, 2).expand(-1, heads, -1)
+        factor, lost, model = (
+            t.to(size.device)[:, None] for t in (of_norm.size, of_norm.rounding, of_norm.model)
+        )
+        return after, factor * size, factor * slip + lost * (size + slip), model * size
+
+    # ---- probabilities
+
+    def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
+        """Bound the error of each row's scores, those of negligible probability aside."""
+        f, at = self.f, self.at
+        q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
+        longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
+        off = keys.off.amax(dim=-1)[..., None, None]
+        moved = self.queries().off
+        found = moved * (longest + off) + q * off + gamma(f.key_dim + 30) * q * longest
+        added = torch.zeros_like(found[:1, :, :, :1])
+        if f.score_bias is not None:
+            added = added + self._largest_bias(2 * float((q * longest).amax()) + _NEGLIGIBLE)
+        if f.sinks is not None:
+            added = added + f.sinks.abs().unflatten(0, (f.kv_heads, -1))[..., None]
+        return up(found + gamma(12) * added)
+
+    def _largest_bias(self, reach: float) -> Tensor:
+        """Return the largest |bias| of each row among those whose probability is not negligible."""
+        f = self.f
+        assert f.score_bias is not None
+        bias, visible = f.score_bias, f.visible_keys(self.n)
+        if visible is not None:
+            bias = bias.masked_fill(~visible, -math.inf)
+        near = bias >= bias.amax(dim=-1, keepdim=True) - reach
+        largest: Tensor = f.score_bias.abs().masked_fill(~near, 0.0).amax(dim=-1)
+        return largest.expand(f.heads, -1).unflatten(0, (f.kv_heads, -1))
+
+    # ---- the bounds
+
+    def image_off(self) -> Off:
+        f, at = self.f, self.at
+        relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
+        rows = self.values(shifted=False)
+        largest = torch.linalg.vector_norm(at.whole_values, dim=-1).amax(dim=-1)[..., None, None]
+        spread = 2 * torch.linalg.vector_norm(at.v, dim=-1).amax(dim=-1)[..., None, None]
+        if f.sinks is not None:
+            spread = spread + largest
+        off = rows.off.amax(dim=-1)[..., None, None]
+        heads = relative * spread + off + gamma(self.n + 12) * (largest + off)
+        heads = heads.flatten(1, 2).square().sum(dim=1).sqrt()
+        if f.output is not None:
+            whole = math.sqrt(f.heads) * largest.amax(dim=1)[:, 0]
+            summed = absolute_norm(f.output) * whole
+            summed = summed + (0.0 if f.output_bias is None else f.output_bias.norm())
+            heads = spectral_norm(f.output) * heads + self.rounding * summed
+        return _refused(heads, relative.flatten(1, 2).amax(dim=1))
+
+    def _unshifted(self) -> Tensor:
+        """Bound what forming scores of unshifted keys adds, as the map itself does, and not its Jacobian."""
+        keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
+        shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
+        q = torch.linalg.vector_norm(self.at.q, dim=-1)
+        return q * keys + (self.queries().off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
+
+    def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
+        f, at = self.f, self.at
+        queries, keys, values = self.queries(), self.keys(shifted=True), self.values(shifted=True)
+        scores = self.score_off().flatten(0, 1).flatten(1)
+        relative = torch.expm1(2 * scores) + gamma(self.n + 30)
+        slope = relative
+        if f.softcap is not None:
+            largest = _longest(at.q) * _longest(at.k) / f.softcap
+            slope = relative + torch.expm1(2 * scores / f.softcap) + gamma(30) * (1 + largest)[:, None]
+        total, sink = moments.total, moments.sink
+        root = total.sqrt()
+        q = torch.linalg.vector_norm(at.q, dim=-1).flatten(0, 1).flatten(1)
+        q_off = queries.off.flatten(0, 1).flatten(1)
+        k, k_off = _longest(at.k)[:, None], keys.off.flatten(0, 1).amax(dim=-1)[:, None]
+        v, v_off = _longest(at.v)[:, None], values.off.flatten(0, 1).amax(dim=-1)[:, None]
+        m = torch.linalg.vector_norm(mean, dim=-1)
+        summed = gamma(self.n + 12)
+        if f.sinks is None:
+            shift = shift_off = output = output_off = torch.zeros_like(m)
+            key_shift = torch.zeros_like(k)
+            mean_off = relative * moments.values + v_off + summed * v
+        else:
+            shift = at.value_shift.norm(dim=-1).flatten(0, 1)
+            shift_off = self._shift_off(f.value, f.value_bias)
+            key_shift = at.key_shift.norm(dim=-1).flatten(0, 1)
+            k_off = k_off + self._shift_off(f.key, f.key_bias) + 4 * U * key_shift
+            output = total * (v + shift)
+            output_off = total * ((relative + summed) * (v + shift) + v_off + shift_off)
+            mean_off = output_off + shift_off + 2 * U * (m + shift)
+        away = v_off + mean_off  # of a value from the output
+        # Sums of products as they are made, with values and outputs apart.
+        made = gamma(max(self.n, q.shape[1]) + 2 * f.key_dim + f.value_dim + 30)
+        # What keys' averages are multiplied by: zero in exact arithmetic.
+        rest = total * (4 * summed * (v + shift) + 2 * U * m) + summed * output
+        norm = torch.linalg.vector_norm
+
+        def heads(t: Tensor) -> Tensor:
+            return up(t * (1 + slope.amax(dim=-1))).reshape(self.batch, f.kv_heads)
+
+        # The derivative by queries, by keys and by values: its norm, what of it is off, what rounding adds.
+        of_q = slope * moments.values * moments.keys
+        of_q = of_q + (root * away + sink.sqrt() * output_off) * moments.keys
+        of_q = of_q + root * moments.values * k_off + rest * (k + key_shift)
+        of_k = q * (slope * moments.values + moments.squares * away) + moments.values * q_off
+        of_v = torch.minimum(2 * scores, relative * moments.squares) + summed * moments.squares
+        models = (heads(of_q.amax(dim=-1)), heads(norm(of_k, dim=-1)), heads(norm(of_v, dim=-1)))
+        losses = (
+            heads(made * (total * k * (v + m) + sink * key_shift * output).amax(dim=-1)),
+            heads(made * norm(q * moments.squares * (v + m), dim=-1)),
+            heads(made * moments.spread),
+        )
+        sizes = (
+            heads((moments.values * moments.keys).amax(dim=-1)),
+            heads(norm(q * moments.values, dim=-1)),
+            heads(moments.spread),
+        )
+        model = rounding = whole = torch.zeros_like(sizes[0])
+        for rows, off, lost, size in zip((queries, keys, values), models, losses, sizes, strict=True):
+            whole = whole + (size + off) * rows.size
+            model = model + off * rows.size + (size + off) * rows.model
+            rounding = rounding + lost * rows.size + (size + off + lost) * rows.slip
+        model, rounding, whole = (norm(t, dim=-1) for t in (model, rounding, whole))
+        if f.output is not None:
+            size, slip = spectral_norm(f.output), self.rounding * absolute_norm(f.output)
+            model, rounding, whole = size * model, size * rounding + slip * (whole + rounding), size * whole
+        large = (1 + k.amax()) * (1 + v.amax()) * (1 + q.amax()) * (1 + whole)
+        model = model + UNDERFLOW * self.n * large
+        relative = slope.reshape(self.batch, -1).amax(dim=-1)
+        return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
+
+    def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
+        """Bound the error of the projected mean token, whose own error is none: any mean serves."""
+        none = torch.zeros_like(self.mean_length)
+        return self._projected(weight, bias, none, self.mean_length).flatten(0, 1)
+
+
+def _turn(f: SelfAttention) -> float:
+    """Bound the norm of the rotations of single rows."""
+    if f.rotary is None:
+        return 1.0
+    half = f.rotary.rot_dim // 2
+    squares = f.rotary.cos.square() + f.rotary.sin.square()
+    return max(1.0, math.sqrt(float((squares[:, :half] + squares[:, half:]).amax()))) * (1 + 1e-12)
+
+
+def _longest(rows: Tensor) -> Float[Tensor, " b"]:
+    """Return the length of the longest row of each head (batch, kv_heads, ..., dim)."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
+    return lengths.amax(dim=-1)
