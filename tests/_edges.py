@@ -96,9 +96,7 @@ def _rotated(f: hs.SelfAttention, row: Row, position: int) -> Row:
     cos, sin = _numbers(f.rotary.cos[position]), _numbers(f.rotary.sin[position])
     half = len(cos) // 2
     return [
-        x
-        if a >= 2 * half
-        else x * cos[a] + (row[a + half] * -sin[a] if a < half else row[a - half] * sin[a])
+        x if a >= 2 * half else x * cos[a] + (row[a + half] * -sin[a] if a < half else row[a - half] * sin[a])
         for a, x in enumerate(row)
     ]
 
@@ -309,7 +307,9 @@ def _features(draw: Draw) -> Case:
     if dim == 2 and draw.choice.random() < 0.5:
         angle = draw.normal(n, 1).repeat(1, 2)
         given["rotary"] = hs.Rotary(angle.cos(), angle.sin())
-    return Case("features", draw.attention(n, d, heads, dim, **given), draw.normal(n, d, size=draw.among(1, 5)))
+    return Case(
+        "features", draw.attention(n, d, heads, dim, **given), draw.normal(n, d, size=draw.among(1, 5))
+    )
 
 
 def _degenerate(draw: Draw) -> Case:

@@ -360,7 +360,9 @@ class _Attention:
         of_q = slope * moments.values * moments.keys
         of_q = of_q + (root * away + sink.sqrt() * output_off) * moments.keys
         of_q = of_q + root * moments.values * k_off + rest * (k + key_shift)
-        of_k = q * (slope * moments.values + moments.squares * away) + moments.values * q_off
+        # Σ_j P_ij² |v_j − O_i|² is at most the largest weight times Σ_j P_ij |v_j − O_i|².
+        moved = moments.squares.sqrt() * moments.values
+        of_k = q * (slope * moved + moments.squares * away) + moved * q_off
         of_v = torch.minimum(2 * scores, relative * moments.squares) + summed * moments.squares
         models = (heads(of_q.amax(dim=-1)), heads(norm(of_k, dim=-1)), heads(norm(of_v, dim=-1)))
         losses = (
@@ -370,7 +372,7 @@ class _Attention:
         )
         sizes = (
             heads((moments.values * moments.keys).amax(dim=-1)),
-            heads(norm(q * moments.values, dim=-1)),
+            heads(norm(q * moved, dim=-1)),
             heads(moments.spread),
         )
         model = rounding = whole = torch.zeros_like(sizes[0])

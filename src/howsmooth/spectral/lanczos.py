@@ -265,7 +265,7 @@ def _run(
         # What a vector's image has been seen to have, ‖J‖ has; all else is widths.
         sigma = lengths.cpu().numpy()
         lower = np.maximum(sigma - proved.total.numpy(), 0.0) * (1 - length_rounding(whole))
-        upper = np.maximum(upper, sigma)
+        upper = np.maximum(np.minimum(upper, proved.size.numpy()), sigma)
         converged = upper - lower <= rtol * sigma
     return LeadingTriplet(
         sigma=torch.from_numpy(sigma),
