@@ -1,6 +1,6 @@
-"""Small maps at the edges of floating point, and their Jacobians in many digits: a search for wrong intervals.
+"""A search for wrong intervals: small maps at the edges of floating point, measured and in many digits.
 
-``python -m tests._edges 20000`` looks at so many cases and prints what was found; the tests look at some hundred.
+``python -m tests._edges 20000`` looks at so many cases and prints what was found; the tests look at a few.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _features(draw: Draw) -> Case:
     dim = draw.choice.choice((1, 2))
     given: dict[str, object] = {}
     if draw.choice.random() < 0.5:
-        given["softcap"] = draw.among(0.3, 1, 20, 50)
+        given["softcap"] = draw.among(0.3, 1.0, 20.0, 50.0)
     if draw.choice.random() < 0.4:
         given["score_bias"] = draw.normal(heads, n, n, size=draw.among(1, 30, 1e4))
     if draw.choice.random() < 0.3:

@@ -287,8 +287,9 @@ class _Attention:
         if visible is not None:
             bias = bias.masked_fill(~visible, -math.inf)
         near = bias >= bias.amax(dim=-1, keepdim=True) - reach
-        largest: Tensor = f.score_bias.abs().masked_fill(~near, 0.0).amax(dim=-1)
-        return largest.expand(f.heads, -1).unflatten(0, (f.kv_heads, -1))
+        largest = f.score_bias.abs().masked_fill(~near, 0.0).amax(dim=-1).expand(f.heads, -1)
+        grouped: Tensor = largest.unflatten(0, (f.kv_heads, -1))
+        return grouped
 
     # ---- the bounds
 
@@ -315,7 +316,8 @@ class _Attention:
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
         q = torch.linalg.vector_norm(self.at.q, dim=-1)
-        return q * keys + (self.queries().off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
+        found: Tensor = q * keys + (self.queries().off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
+        return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
         f, at = self.f, self.at

@@ -27,8 +27,8 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 class Basis:
     """Rows (step, member, size) that grow by one a step, kept in a dtype of their own.
 
-    ``taken`` bounds the sum of squares of all that was taken from each member's vectors, where a tensor (member,)
-    in place of None asks for it.
+    ``taken`` bounds the sum of squares of all that was taken from each member's vectors, where a tensor
+    (member,) in place of None asks for it.
 
     Half precision holds 2^s v, s the power that brings the entries of a unit vector near to one: without it
     they would fall below its normal range in large dimensions.

@@ -8,6 +8,8 @@ functions of float64 arrays. Derivations: docs/theory/spectral-norm.md.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from jaxtyping import Float
 from scipy import linalg, special
@@ -133,19 +135,19 @@ def rounded_upper(
     with np.errstate(divide="ignore"):
         logs = float(np.log(off).sum())
     # Lengths of vectors round, too: by far less than this.
-    least = np.sqrt(quantile) * (1 - 1e-6)
+    least = math.sqrt(quantile) * (1 - 1e-6)
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
         """Bound ‖F‖ if λ_1 is t."""
-        return taken + np.sqrt(k) * (error * (2 * np.sqrt(t) + error) + 16 * 2.0**-53 * t)
+        return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least
     reach = rounding(2 * first) / allowed
     if reach >= first:
         # So much that t − θ_1 ≥ t/2 is all that is used.
-        wide = (16 * np.sqrt(k) * error / allowed) ** 2
-        return top, max(2 * first, 8 * taken / allowed, wide, 8 * np.sqrt(k) * error**2 / allowed)
+        wide = (16 * math.sqrt(k) * error / allowed) ** 2
+        return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed)
     second = top + reach
     if second > first + 0.125 * rtol * top:
         # ‖(t − T)⁻¹ e_1‖ is the smaller, the less of the leading Ritz vector the start has.

@@ -1,0 +1,157 @@
+"""What rounding does is inside the interval: against many digits at the edges, and errors made on purpose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from mpmath import mpf
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention import TokenMap
+from howsmooth.jacobian import closed_form_jacobian
+from howsmooth.jacobian.closed_form import _Form, _linearise
+from howsmooth.jacobian.frozen import frozen_derivatives
+from howsmooth.jacobian.projections import Projections
+from howsmooth.jacobian.proved import image_off
+from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense
+from tests._cases import CASES, D, dense_jacobian, tokens
+from tests._edges import KINDS, exact_constant, look
+
+STREAMED = 1 << 14  # bytes, too few to keep probabilities
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[kind.__name__.strip("_") for kind in KINDS])
+def test_no_interval_misses_at_the_edges(kind: int) -> None:
+    found = [look(seed) for seed in range(kind, 25 * len(KINDS), len(KINDS))]
+    assert [f for f in found if f.miss > 0] == []
+    assert any(f.status == "converged" for f in found)
+
+
+def _matrices(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 1, 3, 3, generator=generator, dtype=torch.float64)
+    return q, k, v
+
+
+def _agrees(f: TokenMap, x: Tensor, truth: mpf, *, memory: int | None = None) -> None:
+    found = hs.local_lipschitz(f, x, rtol=1e-6, memory=memory)
+    assert bool(found.converged)
+    assert float(found.lower) <= truth <= float(found.upper)
+    assert abs(float(found.value) - truth) <= 1e-13 * truth
+
+
+@pytest.mark.parametrize("memory", [None, STREAMED], ids=["kept", "streamed"])
+@pytest.mark.parametrize("sink", [-100.0, 0.0, 30.0, 40.0, 50.0, 100.0])
+def test_a_sink_that_takes_nearly_all_of_a_row_costs_no_digits(sink: float, memory: int | None) -> None:
+    f = hs.SelfAttention(*_matrices(), sinks=torch.tensor([sink], dtype=torch.float64))
+    x = tokens(0, 2, 3)
+    _agrees(f, x, exact_constant(f, x), memory=memory)
+
+
+@pytest.mark.parametrize("memory", [None, STREAMED], ids=["kept", "streamed"])
+@pytest.mark.parametrize("size", [1e-12, 1e-16, 1e-150])
+def test_a_value_bias_costs_no_digits(size: float, memory: int | None) -> None:
+    q, k, v = _matrices()
+    f = hs.SelfAttention(q, k, size * v, value_bias=torch.ones(1, 3, dtype=torch.float64))
+    x = tokens(0, 4, 3)
+    _agrees(f, x, exact_constant(hs.SelfAttention(q, k, size * v), x, 400), memory=memory)
+
+
+def test_a_value_bias_costs_the_frozen_derivative_no_digits() -> None:
+    q, k, v = _matrices()
+    x, weighting = tokens(0, 4, 3), hs.attention.Weighting(torch.full((4,), -math.log(4)).double())
+    plain, biased = (
+        torch.cat(list(frozen_derivatives(hs.SelfAttention(q, k, 1e-14 * v, value_bias=b), x, weighting)))
+        for b in (None, torch.ones(1, 3, dtype=torch.float64))
+    )
+    torch.testing.assert_close(biased, plain, rtol=1e-12, atol=0)
+
+
+def test_values_that_are_zero_give_zero() -> None:
+    q, k, v = _matrices()
+    f = hs.SelfAttention(q, k, 0 * v, value_bias=torch.ones(1, 3, dtype=torch.float64))
+    found = hs.local_lipschitz(f, tokens(0, 4, 3))
+    assert bool(found.converged)
+    assert float(found.lower) == float(found.value) == float(found.upper) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_proved_of_a_jacobian_holds_its_errors(name: str) -> None:
+    f, x = CASES[name](4), tokens(50, 1, 4, D)
+    at = closed_form_jacobian(f, x)
+    proved = at.proved
+    assert proved is not None
+    dense = dense_jacobian(f, x[0])
+    off = torch.linalg.matrix_norm(to_dense(at)[0] - dense, 2)
+    norm = torch.linalg.matrix_norm(dense, 2)
+    # The oracle rounds as well, by a few units.
+    assert float(off) <= float(proved.total) + 1e-14 * float(norm)
+    assert float(norm) <= float(proved.size)
+    assert float(proved.total) <= 1e-8 * float(norm)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_that_are_off_move_jacobian_and_image_by_no_more_than_is_said(name: str, seed: int) -> None:
+    f, x = CASES[name](4), tokens(60 + seed, 1, 4, D)
+    moved = x + 1e-7 * tokens(70 + seed, 1, 4, D)
+    off = (moved - x).norm(dim=-1)
+    (at,) = _linearise(f, moved, off, None, [Projections(torch.float64, 4)], _Form())
+    proved = at.proved
+    assert proved is not None
+    change = torch.linalg.matrix_norm(dense_jacobian(f, moved[0]) - dense_jacobian(f, x[0]), 2)
+    assert float(change) <= float(proved.model)
+    assert bool(((f(moved) - f(x)).norm(dim=-1) <= image_off(f, moved, off)).all())
+    # A layer scale has no second derivative.
+    assert float(proved.model) <= 1e5 * float(change) or float(change) == 0.0
+
+
+class Adversary(LinearOperator):
+    """A diagonal J whose products lose along the leading direction whatever their rounding may take."""
+
+    def __init__(self, values: Tensor, loss: float, stated: float) -> None:
+        size = len(values)
+        of = torch.tensor([stated], dtype=torch.float64)
+        proved = ProductError(torch.zeros_like(of), of, values.amax()[None])
+        super().__init__(1, (size,), (size,), values.dtype, values.device, proved=proved)
+        self.values = values
+        self.loss = loss
+
+    def _product(self, e: Tensor) -> Tensor:
+        out, most = self.values * e, self.loss * float(e.norm())
+        out[:, 0] -= out[:, 0].clamp(-most, most)
+        return out
+
+    _adjoint_product = _product
+
+
+@pytest.mark.parametrize("second", [0.9, 0.999, 0.5])
+def test_the_limit_holds_for_products_that_hide_the_leading_direction(second: float) -> None:
+    size = 60
+    values = torch.cat((torch.ones(1), second * torch.linspace(1, 0, size - 1))).double()
+    loss = 1.001 * math.sqrt(start_quantile(size, 0.999))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1, size, generator=generator, dtype=torch.float64)
+    # As little along the leading direction as the event leaves.
+    start[0, 0] = math.sqrt(start_quantile(size, 0.999)) * start[0, 1:].norm()
+    found = [
+        lanczos(Adversary(values, loss, stated), start, rtol=1e-8, confidence=0.999, max_iterations=40)
+        for stated in (loss, 0.0)
+    ]
+    assert float(found[0].lower) <= 1.0 <= float(found[0].upper)
+    assert float(found[0].sigma) <= second + 1e-6
+    # Were nothing said of what products lose, the interval would be wrong.
+    assert float(found[1].upper) < 1.0
+
+
+def test_float32_has_a_proved_lower_limit() -> None:
+    f = CASES["multi-head"](5).to(dtype=torch.float32)
+    for seed in range(20):
+        x = tokens(seed, 5, D, dtype=torch.float32)
+        found = hs.local_lipschitz(f, x, rtol=1e-3, seed=seed)
+        truth = exact_constant(f, x)
+        assert float(found.lower) <= truth <= float(found.upper)
+        assert abs(float(found.value) - float(found.lower)) <= 1e-9 * float(truth)
