@@ -165,11 +165,12 @@ def test_windows() -> None:
 )
 def test_the_number_is_that_of_one_process(name: str, world: int) -> None:
     f, x = CASES[name](N), tokens(5, N, D)
-    alone = hs.local_lipschitz(f, x, rtol=1e-7, seed=3)
-    everywhere = estimates(f, x, world, seed=3, rtol=1e-7)
+    alone = hs.local_lipschitz(f, x, rtol=1e-6, seed=3)
+    everywhere = estimates(f, x, world, seed=3, rtol=1e-6)
     for estimate in everywhere:
         assert float(estimate.value) == pytest.approx(float(alone.value), rel=1e-12)
-        assert int(estimate.iterations) == int(alone.iterations)
+        # One process proves its limit, which may take a step more.
+        assert int(alone.iterations) - int(estimate.iterations) in (0, 1)
         assert bool(estimate.converged)
         for bound in ("value", "lower", "upper"):  # decisions hang on them: to the last digit
             assert torch.equal(getattr(estimate, bound), getattr(everywhere[0], bound))
@@ -378,7 +379,7 @@ def test_two_processes_give_the_number_of_one(tmp_path: Path) -> None:
             estimate = found[name][1]
             tolerance = 1e-12 if whole.dtype == torch.float64 else 1e-6
             assert float(estimate["value"]) == pytest.approx(float(alone.value), rel=tolerance)
-            assert int(estimate["iterations"]) == int(alone.iterations)
+            assert int(alone.iterations) - int(estimate["iterations"]) in (0, 1)
             assert estimate["upper"].equal(both[0][name][1]["upper"])
         for side in ("input_direction", "output_direction"):
             shared = torch.cat([found[name][1][side] for found in both])

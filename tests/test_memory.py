@@ -43,7 +43,7 @@ def test_a_small_budget_leads_to_the_same_number(no_room: list[str], scope: str,
     if scope != "attention":
         f = Residual(Compose(f, hs.RMSNorm(torch.ones(D, dtype=torch.float64))))
     f, x = f.to(dtype=dtype), tokens(1, 2, 20, D).to(dtype)
-    rtol = 1e-4 if dtype == torch.float32 else 1e-9
+    rtol = 1e-4 if dtype == torch.float32 else 1e-6
     found = hs.local_lipschitz(f, x, rtol=rtol, memory=1 << 30)
     assert no_room == ["lanczos"] * 2
     for member, value in zip(x, found.value, strict=True):

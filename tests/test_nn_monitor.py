@@ -592,7 +592,8 @@ def test_probes_are_copies_and_their_checksum_tells_them_apart() -> None:
     before = monitor.measure(0)
     ids.zero_()
     after = monitor.measure(0)
-    assert [row.each for row in before] == [row.each for row in after]
+    for one, other in zip(before, after, strict=True):  # memory may lie elsewhere, and sums be cut otherwise
+        assert one.each == pytest.approx(other.each, rel=1e-12)
     assert before[0].probes == after[0].probes == LipschitzMonitor(model, PROBES).probes.words
     assert LipschitzMonitor(model, ids).probes.words != before[0].probes
 

@@ -83,9 +83,9 @@ def test_each_sequence_gets_the_numbers_that_it_gets_alone(name: str, dtype: tor
 
 def test_one_seed_gives_every_sequence_its_own_start_and_autodiff_agrees() -> None:
     f, xs = random_attention(4), [tokens(0, 4, D), tokens(1, 4, D), tokens(2, 2, D)]
-    packed = hs.local_lipschitz(f, tuple(xs), rtol=1e-9)
-    batch = hs.local_lipschitz(f, torch.stack(xs[:2]), rtol=1e-9)
-    torch.testing.assert_close(packed.upper[:2], batch.upper, rtol=1e-12, atol=0)
+    packed = hs.local_lipschitz(f, tuple(xs), rtol=1e-7)
+    batch = hs.local_lipschitz(f, torch.stack(xs[:2]), rtol=1e-7)
+    torch.testing.assert_close(packed.upper[:2], batch.upper, rtol=1e-9, atol=0)
     auto = hs.local_lipschitz(f, xs, rtol=1e-9, method="autodiff")
     assert (packed.method, auto.method) == ("closed form", "autodiff")
     torch.testing.assert_close(auto.value, packed.value, rtol=1e-10, atol=0)

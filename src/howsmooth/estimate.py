@@ -37,8 +37,8 @@ class _Constants:
         steps = int(self.iterations[~self.converged].max())
         return (
             f"{missed} of {self.converged.numel()} members did not reach rtol = {self.rtol:g} within {steps} "
-            "iterations: raise max_iterations (memory, if fewer steps were made), loosen rtol, or measure in "
-            "float64. Their intervals hold all the same."
+            "iterations: raise max_iterations or, if fewer steps were made, memory; loosen rtol, as rounding "
+            "may allow no narrower interval; or measure in float64. Their intervals hold all the same."
         )
 
     def __repr__(self) -> str:

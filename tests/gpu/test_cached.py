@@ -51,7 +51,7 @@ def test_products_are_those_of_the_cpu(name: str, device: torch.device) -> None:
 def test_every_case_in_both_precisions(name: str, device: torch.device) -> None:
     f, x = CASES[name](N), tokens(0, 3, N, D)
     truth = true_norm(f, x)
-    fine = hs.local_lipschitz(f.to(device=device), x.to(device), rtol=1e-9)
+    fine = hs.local_lipschitz(f.to(device=device), x.to(device), rtol=1e-6)
     assert fine.method == "closed form"
     assert fine.converged.all()
     torch.testing.assert_close(fine.value.cpu(), truth, rtol=1e-10, atol=0)

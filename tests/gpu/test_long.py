@@ -108,7 +108,7 @@ def test_a_budget_leads_to_the_same_number(name: str, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks, grouped, causal", "pre-norm", "softcap, causal"])
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-8), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 1e-4)])
 def test_sequences_of_several_lengths_as_one_batch(
     name: str, dtype: torch.dtype, rtol: float, device: torch.device
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadsAttention"]
+__all__ = ["HeadsAttention", "in_heads"]
 
 _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
@@ -114,9 +114,9 @@ class HeadsAttention(TokenMap):
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
         """Return queries, keys and values of tokens X, after biases."""
-        queries = _in_heads(X, self.query, self.query_bias)
-        keys = _in_heads(X, self.key, self.key_bias)
-        return queries, keys, _in_heads(X, self.value, self.value_bias)
+        queries = in_heads(X, self.query, self.query_bias)
+        keys = in_heads(X, self.key, self.key_bias)
+        return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
         """Return queries (..., heads, n, key_dim) as (..., kv_heads, group, n, key_dim)."""
@@ -133,7 +133,7 @@ class HeadsAttention(TokenMap):
         return out if self.output_bias is None else out + self.output_bias
 
 
-def _in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return X in the coordinates of every head, (..., heads, n, dim)."""
     rows = X @ weight.flatten(0, 1).mT
     if bias is not None:

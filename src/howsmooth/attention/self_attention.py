@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures, attend
-from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.heads import HeadsAttention, in_heads
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
@@ -258,10 +258,18 @@ class SelfAttention(HeadsAttention):
     ]:
         """Return queries, keys and values of tokens X, after biases, norms and rotary positions."""
         q, k, v = self._project(X)
+        return *self._placed(q, k), v
+
+    def queries_and_keys(
+        self, X: Float[Tensor, "*batch n d"]
+    ) -> tuple[Float[Tensor, "*batch heads n key_dim"], Float[Tensor, "*batch kv_heads n key_dim"]]:
+        """Return queries and keys of tokens X, after biases, norms and rotary positions."""
+        return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
+
+    def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return projected queries and keys after norms and rotary positions."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
-        if self.rotary is not None:
-            q, k = self.rotary.rotate(q), self.rotary.rotate(k)
-        return q, k, v
+        return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         visible = self.visibility(x.shape[-2], weighting)

@@ -86,8 +86,9 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     # Cotangents of keys and values that each thread has of its own.
     product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
-    # Averages of values and, for what is proved in float64, of keys and squares; twice while they are cut.
-    averages = n * f.heads * (2 * f.value_dim + (f.key_dim + 8 if dtype == torch.float64 else 1))
+    # Values, for what is proved in float64 keys and squares, and the averages of these.
+    columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
+    averages = n * (f.heads + f.kv_heads) * columns
     linearising = (2 * n * f.d + 2 * rows + averages) * _DOUBLE + (rows + means) * size
     tiles = working_bytes(f.heads, n, n, size, device, capped=f.softcap is not None)
     return max(kept + product, linearising) + tiles

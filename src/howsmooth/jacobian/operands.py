@@ -15,6 +15,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import ScoreFeatures
+from howsmooth.attention.heads import in_heads
 
 __all__ = ["Operands"]
 
@@ -65,23 +66,17 @@ class Operands:
         """Return the operands of attention at tokens."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
-        q, k, _ = f.projections(x)
-        values = f.value.flatten(0, 1)
-        v, value_shift = _in_heads(centred, values, f.kv_heads), _in_heads(mean, values, f.kv_heads)
-        if f.value_bias is not None:
-            value_shift = value_shift + f.value_bias[:, None]
+        q, k = f.queries_and_keys(x)
+        v, value_shift = in_heads(centred, f.value, None), in_heads(mean, f.value, f.value_bias)
         if f.softcap is not None:
             key_shift = torch.zeros_like(k[:, :, :1])
         elif f.rotary is not None or f.key_norm is not None:
             key_shift = k.mean(dim=2, keepdim=True)
             k = k - key_shift
         else:
-            keys = f.key.flatten(0, 1)
-            k, key_shift = _in_heads(centred, keys, f.kv_heads), _in_heads(mean, keys, f.kv_heads)
-            if f.key_bias is not None:
-                key_shift = key_shift + f.key_bias[:, None]
+            k, key_shift = in_heads(centred, f.key, None), in_heads(mean, f.key, f.key_bias)
         q = (f.scale * q).unflatten(1, (f.kv_heads, f.heads // f.kv_heads))
-        return cls(q.contiguous(), k.contiguous(), v, key_shift, value_shift, f.features)
+        return cls(q.contiguous(), k.contiguous(), v.contiguous(), key_shift, value_shift, f.features)
 
     @property
     def heads(self) -> int:
@@ -114,9 +109,3 @@ class Operands:
         """
         shift = self.value_shift.reshape(self.heads, *(1,) * (averages.ndim - 2), -1)
         return averages + total[..., None] * shift
-
-
-def _in_heads(x: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """Return rows (batch, n, d) in the coordinates of every head, (batch, heads, n, dim)."""
-    rows: Tensor = (x @ weight.mT).unflatten(-1, (heads, -1))
-    return rows.transpose(1, 2).contiguous()

@@ -34,8 +34,9 @@ class LeadingTriplet:
     """The leading singular value of each member, its interval, and its directions.
 
     ``sigma``, ``lower`` and ``upper`` are float64; lower <= sigma <= upper. ``converged`` says that
-    upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted. ``right`` and
-    ``left`` are unit vectors in the input and output space (``left`` is zero where the operator is).
+    upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted, or that rounding
+    allows no narrower interval. ``right`` and ``left`` are unit vectors in the input and output space
+    (``left`` is zero where the operator is).
     """
 
     sigma: Float[Tensor, " batch"]

@@ -108,8 +108,10 @@ def rounded_upper(
     error: float,
     taken: float,
     rtol: float,
-) -> tuple[float, float]:
+) -> tuple[float, float, bool]:
     """Return the leading Ritz value and a limit of λ_max(JᵀJ) that is proved for a run whose products round.
+
+    The last number tells whether further steps would leave the limit as it is, since rounding decides it.
 
     On the event of :func:`start_quantile` the limit holds for any vectors v_j of length one, however they
     came about, with AV = VT + γ_k v_{k+1} e_kᵀ + F, A = JᵀJ exact and F what rounding did: λ_1 is at most the
@@ -147,7 +149,7 @@ def rounded_upper(
     if reach >= first:
         # So much that t − θ_1 ≥ t/2 is all that is used.
         wide = (16 * math.sqrt(k) * error / allowed) ** 2
-        return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed)
+        return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed), False
     second = top + reach
     if second > first + 0.125 * rtol * top:
         # ‖(t − T)⁻¹ e_1‖ is the smaller, the less of the leading Ritz vector the start has.
@@ -158,4 +160,5 @@ def rounded_upper(
             gap = second - top
             part = gap / np.maximum(second - values, gap)
             second = top + reach * min(1.0, float(np.linalg.norm(leading * part)))
-    return top, max(first, second) * (1 + k * _EIGENVALUE)
+    settled = bool(second > first and first - top <= 0.125 * rtol * top)
+    return top, max(first, second) * (1 + k * _EIGENVALUE), settled

@@ -227,14 +227,15 @@ def _run(
         a, b, complete = diagonal[members, :k], off[members, :k], in_sizes[members] == k
         if proved is None or basis.taken is None:
             top, limit = _limits(a, b, quantile[members], level[members], complete)
+            settled = complete
         else:
             errors = proved.rounding.numpy()[members] / units[members]
             taken = basis.taken.numpy()[places]
-            top, limit = _proved_limits(a, b, quantile[members], errors, taken, rtol)
+            top, limit, settled = _proved_limits(a, b, quantile[members], errors, taken, rtol)
             errors = proved.total.numpy()[members] / units[members]
             slack[members] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
             level[members] = 2.0 * slack[members] + 2.0**-49
-        broke_down[members] = complete | (b[:, -1] <= level[members] * top)
+        broke_down[members] = complete | settled | (b[:, -1] <= level[members] * top)
         sigma[members] = units[members] * np.sqrt(top)
         upper[members] = units[members] * np.sqrt(limit)
         if proved is None:
@@ -340,17 +341,17 @@ def _proved_limits(
     errors: np.ndarray,
     taken: np.ndarray,
     rtol: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the leading Ritz value and the proved upper limit of λ_max(JᵀJ) of each member."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return leading Ritz values, proved upper limits of λ_max(JᵀJ), and whether rounding decides these."""
     found = []
     for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
         # Squares of what is small enough to be lost are not lost: T is brought near to one.
         unit = max(float(a.max()), float(b.max())) or 1.0
         root = math.sqrt(unit)
-        top, limit = rounded_upper(a / unit, b / unit, x, error / root, math.sqrt(lost) / unit, rtol)
-        found.append((unit * top, unit * limit))
-    top, limit = np.array(found).T
-    return top, limit
+        top, limit, done = rounded_upper(a / unit, b / unit, x, error / root, math.sqrt(lost) / unit, rtol)
+        found.append((unit * top, unit * limit, done))
+    tops, limits, settled = zip(*found, strict=True)
+    return np.array(tops), np.array(limits), np.array(settled)
 
 
 def _limits(
