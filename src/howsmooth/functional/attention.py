@@ -69,10 +69,10 @@ def attention(
     sinks
         (heads,): the score, in every row, of one further key without value.
     kernels
-        True to compute value, first and second derivatives in fused kernels, on a CUDA device with Triton: for
-        float32 and the half precisions, up to 256 entries. Derivatives in masks and biases, and those of
-        higher order, are formed in blocks as always. No device has run these kernels yet, which is why they
-        are not the default: Triton's interpreter has, on a processor.
+        True to compute value, first and second derivatives in fused kernels, on a CUDA device with Triton:
+        for float32 and the half precisions, up to 256 entries. Derivatives in masks and biases, and those of
+        higher order, are formed in blocks as always. These kernels were run by Triton's interpreter only and
+        not on a device yet, which is why they are not the default.
 
     Returns
     -------

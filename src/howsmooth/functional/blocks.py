@@ -136,11 +136,11 @@ class BlockMap:
     extra
         Axes that vmap has brought since the map was made: in front of the shapes of all results.
     kernel
-        What computes all blocks at once, of tensors with five axes, the first of full length; None to go block
-        by block.
+        What computes all blocks at once, of tensors with five axes, the first of full length; None to go
+        block by block.
     kept
-        How many more results the kernel has behind ``outputs``: they have no derivatives, and every derivative
-        gets them behind the tensors.
+        How many more results the kernel has behind ``outputs``: they have no derivatives, and every
+        derivative gets them behind the tensors.
 
     """
 

@@ -11,7 +11,6 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from howsmooth.functional.softmax import Scores
 
-__all__ = ["KEPT", "Kept", "Kernels", "obstacle"]
+__all__ = ["KEPT", "Kept", "Kernels", "Tile", "filled_width", "obstacle", "precision", "tiles"]
 
 KEPT = ("mean", "lse")
 """O in float32 (lead, kv_heads, group, m, value_dim), and logarithms (lead, kv_heads, group, m, 1)."""
@@ -32,7 +31,7 @@ _NARROWEST = 16  # of a matrix unit
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """Sizes of a kernel's tiles, and how it runs."""
 
     rows: int
@@ -41,16 +40,34 @@ class _Tile:
     stages: int
 
 
-# From large to small: the first is taken that the device has room for. That none needs more registers than
-# there are was read from what the compiler says of them for compute capability 9.0 (benchmarks/kernels.py).
-_TILES = (
-    _Tile(128, 64, 8, 3),
-    _Tile(128, 64, 8, 2),
-    _Tile(64, 64, 4, 2),
-    _Tile(64, 32, 4, 2),
-    _Tile(32, 32, 4, 1),
-    _Tile(16, 16, 4, 1),
+# From large to small: the first is taken that the device has room for, from where a thread's numbers fit into
+# its registers, or nearly so, as the compiler says for compute capability 9.0 (benchmarks/kernels.py).
+_ROWS = (
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 32, 8, 2),
+    Tile(64, 32, 4, 2),
+    Tile(64, 16, 4, 2),
+    Tile(32, 32, 4, 1),
+    Tile(16, 16, 4, 1),
 )
+_KEYS = (
+    Tile(64, 128, 8, 2),
+    Tile(32, 128, 8, 2),
+    Tile(32, 64, 4, 2),
+    Tile(16, 64, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+# In half precision and in float32, for operands of up to 64, 128 and 256 entries.
+_FIRST = {
+    "value": ((0, 0, 1), (2, 3, 4)),
+    "tangent": ((0, 1, 3), (4, 4, 5)),
+    "adjoint_queries": ((0, 0, 3), (2, 4, 4)),
+    "adjoint_keys": ((0, 1, 2), (3, 3, 4)),
+    "second_queries": ((0, 3, 4), (4, 4, 5)),
+    "second_keys": ((1, 3, 3), (3, 4, 4)),
+}
+_BY_KEYS = ("adjoint_keys", "second_keys")
 _room: dict[object, int] = {}
 
 
@@ -93,12 +110,10 @@ class Kernels:
 
     def value(self, x: Mapping[str, Tensor]) -> tuple[Tensor, Kept]:
         """Return O, and what its derivatives are given."""
-        from howsmooth.functional import fused_kernels
-
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
-        self._run(fused_kernels.value, "rows", x, q, x["k"], v, lse, mean)
+        self._run("value", x, q, x["k"], v, lse, mean)
         return mean.clone(), (mean, lse)
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
@@ -109,16 +124,14 @@ class Kernels:
         self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
     ) -> dict[str, Tensor]:
         """Return the cotangents of the tensors ``which``: queries, keys, values and sinks."""
-        from howsmooth.functional import fused_kernels
-
         common = _common(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
             found["q"] = _result(x["q"])
-            self._run(fused_kernels.adjoint_queries, "rows", x, *operands, found["q"])
+            self._run("adjoint_queries", x, *operands, found["q"])
         if "k" in which or "v" in which:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
-            self._run(fused_kernels.adjoint_keys, "keys", x, *operands, found["k"], found["v"])
+            self._run("adjoint_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
             found["sinks"] = -_share(x, kept) * common
         return found
@@ -133,8 +146,6 @@ class Kernels:
         which: Sequence[str],
     ) -> dict[str, Tensor]:
         """Return the tangents of :meth:`adjoint` for tangents ``d`` and ``du`` of U."""
-        from howsmooth.functional import fused_kernels
-
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         common, moved = _common(u, kept[0]), _common(u, do)
@@ -146,10 +157,10 @@ class Kernels:
         found = dict[str, Tensor]()
         if "q" in which:
             found["q"] = _result(x["q"])
-            self._run(fused_kernels.second_queries, "rows", x, *operands, found["q"])
+            self._run("second_queries", x, *operands, found["q"])
         if "k" in which or "v" in which:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
-            self._run(fused_kernels.second_keys, "keys", x, *operands, found["k"], found["v"])
+            self._run("second_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
             share = _share(x, kept)
             found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
@@ -157,22 +168,21 @@ class Kernels:
 
     def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return dO and μ; ``d`` has a tangent for each of the tensors."""
-        from howsmooth.functional import fused_kernels
-
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
         dsinks = d["sinks"].contiguous() if "sinks" in d else lse
         operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
-        self._run(fused_kernels.tangent, "rows", x, *operands)
+        self._run("tangent", x, *operands)
         return out, mu
 
-    def _run(self, kernel: Any, by: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
-        """Run a kernel on blocks of rows or of keys, in the largest tiles that the device has room for."""
+    def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
+        """Run a kernel on all blocks of rows or of keys, in the largest tiles that there is room for."""
         from triton.runtime.errors import OutOfResources
+
+        from howsmooth.functional import fused_kernels
 
         scores, q, k, v = self.scores, x["q"], x["k"], x["v"]
         group, visible = q.shape[2], scores.grid.visible
-        width = max(_NARROWEST, 1 << (max(q.shape[-1], v.shape[-1]) - 1).bit_length())
         added = next((x[name] for name in ("mask", "bias") if name in x), None)
         arguments = (
             *(t.contiguous() for t in tensors), *_strided(x.get("seen"), q), *_strided(added, q),
@@ -187,20 +197,20 @@ class Kernels:
             "BIAS": added is not None,
             "CAPPED": scores.softcap is not None,
             "SINKS": "sinks" in x,
-            "PRECISION": "ieee" if q.dtype != torch.float32 else _precision(),
+            "PRECISION": precision(q.dtype),
             "KEY": q.shape[-1],
             "VALUE": v.shape[-1],
-            "WIDTH": width,
+            "WIDTH": filled_width(q.shape[-1], v.shape[-1]),
         }
-        heads, length = (
-            (math.prod(q.shape[:3]), q.shape[-2]) if by == "rows" else (math.prod(k.shape[:3]), k.shape[-2])
-        )
-        case = (kernel, q.dtype, q.device, *options.values())
-        for i in range(_room.get(case, 0), len(_TILES)):
-            tile = _TILES[i]
+        case = (name, q.dtype, q.device, *options.values())
+        candidates = tiles(name, q.dtype, options["WIDTH"])
+        for i in range(_room.get(case, 0), len(candidates)):
+            tile = candidates[i]
+            blocks = -(-k.shape[-2] // tile.keys) if name in _BY_KEYS else -(-q.shape[-2] // tile.rows)
+            heads = math.prod((k if name in _BY_KEYS else q).shape[:3])
             try:
                 with torch.cuda.device_of(q):
-                    kernel[(heads * -(-length // getattr(tile, by)),)](
+                    getattr(fused_kernels, name)[(heads * blocks,)](
                         *arguments,
                         **options,
                         ROWS=tile.rows,
@@ -209,18 +219,30 @@ class Kernels:
                         num_stages=tile.stages,
                     )
             except OutOfResources:
-                if tile is _TILES[-1]:
+                if tile is candidates[-1]:
                     raise
             else:
                 _room[case] = i
                 return
 
 
-def _precision() -> str:
-    """How float32 operands are multiplied: with all of their digits, on matrix units where there are some."""
+def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+    """Return the tiles of a kernel that are tried for operands filled up to this width, large ones first."""
+    every = _KEYS if name in _BY_KEYS else _ROWS
+    first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
+    return every[min(first, len(every) - 1) :]
+
+
+def filled_width(key_dim: int, value_dim: int) -> int:
+    """Return to what the entries of all operands are filled up."""
+    return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Say how operands are multiplied: those in float32 with all of their digits, on matrix units."""
     import triton
 
-    return "ieee" if triton.knobs.runtime.interpret else "bf16x6"
+    return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
 
 
 def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:

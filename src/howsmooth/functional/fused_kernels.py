@@ -260,6 +260,26 @@ def tangent(
 
 
 @_jit
+def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
+    """Return what rounding has added to the sums of rows of D∘G.
+
+    They are zero without a cap and without sinks. Times what all keys have in common, which may be far larger
+    than their differences, it would be much of the cotangents of the queries.
+    """
+    rounded = g.to(dtype).to(tl.float32)
+    if CAPPED or SINKS:
+        rounded -= g
+    return tl.sum(rounded, 1)
+
+
+@_jit
+def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the mean of the first keys, (1, WIDTH): what they have in common, all keys mostly have."""
+    ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
+    return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
+
+
+@_jit
 def adjoint_queries(
     q, u, k, v, lse, common, out,
     seen, seen_z, seen_h, seen_m, seen_n, bias, bias_z, bias_h, bias_m, bias_n, sinks,
@@ -280,6 +300,7 @@ def adjoint_queries(
     row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))[:, None]
     row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[:, None]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    rest = tl.zeros((ROWS,), tl.float32)
     low, high = _keys_of(start, m, n, window, CAUSAL, WINDOWED, ROWS, KEYS)
     for j in range(low, high, KEYS):
         ks = _load(k, j, n, KEYS, KEY, WIDTH)
@@ -293,7 +314,9 @@ def adjoint_queries(
         g = tl.exp2(s - row_lse) * (g - row_common)
         if CAPPED:
             g = g * slope
+        rest += _rest(g, ks.dtype, CAPPED, SINKS)
         acc = tl.dot(g.to(ks.dtype), ks, acc, input_precision=PRECISION)
+    acc -= rest[:, None] * _mean_of_first(k, low, n, KEYS, KEY, WIDTH)
     _store(out + head * m * KEY, acc * scale, start, m, ROWS, KEY, WIDTH)
 
 
@@ -381,6 +404,7 @@ def second_queries(
     row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[:, None]
     row_moved = tl.load(moved + head * m + rows, mask=rows < m, other=0.0)[:, None]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    rest = tl.zeros((ROWS,), tl.float32)
     low, high = _keys_of(start, m, n, window, CAUSAL, WINDOWED, ROWS, KEYS)
     for j in range(low, high, KEYS):
         ks = _load(k, j, n, KEYS, KEY, WIDTH)
@@ -400,8 +424,10 @@ def second_queries(
         _, _, g, dg = _moved(
             s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED
         )  # fmt: skip
+        rest += _rest(dg, ks.dtype, CAPPED, SINKS)
         acc = tl.dot(dg.to(ks.dtype), ks, acc, input_precision=PRECISION)
         acc = tl.dot(g.to(ks.dtype), dks, acc, input_precision=PRECISION)
+    acc -= rest[:, None] * _mean_of_first(k, low, n, KEYS, KEY, WIDTH)
     _store(out + head * m * KEY, acc * scale, start, m, ROWS, KEY, WIDTH)
 
 
