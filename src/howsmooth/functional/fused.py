@@ -190,6 +190,7 @@ class Kernels:
             scores.scale, scores.softcap or 1.0,
             q.shape[-2], k.shape[-2], q.shape[1] * group, group, visible.window or 0,
         )  # fmt: skip
+        width = filled_width(q.shape[-1], v.shape[-1])
         options = {
             "CAUSAL": visible.causal,
             "WINDOWED": visible.window is not None,
@@ -200,10 +201,10 @@ class Kernels:
             "PRECISION": precision(q.dtype),
             "KEY": q.shape[-1],
             "VALUE": v.shape[-1],
-            "WIDTH": filled_width(q.shape[-1], v.shape[-1]),
+            "WIDTH": width,
         }
         case = (name, q.dtype, q.device, *options.values())
-        candidates = tiles(name, q.dtype, options["WIDTH"])
+        candidates = tiles(name, q.dtype, width)
         for i in range(_room.get(case, 0), len(candidates)):
             tile = candidates[i]
             blocks = -(-k.shape[-2] // tile.keys) if name in _BY_KEYS else -(-q.shape[-2] // tile.rows)
