@@ -4,11 +4,11 @@
     python benchmarks/functional.py --lengths 512,2048 --memory-lengths 2048
     python benchmarks/functional.py --device cuda --dtype bfloat16 --lengths 2048,8192 --memory-lengths 8192
 
-Times are processor seconds, medians of rounds in turns, at batch 1, 12 heads of 64 entries, one thread; memory
-is what each adds to the size of a process of its own, at most, on Linux. On a CUDA device they are seconds on
-the clock and what each adds to the memory that is allocated there. The math backend is the only one of
-PyTorch's that has forward mode and second derivatives; the flash backend and FlexAttention, which is for CUDA
-devices here, have values and gradients.
+Times are processor seconds, medians of rounds in turns, at batch 1, 12 heads of 64 entries, one thread;
+memory is what each adds to the size of a process of its own, at most, on Linux. On a CUDA device they are
+seconds on the clock and what each adds to the memory that is allocated there. The math backend is the only one
+of PyTorch's that has forward mode and second derivatives; the flash backend and FlexAttention, which is for
+CUDA devices here, have values and gradients.
 """
 
 from __future__ import annotations
