@@ -6,9 +6,9 @@
 
 Times are processor seconds, medians of rounds in turns, at batch 1, 12 heads of 64 entries, one thread;
 memory is what each adds to the size of a process of its own, at most, on Linux. On a CUDA device they are
-seconds on the clock and what each adds to the memory that is allocated there. The math backend is the only one
-of PyTorch's that has forward mode and second derivatives; the flash backend and FlexAttention, which is for
-CUDA devices here, have values and gradients.
+seconds on the clock and what each adds to the memory that is allocated there. The math backend is the only
+one of PyTorch's that has forward mode and second derivatives; the flash backend and FlexAttention, which is
+for CUDA devices here, have values and gradients.
 """
 
 from __future__ import annotations
