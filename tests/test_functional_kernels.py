@@ -63,6 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "added mask": ({"mask": ADDED}, ()),
     "mask that is learned": ({"mask": small(N, 1, seed=7) + small(1, N, seed=8)}, ("mask",)),
     "bias of keys": ({"score_bias": small(HEADS, 1, N, seed=9)}, ()),
+    "bias of queries and an axis of one": ({"score_bias": small(2, 1, N, 1, seed=9)}, ()),
     "softcap": ({"softcap": 0.8}, ()),
     "sinks": ({"sinks": small(HEADS, seed=10)}, ("sinks",)),
     "all": (
@@ -179,6 +180,17 @@ def test_third_derivatives() -> None:
         return grad(hessian_product, (0, 1, 2, 3))(*y)
 
     agree(found(ours, there), found(theirs, exact))
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    ours, theirs, x = both("plain")
+    gradients = []
+    for f, y in ((ours, there(x)), (theirs, exact(x))):
+        leaves = [t.clone().requires_grad_() for t in y]
+        out = f(*leaves)
+        out.mul_(2).add_(1)
+        gradients.append(torch.autograd.grad(out.square().sum(), leaves))
+    agree(*gradients)
 
 
 def test_under_vmap() -> None:
@@ -338,10 +350,23 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
         attention(*(t.cpu() for t in x), kernels=True)
 
 
-def test_the_compiler_accepts_them() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [("bf16", list(fused._FIRST)), ("fp32", ["value"])], ids=("bf16", "fp32")
+)
+def test_the_compiler_accepts_them(dtype: str, kernels: list[str]) -> None:
     """The interpreter is no compiler: types in a loop may change there, for instance."""
     program = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
-    options = ["--dtypes", "bf16", "--widths", "64", "--rules", "all", "--first"]
+    options = [
+        "--dtypes",
+        dtype,
+        "--kernels",
+        ",".join(kernels),
+        "--widths",
+        "64",
+        "--rules",
+        "all",
+        "--first",
+    ]
     done = subprocess.run(
         [sys.executable, str(program), *options],
         env={**os.environ, "TRITON_INTERPRET": "0"},
@@ -350,4 +375,4 @@ def test_the_compiler_accepts_them() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1 + 6
+    assert len(done.stdout.splitlines()) == 1 + len(kernels)

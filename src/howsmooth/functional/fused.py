@@ -108,13 +108,13 @@ class Kernels:
 
     scores: Scores
 
-    def value(self, x: Mapping[str, Tensor]) -> tuple[Tensor, Kept]:
-        """Return O, and what its derivatives are given."""
+    def value(self, x: Mapping[str, Tensor]) -> Kept:
+        """Return what derivatives are given, O first."""
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
         self._run("value", x, q, x["k"], v, lse, mean)
-        return mean.clone(), (mean, lse)
+        return mean, lse
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
         """Return dO."""
@@ -185,7 +185,8 @@ class Kernels:
         group, visible = q.shape[2], scores.grid.visible
         added = next((x[name] for name in ("mask", "bias") if name in x), None)
         arguments = (
-            *(t.contiguous() for t in tensors), *_strided(x.get("seen"), q), *_strided(added, q),
+            *(t.contiguous() for t in tensors),
+            *_strided(x.get("seen"), q, visible.n), *_strided(added, q, visible.n),
             x["sinks"].contiguous() if "sinks" in x else q,
             scores.scale, scores.softcap or 1.0,
             q.shape[-2], k.shape[-2], q.shape[1] * group, group, visible.window or 0,
@@ -267,11 +268,9 @@ def _result(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
 
-def _strided(t: Tensor | None, q: Tensor) -> tuple[object, ...]:
+def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
     """Return a tensor of scores for a kernel, with strides of members, heads, rows and keys."""
     if t is None:
         return q, 0, 0, 0, 0
-    members, kv_heads, group, m, _ = q.shape
-    heads = t.expand(members, kv_heads, group, m, t.shape[-1]).flatten(1, 2)
-    strides = (stride if size != 1 else 0 for stride, size in zip(heads.stride(), heads.shape, strict=True))
-    return heads.view(torch.uint8) if t.dtype == torch.bool else heads, *strides
+    heads = t.expand(*q.shape[:-1], n).flatten(1, 2)
+    return heads.view(torch.uint8) if t.dtype == torch.bool else heads, *heads.stride()

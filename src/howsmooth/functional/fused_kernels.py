@@ -190,12 +190,12 @@ def value(
         vs = _load(v, j, n, KEYS, VALUE, WIDTH)
         acc = tl.dot(p.to(vs.dtype), vs, acc * shrunk[:, None], input_precision=PRECISION)
         top = higher
-    # +∞ for rows that see nothing: the others then give them weights of zero.
+    # Rows that see nothing have weights of zero, whatever is written: but not infinity.
     alive = total > 0.0
     acc = acc / tl.where(alive, total, 1.0)[:, None]
     _store(out + head * m * VALUE, acc, start, m, ROWS, VALUE, WIDTH)
     rows = start + tl.arange(0, ROWS)
-    logarithm = tl.where(alive, top + tl.log2(tl.where(alive, total, 1.0)), float("inf"))
+    logarithm = tl.where(alive, top + tl.log2(tl.where(alive, total, 1.0)), 0.0)
     tl.store(lse + head * m + rows, logarithm, mask=rows < m)
 
 
@@ -219,7 +219,7 @@ def tangent(
     rows = start + tl.arange(0, ROWS)
     qs = _load(q + head * m * KEY, start, m, ROWS, KEY, WIDTH)
     dqs = _load(dq + head * m * KEY, start, m, ROWS, KEY, WIDTH)
-    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))
+    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)
     low, high = _keys_of(start, m, n, window, CAUSAL, WINDOWED, ROWS, KEYS)
     # A row's constant changes nothing in dS − μ. What the first keys have in common, all keys mostly have:
     # without it P∘dS would be rounded where it is large, and μ taken off afterwards.
@@ -297,7 +297,7 @@ def adjoint_queries(
     rows = start + tl.arange(0, ROWS)
     qs = _load(q + head * m * KEY, start, m, ROWS, KEY, WIDTH)
     us = _load(u + head * m * VALUE, start, m, ROWS, VALUE, WIDTH)
-    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))[:, None]
+    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)[:, None]
     row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[:, None]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     rest = tl.zeros((ROWS,), tl.float32)
@@ -342,7 +342,7 @@ def adjoint_keys(
         bias_at = bias + head // heads * bias_z + head % heads * bias_h
         for i in range(low, high, ROWS):
             rows = i + tl.arange(0, ROWS)
-            row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))[None, :]
+            row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)[None, :]
             row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[None, :]
             qs = _load(q + head * m * KEY, i, m, ROWS, KEY, WIDTH)
             s = tl.dot(ks, tl.trans(qs), input_precision=PRECISION)
@@ -399,7 +399,7 @@ def second_queries(
     dqs = _load(dq + head * m * KEY, start, m, ROWS, KEY, WIDTH)
     us = _load(u + head * m * VALUE, start, m, ROWS, VALUE, WIDTH)
     dus = _load(du + head * m * VALUE, start, m, ROWS, VALUE, WIDTH)
-    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))[:, None]
+    row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)[:, None]
     row_mu = tl.load(mu + head * m + rows, mask=rows < m, other=0.0)[:, None]
     row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[:, None]
     row_moved = tl.load(moved + head * m + rows, mask=rows < m, other=0.0)[:, None]
@@ -455,7 +455,7 @@ def second_keys(
         bias_at = bias + head // heads * bias_z + head % heads * bias_h
         for i in range(low, high, ROWS):
             rows = i + tl.arange(0, ROWS)
-            row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=float("inf"))[None, :]
+            row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)[None, :]
             row_mu = tl.load(mu + head * m + rows, mask=rows < m, other=0.0)[None, :]
             row_common = tl.load(common + head * m + rows, mask=rows < m, other=0.0)[None, :]
             row_moved = tl.load(moved + head * m + rows, mask=rows < m, other=0.0)[None, :]

@@ -41,8 +41,8 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
     def kernel(tensors: Tensors) -> Tensors:
         assert kernels is not None
-        out, kept = kernels.value(dict(zip(scores.names, tensors, strict=True)))
-        return out, *kept
+        mean, lse = kernels.value(dict(zip(scores.names, tensors, strict=True)))
+        return mean, mean, lse
 
     parts = tuple(PARTS[name] for name in scores.names)
     value = BlockMap(scores.grid, compute, parts, (("queries", shape),), forward, reverse)
