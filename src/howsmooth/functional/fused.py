@@ -54,18 +54,19 @@ _ROWS = (
 _KEYS = (
     Tile(64, 128, 8, 2),
     Tile(32, 128, 8, 2),
-    Tile(32, 64, 4, 2),
+    Tile(32, 64, 8, 2),
     Tile(16, 64, 4, 2),
+    Tile(16, 32, 4, 2),
     Tile(16, 16, 4, 1),
 )
 # In half precision and in float32, for operands of up to 64, 128 and 256 entries.
 _FIRST = {
     "value": ((0, 0, 1), (2, 3, 4)),
-    "tangent": ((0, 1, 3), (4, 4, 5)),
+    "tangent": ((0, 1, 4), (4, 4, 6)),
     "adjoint_queries": ((0, 0, 3), (2, 4, 4)),
-    "adjoint_keys": ((0, 1, 2), (3, 3, 4)),
-    "second_queries": ((0, 3, 4), (4, 4, 5)),
-    "second_keys": ((1, 3, 3), (3, 4, 4)),
+    "adjoint_keys": ((0, 1, 2), (3, 4, 5)),
+    "second_queries": ((0, 3, 4), (4, 4, 6)),
+    "second_keys": ((1, 3, 4), (3, 5, 5)),
 }
 _BY_KEYS = ("adjoint_keys", "second_keys")
 _room: dict[object, int] = {}
