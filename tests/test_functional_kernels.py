@@ -133,22 +133,27 @@ def test_value_tangent_and_cotangents(name: str) -> None:
     agree(vjp(ours, *there(x))[1](u.to(DEVICE)), vjp(theirs, *exact(x))[1](u.double()))
 
 
-@pytest.mark.parametrize("order", [order for order in SECOND if order != "forward over forward"])
-@pytest.mark.parametrize("name", ["causal", "added mask", "mask that is learned", "softcap", "all"])
+@pytest.mark.parametrize("order", SECOND)
+@pytest.mark.parametrize("name", ["added mask", "mask that is learned", "all"])
 def test_second_derivatives(name: str, order: str) -> None:
+    """Forward over forward has no kernel, and goes block by block."""
     ours, theirs, x = both(name)
     d, e = (tuple(t.float() for t in directions(exact(x), seed)) for seed in (20, 40))
 
     def found(f: Function, place: Function) -> Any:
-        return SECOND[order](lambda *y: (f(*y) ** 3).sum(), place(x), place(d), place(e))
+        def h(*y: Tensor) -> Tensor:
+            cubes: Tensor = f(*y) ** 3
+            # One sum of all tangents would be what cancelled terms leave of it.
+            return cubes if order == "forward over forward" else cubes.sum()
+
+        return SECOND[order](h, place(x), place(d), place(e))
 
     agree(found(ours, there), found(theirs, exact))
 
 
-@pytest.mark.parametrize("name", ["softcap", "all"])
-def test_one_tensor_at_a_time(name: str) -> None:
+def test_one_tensor_at_a_time() -> None:
     """What does not move is as if it moved by zero, in both orders."""
-    ours, theirs, x = both(name)
+    ours, theirs, x = both("all")
     d, u = directions(exact(x), 20), drawn(2, HEADS, N, 20, seed=30).float()
     for i, one in enumerate(t.float() for t in d):
 

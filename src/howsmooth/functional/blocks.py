@@ -169,9 +169,9 @@ class BlockMap:
             folded = (t.expand(*front, *t.shape[-4:]).flatten(0, len(front) - 1) for t in tensors)
             found = [t.unflatten(0, front) for t in self.kernel(tuple(folded))]
             kept = found[len(shapes) :]
-            results = (reduced(t, s) for t, s in zip(found, shapes, strict=False))
+            fitting = (reduced(t, s) for t, s in zip(found, shapes, strict=False))
             # Copies, so that who changes a result in place changes nothing that is kept.
-            return (*(t.to(dtype, copy=True) for t in results), *kept)
+            return (*(t.to(dtype, copy=True) for t in fitting), *kept)
         results = tuple(torch.zeros(shape, dtype=wide, device=device) for shape in shapes)
         times = prod(torch.broadcast_shapes(*(t.shape[:-5] for t in tensors)))
         # Products are made in the precision of the tensors, whatever precision autocast would choose.
