@@ -353,6 +353,9 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ArgumentError, match=r"^kernels: .*tensors on cpu"):
         attention(*(t.cpu() for t in x), kernels=True)
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    with pytest.raises(ArgumentError, match=r"^kernels: .*Triton 3.5.1, where 3.6 is the oldest"):
+        attention(*x, kernels=True)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ Kept = tuple[Tensor, ...]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _OLDEST = (8, 0)  # whose matrix units multiply bfloat16
+_OLDEST_TRITON = (3, 6)  # which multiplies float32 in three parts
 _WIDEST = 256
 _NARROWEST = 16  # of a matrix unit
 
@@ -91,6 +92,8 @@ def obstacle(x: Mapping[str, Tensor]) -> str | None:
 def _obstacle_of(device: torch.device) -> str | None:
     import triton
 
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__}, where {'.'.join(map(str, _OLDEST_TRITON))} is the oldest"
     if triton.knobs.runtime.interpret:
         return None
     if device.type != "cuda" or torch.version.cuda is None:
