@@ -3,6 +3,9 @@
 Each model is trained from its configuration on random tokens. Blocks of steps without a measurement, and
 measurements, are timed in turns, so that what else the machine does falls on both; a monitor at ``every = k``
 costs one measurement in k steps, ``overhead = measurement / (k · step)``. Medians, one thread.
+
+    python benchmarks/monitor.py
+    python benchmarks/monitor.py --device cuda --sizes gpt2,realistic
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Case:
     vocabulary: int
     probes: int
     scope: str = "attention"
+    bfloat16: bool = False
 
 
 def bert(d: int, layers: int, n: int, vocabulary: int) -> Callable[[], PreTrainedModel]:
@@ -40,12 +44,12 @@ def bert(d: int, layers: int, n: int, vocabulary: int) -> Callable[[], PreTraine
     return lambda: BertForMaskedLM(config)
 
 
-def gpt2(d: int, layers: int, n: int, vocabulary: int) -> Callable[[], PreTrainedModel]:
+def gpt2(d: int, layers: int, n: int, vocabulary: int, heads: int = 4) -> Callable[[], PreTrainedModel]:
     config = GPT2Config(
         vocab_size=vocabulary,
         n_embd=d,
         n_layer=layers,
-        n_head=4,
+        n_head=heads,
         n_positions=n,
         bos_token_id=0,
         eos_token_id=0,
@@ -59,15 +63,28 @@ CASES = {
     "small-gpt2": Case("GPT-2, d=128, 2 layers", gpt2(128, 2, 64, 1000), 16, 64, 1000, 4),
     "realistic": Case("GPT-2, d=256, 4 layers", gpt2(256, 4, 128, 1000), 16, 128, 1000, 4),
     "realistic-block": Case("GPT-2, d=256, 4 layers", gpt2(256, 4, 128, 1000), 16, 128, 1000, 4, "block"),
+    "gpt2": Case(
+        "GPT-2, d=768, 12 layers, bfloat16",
+        gpt2(768, 12, 1024, 50_257, 12),
+        16,
+        1024,
+        50_257,
+        4,
+        bfloat16=True,
+    ),
 }
+# Without a GPU the last takes hours.
+ON_A_PROCESSOR = [name for name in CASES if name != "gpt2"]
 
 
-def step_of(model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
+def step_of(model: PreTrainedModel, ids: Tensor, *, bfloat16: bool) -> Callable[[], None]:
+    """One step of training; in bfloat16 as autocast has it, the weights in float32."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     model.train()
 
     def step() -> None:
-        loss = model(input_ids=ids, labels=ids).loss
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,7 +112,7 @@ def measured(case: Case, every: int, repeats: int, block: int, device: str) -> d
     model = case.make().to(device)
     ids = torch.randint(0, case.vocabulary, (case.batch, case.n)).to(device)
     probes = torch.randint(0, case.vocabulary, (case.probes, case.n))
-    step = step_of(model, ids)
+    step = step_of(model, ids, bfloat16=case.bfloat16)
     monitor = LipschitzMonitor(model, probes, every=every, scope=case.scope, strict=True)
     seconds(step, 2, device)
     monitor.measure(0)
@@ -119,7 +136,7 @@ def measured(case: Case, every: int, repeats: int, block: int, device: str) -> d
 
 
 def main() -> None:
-    parser = options(__doc__ or "", ",".join(CASES))
+    parser = options(__doc__ or "", ",".join(ON_A_PROCESSOR))
     parser.set_defaults(repeats=9)
     parser.add_argument("--every", type=int, default=100, help="steps from one measurement to the next")
     parser.add_argument("--block", type=int, default=5, help="steps that are timed together")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,27 +14,13 @@ from howsmooth.jacobian.fused import FusedDerivative, fused, within
 from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
+from tests._interpreter import bfloat16_in_the_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-tl = pytest.importorskip(
+pytest.importorskip(
     "triton.language", reason="Triton is not installed here; the kernels are for CUDA devices"
 )
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bfloat16 as whole numbers, and would multiply these."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def widened(handle: TensorHandle) -> TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    dot = InterpreterBuilder.create_dot
-    monkeypatch.setattr(
-        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-    )
+pytestmark = pytest.mark.usefixtures(bfloat16_in_the_interpreter.__name__)
 
 
 # Relative error of a product, of 24 bits and of 16. Matrix units cut sums off that the interpreter rounds.

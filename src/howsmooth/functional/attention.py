@@ -11,6 +11,7 @@ from torch import Tensor
 from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.blocks import Grid, Shape, apply
+from howsmooth.functional.fused import Kernels, obstacle
 from howsmooth.functional.maps import attention_map
 from howsmooth.functional.softmax import Scores
 
@@ -31,6 +32,7 @@ def attention(
     score_bias: object = None,
     softcap: object = None,
     sinks: object = None,
+    kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
     """Softmax attention, exact, with derivatives of every kind and order, in memory O(m + n).
 
@@ -66,6 +68,11 @@ def attention(
         c > 0: scores become c tanh(s / c), before mask and bias.
     sinks
         (heads,): the score, in every row, of one further key without value.
+    kernels
+        True to compute value, first and second derivatives in fused kernels, on a CUDA device with Triton:
+        for float32 and the half precisions, up to 256 entries. Derivatives in masks and biases, and those of
+        higher order, are formed in blocks as always. These kernels were run by Triton's interpreter only and
+        not on a device yet, which is why they are not the default.
 
     Returns
     -------
@@ -127,7 +134,15 @@ def attention(
     factor = 1 / math.sqrt(key_dim) if scale is None else _number("scale", scale)
     cap = None if softcap is None else _number("softcap", softcap, positive=True)
     shape: Shape = (grid.lead, kv_heads, group, m, value_dim)
-    (out,) = apply(attention_map(Scores(grid, factor, cap, tuple(names)), shape), *tensors)
+    scores = Scores(grid, factor, cap, tuple(names))
+    if not isinstance(kernels, bool):
+        raise ArgumentError("kernels", expected="True or False", got=repr(kernels))
+    fused = None
+    if kernels:
+        if (found := obstacle(dict(zip(names, tensors, strict=True)))) is not None:
+            raise ArgumentError("kernels", expected="what there are kernels for", got=found)
+        fused = Kernels(scores)
+    (out,) = apply(attention_map(scores, shape, fused), *tensors)
     return out.reshape(m, value_dim) if one_head else out.reshape(*lead, heads, m, value_dim)
 
 

@@ -135,6 +135,12 @@ class BlockMap:
         The first is called with the shapes of the results.
     extra
         Axes that vmap has brought since the map was made: in front of the shapes of all results.
+    kernel
+        What computes all blocks at once, of tensors with five axes, the first of full length; None to go
+        block by block.
+    kept
+        How many more results the kernel has behind ``outputs``: they have no derivatives, and every
+        derivative gets them behind the tensors.
 
     """
 
@@ -145,17 +151,27 @@ class BlockMap:
     closed_forward: Callable[[Flags, tuple[Shape, ...]], BlockMap] | None = None
     closed_reverse: Callable[[Flags, Flags, tuple[Shape, ...]], BlockMap] | None = None
     extra: Shape = ()
+    kernel: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
+    kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
         """Return the shapes of a block's results, behind ``extra`` axes."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the results; nothing in here is differentiated."""
+        """Return the results, and what is kept; nothing in here is differentiated."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
         shapes = [(*self.extra, *shape) for _, shape in self.outputs]
+        if self.kernel is not None:
+            front = (*torch.broadcast_shapes(*(t.shape[:-5] for t in tensors)), self.grid.lead)
+            folded = (t.expand(*front, *t.shape[-4:]).flatten(0, len(front) - 1) for t in tensors)
+            found = [t.unflatten(0, front) for t in self.kernel(tuple(folded))]
+            kept = found[len(shapes) :]
+            fitting = (reduced(t, s) for t, s in zip(found, shapes, strict=False))
+            # Copies, so that who changes a result in place changes nothing that is kept.
+            return (*(t.to(dtype, copy=True) for t in fitting), *kept)
         results = tuple(torch.zeros(shape, dtype=wide, device=device) for shape in shapes)
         times = prod(torch.broadcast_shapes(*(t.shape[:-5] for t in tensors)))
         # Products are made in the precision of the tensors, whatever precision autocast would choose.
@@ -265,32 +281,35 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep the tensors."""
+        """Keep the tensors, and what the function keeps."""
         ctx.function, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        kept = output[len(ctx.function.outputs) :]
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_forward(*tensors, *kept)
+        ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Apply the reverse derivative, which is differentiable in turn."""
-        tensors, wanted = ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
+        saved, wanted = ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
+        cotangents = cotangents[: len(ctx.function.outputs)]
         given = [c for c in cotangents if c is not None]
         if not given or not any(wanted):
             return (None,) * (1 + len(wanted))
         there = tuple(c is not None for c in cotangents)
-        function = ctx.function.reverse(wanted, there, tuple(tuple(t.shape) for t in tensors))
-        found = iter(_apply(function, *tensors, *given))
+        shapes = tuple(tuple(t.shape) for t in saved[: len(wanted)])
+        found = iter(_apply(ctx.function.reverse(wanted, there, shapes), *saved, *given))
         return (None, *(next(found) if w else None for w in wanted))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Apply the forward derivative, which is differentiable in turn."""
         function = ctx.function.forward(tuple(t is not None for t in tangents))
         moved = (t for t in tangents if t is not None)
         # Nothing but this call: PyTorch switches forward mode off in here, and at the levels outside too,
         # where other operations would lose their tangents.
-        return _apply(function, *ctx.saved_tensors, *moved)
+        return (*_apply(function, *ctx.saved_tensors, *moved), *(None,) * ctx.function.kept)
 
     @staticmethod
     def vmap(
@@ -300,7 +319,7 @@ class _OverBlocks(torch.autograd.Function):
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))
-        return _apply(function, *front), (0,) * len(function.outputs)
+        return _apply(function, *front), (0,) * (len(function.outputs) + function.kept)
 
 
 # Annotated, which PyTorch's own is not.
@@ -309,4 +328,4 @@ _apply: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
 
 def apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the results of a BlockMap, differentiable in every mode and to every order."""
-    return _apply(function, *tensors)
+    return _apply(function, *tensors)[: len(function.outputs)]

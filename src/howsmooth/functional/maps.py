@@ -2,122 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
-from howsmooth.functional.blocks import Block, BlockMap, Flags, Shape, reduced
+from howsmooth.functional.blocks import Block, BlockMap, Flags, Part, Shape, reduced
+from howsmooth.functional.fused import KEPT, Kept, Kernels
 from howsmooth.functional.softmax import PARTS, Scores, adjoint, over_keys, second, tangent, weights
 
 __all__ = ["attention_map"]
 
 Tensors = tuple[Tensor, ...]
 Shapes = tuple[Shape, ...]
+Names = tuple[str, ...]
 _Item = TypeVar("_Item")
 
 
-def attention_map(scores: Scores, shape: Shape) -> BlockMap:
-    """Return O = P v as a function of the tensors ``scores.names``; ``shape`` is that of O."""
+def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
+    """Return O = P v as a function of the tensors ``scores.names``; ``shape`` is that of O.
+
+    With kernels these compute it and its first and second derivatives, but those in masks and biases, which
+    are computed block by block as all are without.
+    """
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x = dict(zip(scores.names, tensors, strict=True))
         return (reduced(over_keys(weights(scores, block, x).p, x["v"]), targets[0]),)
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        return _tangent_map(scores, _chosen(scores.names, moved), shapes[0])
+        return _tangent_map(scores, _chosen(scores.names, moved), shapes[0], kernels)
 
     def reverse(wanted: Flags, given: Flags, shapes: Shapes) -> BlockMap:
         which = _chosen(scores.names, wanted)
-        return _adjoint_map(scores, dict(zip(which, _chosen(shapes, wanted), strict=True)))
+        return _adjoint_map(scores, dict(zip(which, _chosen(shapes, wanted), strict=True)), kernels)
+
+    def kernel(tensors: Tensors) -> Tensors:
+        assert kernels is not None
+        mean, lse = kernels.value(dict(zip(scores.names, tensors, strict=True)))
+        return mean, mean, lse
 
     parts = tuple(PARTS[name] for name in scores.names)
-    return BlockMap(scores.grid, compute, parts, (("queries", shape),), forward, reverse)
+    value = BlockMap(scores.grid, compute, parts, (("queries", shape),), forward, reverse)
+    return value if kernels is None else replace(value, kernel=kernel, kept=len(KEPT))
 
 
-def _tangent_map(scores: Scores, moved: tuple[str, ...], shape: Shape) -> BlockMap:
-    """(x, dx) ↦ dO, with tangents of the tensors ``moved``."""
-    count = len(scores.names)
+def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | None) -> BlockMap:
+    """(x, dx) ↦ dO, with tangents of the tensors ``moved``; with kernels (x, kept, dx) ↦ dO."""
+    given = _Given(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
-        x = dict(zip(scores.names, tensors[:count], strict=True))
-        d = dict(zip(moved, tensors[count:], strict=True))
+        x, _, d = given.named(tensors)
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
-    def reverse(wanted: Flags, given: Flags, shapes: Shapes) -> BlockMap:
+    def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
         """(x, dx, U) ↦ derivatives of ⟨U, dO⟩ in x and in dx."""
-        of_x = _chosen(scores.names, wanted[:count])
-        of_d = _chosen(moved, wanted[count:])
+        of_x, of_d = given.chosen(wanted)
+        both = _Given(scores, kernels, (*moved, "u"))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
-            x = dict(zip(scores.names, tensors[:count], strict=True))
-            d = dict(zip(moved, tensors[count:-1], strict=True))
-            at, u = weights(scores, block, x), tensors[-1]
+            x, _, d = both.named(tensors)
+            at, u = weights(scores, block, x), d.pop("u")
             found = _in_order(second(at, u, d, None, of_x), of_x) if of_x else ()
             found += _in_order(adjoint(at, u, of_d), of_d) if of_d else ()
             return tuple(reduced(t, target) for t, target in zip(found, targets, strict=True))
 
-        inputs = tuple(PARTS[name] for name in (*scores.names, *moved))
-        outputs = zip((*of_x, *of_d), _chosen(shapes, wanted), strict=True)
-        return BlockMap(
-            scores.grid, compute, (*inputs, "queries"), tuple((PARTS[name], s) for name, s in outputs)
-        )
+        def kernel(kernels: Kernels, tensors: Tensors) -> Tensors:
+            x, kept, d = both.named(tensors)
+            u = d.pop("u")
+            found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
+            return found + (_in_order(kernels.adjoint(x, kept, u, of_d), of_d) if of_d else ())
 
-    inputs = tuple(PARTS[name] for name in (*scores.names, *moved))
-    return BlockMap(scores.grid, compute, inputs, (("queries", shape),), closed_reverse=reverse)
+        names = (*of_x, *of_d)
+        outputs = tuple((PARTS[name], s) for name, s in zip(names, _chosen(shapes, wanted), strict=True))
+        return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, names))
+
+    def kernel(kernels: Kernels, tensors: Tensors) -> Tensors:
+        return (kernels.tangent(*given.named(tensors)),)
+
+    return BlockMap(
+        scores.grid,
+        compute,
+        given.parts,
+        (("queries", shape),),
+        closed_reverse=reverse,
+        kernel=given.run_by(kernel),
+    )
 
 
-def _adjoint_map(scores: Scores, which: Mapping[str, Shape]) -> BlockMap:
-    """(x, U) ↦ cotangents of the tensors ``which``, in these shapes."""
-    names = (*scores.names, "u")
-    parts = tuple("queries" if name == "u" else PARTS[name] for name in names)
-    count = len(names)
+def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | None) -> BlockMap:
+    """(x, U) ↦ cotangents of the tensors ``which``, in these shapes; with kernels (x, kept, U) ↦ these."""
+    given = _Given(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
-        x = dict(zip(scores.names, tensors[:-1], strict=True))
-        found = adjoint(weights(scores, block, x), tensors[-1], tuple(which))
+        x, _, d = given.named(tensors)
+        found = adjoint(weights(scores, block, x), d["u"], tuple(which))
         return tuple(reduced(found[name], target) for name, target in zip(which, targets, strict=True))
+
+    def kernel(kernels: Kernels, tensors: Tensors) -> Tensors:
+        x, kept, d = given.named(tensors)
+        return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
         """(x, U, dx, dU) ↦ tangents of the cotangents."""
-        tangents = _chosen(names, moved)
+        of_x, of_u = given.chosen(moved)
+        tangents = (*of_x, *(f"d{name}" for name in of_u))
+        both = _Given(scores, kernels, ("u", *tangents))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
-            x = dict(zip(names, tensors[:count], strict=True))
-            d = dict(zip(tangents, tensors[count:], strict=True))
-            u, du = x.pop("u"), d.pop("u", None)
+            x, _, d = both.named(tensors)
+            u, du = d.pop("u"), d.pop("du", None)
             found = second(weights(scores, block, x), u, d, du, tuple(which))
             return tuple(reduced(found[name], target) for name, target in zip(which, targets, strict=True))
 
-        inputs = (*parts, *_chosen(parts, moved))
-        outputs = tuple((PARTS[name], s) for name, s in zip(which, shapes, strict=True))
-        return BlockMap(scores.grid, compute, inputs, outputs)
+        def kernel(kernels: Kernels, tensors: Tensors) -> Tensors:
+            x, kept, d = both.named(tensors)
+            u, du = d.pop("u"), d.pop("du", None)
+            return _in_order(kernels.second(x, kept, u, d, du, tuple(which)), tuple(which))
 
-    def reverse(wanted: Flags, given: Flags, shapes: Shapes) -> BlockMap:
+        outputs = tuple((PARTS[name], s) for name, s in zip(which, shapes, strict=True))
+        return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
+
+    def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
         """(x, U, W) ↦ derivatives of ⟨W, cotangents⟩ in x and in U: as ⟨U, dO⟩ with dx = W."""
-        of_x, of_u = _chosen(scores.names, wanted[:-1]), wanted[-1]
-        cotangents = _chosen(tuple(which), given)
+        of_x, of_u = given.chosen(wanted)
+        both = _Given(scores, kernels, ("u", *_chosen(tuple(which), there)))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
-            x = dict(zip(names, tensors[:count], strict=True))
-            d = dict(zip(cotangents, tensors[count:], strict=True))
-            u = x.pop("u")
+            x, _, d = both.named(tensors)
+            u = d.pop("u")
             at = weights(scores, block, x)
             found = _in_order(second(at, u, d, None, of_x), of_x) if of_x else ()
             found += (tangent(at, d),) if of_u else ()
             return tuple(reduced(t, target) for t, target in zip(found, targets, strict=True))
 
-        inputs = (*parts, *(PARTS[name] for name in cotangents))
-        outputs = tuple(zip(_chosen(parts, wanted), _chosen(shapes, wanted), strict=True))
-        return BlockMap(scores.grid, compute, inputs, outputs)
+        def kernel(kernels: Kernels, tensors: Tensors) -> Tensors:
+            x, kept, d = both.named(tensors)
+            u = d.pop("u")
+            found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
+            return found + ((kernels.tangent(x, kept, d),) if of_u else ())
+
+        outputs = tuple(zip(_chosen(given.parts, wanted), _chosen(shapes, wanted), strict=True))
+        return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, of_x))
 
     outputs = tuple((PARTS[name], shape) for name, shape in which.items())
-    return BlockMap(scores.grid, compute, parts, outputs, forward, reverse)
+    return BlockMap(
+        scores.grid,
+        compute,
+        given.parts,
+        outputs,
+        forward,
+        reverse,
+        kernel=given.run_by(kernel, tuple(which)),
+    )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a derivative is given: the tensors x, what the kernels' value kept if there are some, and more.
+
+    ``more`` names tangents as the tensors, the cotangent of the output ``u`` and its tangent ``du``.
+    """
+
+    scores: Scores
+    kernels: Kernels | None
+    more: Names
+
+    @property
+    def kept(self) -> Names:
+        return () if self.kernels is None else KEPT
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What each tensor is."""
+        names = (*self.scores.names, *self.kept, *self.more)
+        return tuple(PARTS.get(name, "queries") for name in names)
+
+    def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
+        """Return x, what was kept, and more, the last by name."""
+        count, kept = len(self.scores.names), len(self.kept)
+        x = dict(zip(self.scores.names, tensors[:count], strict=True))
+        more = dict(zip(self.more, tensors[count + kept :], strict=True))
+        return x, tensors[count : count + kept], more
+
+    def chosen(self, flags: Flags) -> tuple[Names, Names]:
+        """Return the names in x, and those in more, that flags of all tensors mark."""
+        count = len(self.scores.names)
+        more = flags[count + len(self.kept) :]
+        return _chosen(self.scores.names, flags[:count]), _chosen(self.more, more)
+
+    def run_by(
+        self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
+    ) -> Callable[[Tensors], Tensors] | None:
+        """Return what runs these kernels; None if there are none for what is given or for the results."""
+        if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
+            return None
+        return partial(kernel, self.kernels)
 
 
 def _chosen(items: Iterable[_Item], flags: Flags) -> tuple[_Item, ...]:
     return tuple(item for item, flag in zip(items, flags, strict=True) if flag)
 
 
-def _in_order(found: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensors:
+def _in_order(found: Mapping[str, Tensor], names: Names) -> Tensors:
     return tuple(found[name] for name in names)

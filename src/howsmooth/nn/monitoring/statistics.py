@@ -40,9 +40,10 @@ def score_norm(f: TokenMap | None) -> float:
             raise ArgumentError("f", expected=expected, got="normed queries or keys")
     factor = 2 * f.scale if isinstance(f, L2Attention) else f.scale
     group = f.heads // f.kv_heads
+    # On the processor: elsewhere small decompositions take longer, each of which is waited for.
+    query, key, value = (weight.cpu() for weight in (f.query, f.key, f.value))
     heads = (
-        Head((f.key[h // group].mT, factor * f.query[h].double()), f.value[h // group])
-        for h in range(f.heads)
+        Head((key[h // group].mT, factor * query[h].double()), value[h // group]) for h in range(f.heads)
     )
     return max(head.A_norm for head in heads)
 

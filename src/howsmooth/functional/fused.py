@@ -1,0 +1,280 @@
+"""Attention and its first and second derivatives in kernels of Triton's, each without n × n matrices.
+
+What a block of :mod:`howsmooth.functional.softmax` computes, for all blocks at once. The value hands two
+tensors on to its derivatives, which have no derivatives themselves: O in float32, and the logarithms of the
+softmax's denominators. All derivatives are in closed form and allow for what these depend on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from howsmooth.functional.softmax import Scores
+
+__all__ = ["KEPT", "Kept", "Kernels", "Tile", "filled_width", "obstacle", "precision", "tiles"]
+
+KEPT = ("mean", "lse")
+"""O in float32 (lead, kv_heads, group, m, value_dim), and logarithms (lead, kv_heads, group, m, 1)."""
+Kept = tuple[Tensor, ...]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_OLDEST = (8, 0)  # whose matrix units multiply bfloat16
+_OLDEST_TRITON = (3, 6)  # which multiplies float32 in three parts
+_WIDEST = 256
+_NARROWEST = 16  # of a matrix unit
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a kernel's tiles, and how it runs."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# From large to small: the first is taken that the device has room for, from where a thread's numbers fit into
+# its registers, or nearly so, as the compiler says for compute capability 9.0 (benchmarks/kernels.py).
+_ROWS = (
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 32, 8, 2),
+    Tile(64, 32, 4, 2),
+    Tile(64, 16, 4, 2),
+    Tile(32, 32, 4, 1),
+    Tile(16, 16, 4, 1),
+)
+_KEYS = (
+    Tile(64, 128, 8, 2),
+    Tile(32, 128, 8, 2),
+    Tile(32, 64, 8, 2),
+    Tile(16, 64, 4, 2),
+    Tile(16, 32, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+# In half precision and in float32, for operands of up to 64, 128 and 256 entries.
+_FIRST = {
+    "value": ((0, 0, 1), (2, 3, 4)),
+    "tangent": ((0, 1, 4), (4, 4, 6)),
+    "adjoint_queries": ((0, 0, 3), (2, 4, 4)),
+    "adjoint_keys": ((0, 1, 2), (3, 4, 5)),
+    "second_queries": ((0, 3, 4), (4, 4, 6)),
+    "second_keys": ((1, 3, 4), (3, 5, 5)),
+}
+_BY_KEYS = ("adjoint_keys", "second_keys")
+_room: dict[object, int] = {}
+
+
+def obstacle(x: Mapping[str, Tensor]) -> str | None:
+    """Say what about queries, keys and values, and what is added to scores, there are no kernels for."""
+    q, v = x["q"], x["v"]
+    if q.dtype not in _DTYPES:
+        return f"{q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):
+        return f"queries {tuple(q.shape)} and values {tuple(v.shape)}"
+    if "mask" in x and "bias" in x:
+        return "two tensors that are added to the scores"
+    if get_proxy_mode() is not None:
+        return "a call that is recorded"
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton"
+    return _obstacle_of(q.device)
+
+
+def _obstacle_of(device: torch.device) -> str | None:
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__}, where {'.'.join(map(str, _OLDEST_TRITON))} is the oldest"
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"tensors on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= _OLDEST else f"a device of compute capability {capability}"
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Attention with these scores. Tensors have five axes, the first of full length in all.
+
+    ``x`` holds the tensors by name, ``d`` tangents of some of them, ``kept`` what :meth:`value` has given to
+    its derivatives. Results are float32.
+    """
+
+    scores: Scores
+
+    def value(self, x: Mapping[str, Tensor]) -> Kept:
+        """Return what derivatives are given, O first."""
+        q, v = x["q"], x["v"]
+        mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
+        lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+        self._run("value", x, q, x["k"], v, lse, mean)
+        return mean, lse
+
+    def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
+        """Return dO."""
+        return self._tangent(x, kept, _filled(x, d))[0]
+
+    def adjoint(
+        self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the cotangents of the tensors ``which``: queries, keys, values and sinks."""
+        common = _common(u, kept[0])
+        operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
+        if "q" in which:
+            found["q"] = _result(x["q"])
+            self._run("adjoint_queries", x, *operands, found["q"])
+        if "k" in which or "v" in which:
+            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
+            self._run("adjoint_keys", x, *operands, found["k"], found["v"])
+        if "sinks" in which:
+            found["sinks"] = -_share(x, kept) * common
+        return found
+
+    def second(
+        self,
+        x: Mapping[str, Tensor],
+        kept: Kept,
+        u: Tensor,
+        d: Mapping[str, Tensor],
+        du: Tensor | None,
+        which: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Return the tangents of :meth:`adjoint` for tangents ``d`` and ``du`` of U."""
+        d = _filled(x, d)
+        do, mu = self._tangent(x, kept, d)
+        common, moved = _common(u, kept[0]), _common(u, do)
+        if du is None:
+            du = torch.zeros_like(u)
+        else:
+            moved = moved + _common(du, kept[0])
+        operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], kept[1], mu, common, moved)
+        found = dict[str, Tensor]()
+        if "q" in which:
+            found["q"] = _result(x["q"])
+            self._run("second_queries", x, *operands, found["q"])
+        if "k" in which or "v" in which:
+            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
+            self._run("second_keys", x, *operands, found["k"], found["v"])
+        if "sinks" in which:
+            share = _share(x, kept)
+            found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
+        return found
+
+    def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return dO and μ; ``d`` has a tangent for each of the tensors."""
+        mean, lse = kept
+        mu, out = torch.empty_like(lse), torch.empty_like(mean)
+        dsinks = d["sinks"].contiguous() if "sinks" in d else lse
+        operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
+        self._run("tangent", x, *operands)
+        return out, mu
+
+    def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
+        """Run a kernel on all blocks of rows or of keys, in the largest tiles that there is room for."""
+        from triton.runtime.errors import OutOfResources
+
+        from howsmooth.functional import fused_kernels
+
+        scores, q, k, v = self.scores, x["q"], x["k"], x["v"]
+        group, visible = q.shape[2], scores.grid.visible
+        added = next((x[name] for name in ("mask", "bias") if name in x), None)
+        arguments = (
+            *(t.contiguous() for t in tensors),
+            *_strided(x.get("seen"), q, visible.n), *_strided(added, q, visible.n),
+            x["sinks"].contiguous() if "sinks" in x else q,
+            scores.scale, scores.softcap or 1.0,
+            q.shape[-2], k.shape[-2], q.shape[1] * group, group, visible.window or 0,
+        )  # fmt: skip
+        width = filled_width(q.shape[-1], v.shape[-1])
+        options = {
+            "CAUSAL": visible.causal,
+            "WINDOWED": visible.window is not None,
+            "SEEN": "seen" in x,
+            "BIAS": added is not None,
+            "CAPPED": scores.softcap is not None,
+            "SINKS": "sinks" in x,
+            "PRECISION": precision(q.dtype),
+            "KEY": q.shape[-1],
+            "VALUE": v.shape[-1],
+            "WIDTH": width,
+        }
+        case = (name, q.dtype, q.device, *options.values())
+        candidates = tiles(name, q.dtype, width)
+        for i in range(_room.get(case, 0), len(candidates)):
+            tile = candidates[i]
+            blocks = -(-k.shape[-2] // tile.keys) if name in _BY_KEYS else -(-q.shape[-2] // tile.rows)
+            heads = math.prod((k if name in _BY_KEYS else q).shape[:3])
+            try:
+                with torch.cuda.device_of(q):
+                    getattr(fused_kernels, name)[(heads * blocks,)](
+                        *arguments,
+                        **options,
+                        ROWS=tile.rows,
+                        KEYS=tile.keys,
+                        num_warps=tile.warps,
+                        num_stages=tile.stages,
+                    )
+            except OutOfResources:
+                if tile is candidates[-1]:
+                    raise
+            else:
+                _room[case] = i
+                return
+
+
+def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+    """Return the tiles of a kernel that are tried for operands filled up to this width, large ones first."""
+    every = _KEYS if name in _BY_KEYS else _ROWS
+    first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
+    return every[min(first, len(every) - 1) :]
+
+
+def filled_width(key_dim: int, value_dim: int) -> int:
+    """Return to what the entries of all operands are filled up."""
+    return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Say how operands are multiplied: those in float32 with all of their digits, on matrix units."""
+    import triton
+
+    return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
+
+
+def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tangent of queries, keys, values and sinks, zero where ``d`` has none."""
+    names = (name for name in ("q", "k", "v", "sinks") if name in x)
+    return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
+
+
+def _common(u: Tensor, of_queries: Tensor) -> Tensor:
+    """⟨U, ·⟩ in each row, (lead, kv_heads, group, m, 1)."""
+    common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
+    return common[..., None]
+
+
+def _share(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
+    """Share of the sink in each row, (lead, kv_heads, group, m, 1)."""
+    return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
+
+
+def _result(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+
+
+def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
+    """Return a tensor of scores for a kernel, with strides of members, heads, rows and keys."""
+    if t is None:
+        return q, 0, 0, 0, 0
+    heads = t.expand(*q.shape[:-1], n).flatten(1, 2)
+    return heads.view(torch.uint8) if t.dtype == torch.bool else heads, *heads.stride()
