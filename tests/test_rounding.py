@@ -147,6 +147,19 @@ def test_the_limit_holds_for_products_that_hide_the_leading_direction(second: fl
     assert float(found[1].upper) < 1.0
 
 
+@pytest.mark.parametrize("off", [1e-8, 1e-11])
+def test_heads_that_cancel_at_a_measure(off: float) -> None:
+    q, k, v = _matrices(1)
+    twice = [torch.cat((t, t)) for t in (k, v)]
+    output = torch.cat((torch.eye(3), -torch.eye(3)), dim=1).double()
+    f, x = hs.SelfAttention(torch.cat((q, (1 + off) * q)), *twice, output), tokens(3, 4, 3)
+    found = hs.local_lipschitz(f, hs.measures.DiscreteMeasure(x), rtol=1e-2)
+    # Weights that are equal change nothing.
+    truth = exact_constant(f, x)
+    assert float(found.lower) <= truth <= float(found.upper)
+    assert abs(float(found.value) - truth) > 1e-12 * truth
+
+
 def test_float32_has_a_proved_lower_limit() -> None:
     f = CASES["multi-head"](5).to(dtype=torch.float32)
     for seed in range(20):

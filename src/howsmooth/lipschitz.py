@@ -20,6 +20,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.jacobian import (
     AutodiffJacobian,
+    allowance_for_rounding,
     closed_form_jacobian,
     closed_form_jacobians,
     energy_products_together,
@@ -27,6 +28,7 @@ from howsmooth.jacobian import (
     has_closed_form,
     in_double,
     joined,
+    moved_by_rounding,
     weighted_autodiff_jacobian,
 )
 from howsmooth.memory import memory_budget
@@ -274,8 +276,14 @@ def _at_measure(
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
     start = _starts(operator, _member_seeds(seed, 1), [x.shape[0]])
     # The constant may be e^350, whose square overflows: near one, it does not.
-    size = float(operator.product(start).abs().max())
+    image = operator.product(start)
+    size = float(image.abs().max())
     factor = 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
+    if chosen == "closed form":
+        # Nothing is proved of rounding at measures; where terms cancel, atoms moved by rounding show it.
+        moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
+        seen = allowance_for_rounding((factor * at.product(start) for at in moved), factor * image)
+        operator.rounding = torch.maximum(operator.rounding, seen)
     found = golub_kahan(
         Scaled(operator, factor), start, rtol=rtol, confidence=confidence, max_iterations=max_iterations
     )
