@@ -16,6 +16,7 @@ from howsmooth.jacobian.closed_form import _Form, _linearise
 from howsmooth.jacobian.frozen import frozen_derivatives
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.proved import image_off
+from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense
 from tests._cases import CASES, D, dense_jacobian, tokens
 from tests._edges import KINDS, exact_constant, look
@@ -104,7 +105,7 @@ def test_tokens_that_are_off_move_jacobian_and_image_by_no_more_than_is_said(nam
     assert proved is not None
     change = torch.linalg.matrix_norm(dense_jacobian(f, moved[0]) - dense_jacobian(f, x[0]), 2)
     assert float(change) <= float(proved.model)
-    assert bool(((f(moved) - f(x)).norm(dim=-1) <= image_off(f, moved, off)).all())
+    assert bool(((f(moved) - f(x)).norm(dim=-1) <= image_off(f, moved, off, MatrixNorms())).all())
     # A layer scale has no second derivative.
     assert float(proved.model) <= 1e5 * float(change) or float(change) == 0.0
 

@@ -8,7 +8,7 @@ run in the dtype that was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -44,6 +44,7 @@ from howsmooth.jacobian.softmax import (
 )
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.jacobian.streamed_attention import StreamedAttentionJacobian
+from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = [
@@ -57,10 +58,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """Whether probabilities are formed anew in each product, and what rounding these may have."""
+    """How to linearise: without probabilities, within an allowance of rounding, with norms kept of matrices."""
 
     streamed: bool = False
     allowance: float | None = None
+    norms: MatrixNorms = field(default_factory=MatrixNorms)
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
@@ -195,11 +197,11 @@ def _linearise(
     match f:
         case SelfAttention() if form.streamed and weighting is None:
             return [
-                StreamedAttentionJacobian.at(f, x, dtype, off=off, allowance=form.allowance)
+                StreamedAttentionJacobian.at(f, x, dtype, off=off, norms=form.norms, allowance=form.allowance)
                 for dtype in dtypes
             ]
         case SelfAttention():
-            return AttentionJacobian.at(f, x, off, weighting, made)
+            return AttentionJacobian.at(f, x, off, weighting, made, form.norms)
         case StagedAttention():
             f.refuse_measures(weighting)
             return [StagedJacobian.at(f, x, dtype, streamed=form.streamed) for dtype in dtypes]
@@ -213,7 +215,7 @@ def _linearise(
             return [ResidualJacobian(operator) for operator in inner]
         case Compose():
             image = f.inner._forward(x, weighting)
-            moved = None if off is None else image_off(f.inner, x, off, image)
+            moved = None if off is None else image_off(f.inner, x, off, form.norms, image)
             outer = _linearise(f.outer, image, moved, weighting, made, form)
             inner = _linearise(f.inner, x, off, weighting, made, form)
             return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
@@ -255,6 +257,7 @@ class AttentionJacobian(LinearOperator):
         off: Tensor | None,
         weighting: Weighting | None,
         made: Sequence[Projections],
+        norms: MatrixNorms,
     ) -> list[LinearOperator]:
         """Linearise float64 attention at float64 tokens (batch, n, d), or at a measure on them."""
         visible = f.visible_keys(x.shape[1], weighting)
@@ -262,7 +265,7 @@ class AttentionJacobian(LinearOperator):
 
         def in_dtype(projections: Projections) -> AttentionJacobian:
             dtype = projections.dtype
-            norms = (
+            of_rows = (
                 norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
                 norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
             )
@@ -273,8 +276,8 @@ class AttentionJacobian(LinearOperator):
             )
             proved = None
             if off is not None and isinstance(core, SoftmaxDerivative) and core.moments is not None:
-                proved = attention_error(f, x, off, operands, core.moments, core.mean)
-            return cls(f, projections.of(f), core, norms, proved)
+                proved = attention_error(f, x, off, operands, core.moments, core.mean, norms)
+            return cls(f, projections.of(f), core, of_rows, proved)
 
         return [in_dtype(projections) for projections in made]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.jacobian.moments import Moments
 from howsmooth.jacobian.operands import Operands
-from howsmooth.roundoff import UNDERFLOW, U, absolute_norm, gamma, spectral_norm, up
+from howsmooth.roundoff import UNDERFLOW, MatrixNorms, U, gamma, up
 from howsmooth.spectral import ProductError
 
 __all__ = [
@@ -100,7 +100,9 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
     return ProductError(up(model), up(rounding), up(outer.size * inner.size))
 
 
-def image_off(f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, image: Tensor | None = None) -> Off:
+def image_off(
+    f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
+) -> Off:
     """Bound how far the computed image f(x) may be from the exact one, at tokens that are off by ``off``.
 
     ``image`` is that image, if it is at hand.
@@ -117,12 +119,12 @@ def image_off(f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, image: Tenso
             return up(size * (off + U * torch.linalg.vector_norm(x, dim=-1)))
         case Residual():
             size = torch.linalg.vector_norm(f._forward(x) if image is None else image, dim=-1)
-            return up(off + image_off(f.inner, x, off) + 2 * U * size)
+            return up(off + image_off(f.inner, x, off, norms) + 2 * U * size)
         case Compose():
             middle = f.inner._forward(x)
-            return image_off(f.outer, middle, image_off(f.inner, x, off, middle))
+            return image_off(f.outer, middle, image_off(f.inner, x, off, norms, middle), norms)
         case SelfAttention():
-            return _Attention(f, x, off, Operands.of_tokens(f, x)).image_off()
+            return _Attention(f, x, off, Operands.of_tokens(f, x), norms).image_off()
     raise AssertionError(type(f))  # pragma: no cover - closed forms only
 
 
@@ -141,9 +143,10 @@ def attention_error(
     operands: Operands,
     moments: Moments,
     mean: Float[Tensor, "b m value_dim"],
+    norms: MatrixNorms,
 ) -> ProductError:
     """Bound the error of products with the Jacobian of attention, formed from these operands and moments."""
-    return _Attention(f, x, off, operands).product_error(moments, mean)
+    return _Attention(f, x, off, operands, norms).product_error(moments, mean)
 
 
 @dataclass(frozen=True)
@@ -163,11 +166,12 @@ class _Rows:
 class _Attention:
     """Bounds for one attention at given tokens."""
 
-    def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands) -> None:
+    def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands, norms: MatrixNorms) -> None:
         self.f = f
         self.x = x
         self.off = off
         self.at = operands
+        self.norms = norms
         self.batch, self.n = x.shape[:2]
         # The longest sum of a projection or of its adjoint.
         rows = f.heads * (f.key_dim + f.value_dim) + f.kv_heads * (f.key_dim + f.value_dim)
@@ -181,17 +185,16 @@ class _Attention:
 
     def queries(self) -> _Rows:
         f = self.f
-        weight = f.scale * f.query
-        grouped = weight.unflatten(0, (f.kv_heads, -1)).flatten(1, 2)
-        off = self._projected(weight, f.query_bias, self.off, self.length, scale=abs(f.scale))
-        size = spectral_norm(grouped).expand(self.batch, -1)
-        slip = self.rounding * absolute_norm(grouped).expand(self.batch, -1)
+        scale = abs(f.scale)
+        grouped = f.query.reshape(f.kv_heads, -1, f.d)
+        off = scale * self._projected(f.query, f.query_bias, self.off, self.length)
+        size = scale * self.norms.spectral(grouped).expand(self.batch, -1)
+        slip = scale * self.rounding * self.norms.absolute(grouped).expand(self.batch, -1)
         model = torch.zeros_like(size)
         if f.query_norm is not None:
             raw = self._projected(f.query, f.query_bias, self.off, self.length)
-            whole = weight.flatten(0, 1)
-            off, size, slip, model = self._normed(f.query_norm, f.query, f.query_bias, raw, size, slip, whole)
-            off = abs(f.scale) * off
+            off, size, slip, model = self._normed(f.query_norm, f.query, f.query_bias, raw, size, slip, scale)
+            off = scale * off
         turn = _turn(f)
         off = turn * off.unflatten(1, (f.kv_heads, -1))
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
@@ -199,8 +202,8 @@ class _Attention:
     def keys(self, *, shifted: bool) -> _Rows:
         """Return bounds for keys, as they are or less their shift."""
         f = self.f
-        size = spectral_norm(f.key).expand(self.batch, -1)
-        slip = self.rounding * absolute_norm(f.key).expand(self.batch, -1)
+        size = self.norms.spectral(f.key).expand(self.batch, -1)
+        slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
         model = torch.zeros_like(size)
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
             off = self._projected(f.key, None, self.off + 2 * U * self.centred, self.centred)
@@ -208,8 +211,7 @@ class _Attention:
         # Unshifted keys may be made of the shift and of what is left.
         off = self._projected(f.key, f.key_bias, self.off, self.length + self.centred + self.mean_length)
         if f.key_norm is not None:
-            whole = f.key.flatten(0, 1)
-            off, size, slip, model = self._normed(f.key_norm, f.key, f.key_bias, off, size, slip, whole)
+            off, size, slip, model = self._normed(f.key_norm, f.key, f.key_bias, off, size, slip, 1.0)
         turn = _turn(f)
         off = turn * off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1)
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
@@ -217,8 +219,8 @@ class _Attention:
     def values(self, *, shifted: bool) -> _Rows:
         """Return bounds for values, as they are or less their shift."""
         f = self.f
-        size = spectral_norm(f.value).expand(self.batch, -1)
-        slip = self.rounding * absolute_norm(f.value).expand(self.batch, -1)
+        size = self.norms.spectral(f.value).expand(self.batch, -1)
+        slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
         if shifted:
             off = self._projected(f.value, None, self.off + 2 * U * self.centred, self.centred)
         else:
@@ -226,12 +228,12 @@ class _Attention:
         return _Rows(off, size, slip, torch.zeros_like(size))
 
     def _projected(
-        self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor, scale: float = 1.0
+        self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
     ) -> Float[Tensor, "batch heads n"]:
         """Bound how far W x + b may be off, for each head, at tokens that are off."""
-        beside = torch.zeros_like(weight[:, 0, 0]) if bias is None else scale * bias.norm(dim=-1)
-        summed = absolute_norm(weight)[:, None] * length[:, None] + beside[:, None]
-        return spectral_norm(weight)[:, None] * off[:, None] + self.rounding * summed
+        beside = torch.zeros_like(weight[:, 0, 0]) if bias is None else bias.norm(dim=-1)
+        summed = self.norms.absolute(weight)[:, None] * length[:, None] + beside[:, None]
+        return self.norms.spectral(weight)[:, None] * off[:, None] + self.rounding * summed
 
     def _normed(
         self,
@@ -241,9 +243,9 @@ class _Attention:
         off: Tensor,
         size: Tensor,
         slip: Tensor,
-        whole: Tensor,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Carry bounds through a norm of each head, or of all side by side, of tangents by ``whole``."""
+        """Carry bounds through a norm of each head, or of all side by side, tangents being scaled."""
         heads, dim, _ = weight.shape
         raw = self.x @ weight.flatten(0, 1).mT
         if bias is not None:
@@ -252,10 +254,11 @@ class _Attention:
             raw, rows = raw.unflatten(-1, (heads, dim)).flatten(1, 2), off.transpose(1, 2).flatten(1, 2)
         else:
             rows = off.square().sum(dim=1).sqrt()
-            size = spectral_norm(whole).expand_as(size)
-            slip = (self.rounding * absolute_norm(whole)).expand_as(slip)
+            whole = weight.reshape(1, -1, weight.shape[-1])
+            size = scale * self.norms.spectral(whole).expand_as(size)
+            slip = scale * (self.rounding * self.norms.absolute(whole)).expand_as(slip)
         of_norm = norm_error(norm, raw, rows)
-        after = image_off(norm, raw, rows)
+        after = image_off(norm, raw, rows, self.norms)
         after = after.view(self.batch, self.n, -1).transpose(1, 2).expand(-1, heads, -1)
         factor, lost, model = (
             t.to(size.device)[:, None] for t in (of_norm.size, of_norm.rounding, of_norm.model)
@@ -306,9 +309,9 @@ class _Attention:
         heads = heads.flatten(1, 2).square().sum(dim=1).sqrt()
         if f.output is not None:
             whole = math.sqrt(f.heads) * largest.amax(dim=1)[:, 0]
-            summed = absolute_norm(f.output) * whole
+            summed = self.norms.absolute(f.output) * whole
             summed = summed + (0.0 if f.output_bias is None else f.output_bias.norm())
-            heads = spectral_norm(f.output) * heads + self.rounding * summed
+            heads = self.norms.spectral(f.output) * heads + self.rounding * summed
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
@@ -384,7 +387,7 @@ class _Attention:
             rounding = rounding + lost * rows.size + (size + off + lost) * rows.slip
         model, rounding, whole = (norm(t, dim=-1) for t in (model, rounding, whole))
         if f.output is not None:
-            size, slip = spectral_norm(f.output), self.rounding * absolute_norm(f.output)
+            size, slip = self.norms.spectral(f.output), self.rounding * self.norms.absolute(f.output)
             model, rounding, whole = size * model, size * rounding + slip * (whole + rounding), size * whole
         large = (1 + k.amax()) * (1 + v.amax()) * (1 + q.amax()) * (1 + whole)
         model = model + UNDERFLOW * self.n * large

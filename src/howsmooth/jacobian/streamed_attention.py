@@ -16,6 +16,7 @@ from howsmooth.jacobian.norms import NormJacobian, norm_jacobian
 from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.proved import attention_error
 from howsmooth.jacobian.streamed import Through, streamed_derivative
+from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = ["StreamedAttentionJacobian"]
@@ -87,28 +88,31 @@ class StreamedAttentionJacobian(LinearOperator):
         core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
         *,
         off: Tensor | None = None,
+        norms: MatrixNorms | None = None,
         allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
         """Linearise float64 attention at float64 tokens (batch, n, d).
 
         ``core`` makes the derivative from queries, keys and values, in place of that of these tokens alone.
-        ``off`` bounds how far each token may be from where it is in exact arithmetic.
+        ``off`` bounds how far each token may be from where exact arithmetic has it; ``norms`` keeps norms of
+        matrices.
         ``allowance`` is what relative rounding its products may have.
         """
-        norms = (
+        of_rows = (
             norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
             norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
         )
         if core is not None:
             q, k, v = f.projections(x)
-            return cls(_Weights.of(f, dtype), core(q, k, v), norms)
+            return cls(_Weights.of(f, dtype), core(q, k, v), of_rows)
         visibility = f.visibility(x.shape[1])
         assert isinstance(visibility, Visibility)  # that of tokens
         operands = Operands.of_tokens(f, x)
         derivative, proved = streamed_derivative(operands, visibility, dtype), None
         if off is not None and derivative.moments is not None:
-            proved = attention_error(f, x, off, operands, derivative.moments, derivative.mean.flatten(1, 2))
-        return cls(_Weights.of(f, dtype), fused(derivative, allowance), norms, proved)
+            mean = derivative.mean.flatten(1, 2)
+            proved = attention_error(f, x, off, operands, derivative.moments, mean, norms or MatrixNorms())
+        return cls(_Weights.of(f, dtype), fused(derivative, allowance), of_rows, proved)
 
     def _product(self, e: Tensor) -> Tensor:
         return self._image(self.core.product(*self._tangents(e)))
