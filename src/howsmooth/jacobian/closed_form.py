@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """How to linearise: without probabilities, within an allowance of rounding, with norms kept of matrices."""
+    """Whether products form probabilities anew, what rounding these may have; and norms of matrices."""
 
     streamed: bool = False
     allowance: float | None = None

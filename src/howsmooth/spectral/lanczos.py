@@ -168,8 +168,9 @@ def _run(
     total = operator.batch
     in_sizes = _in_sizes(operator, start, sizes, reduce)
     dtype, rows = _basis_form(operator, rtol, basis_dtype, basis_bytes)
-    # What a basis of fewer digits takes from the vectors is not small enough for a proof.
-    proved = operator.proved if dtype == operator.dtype else None
+    # What a basis of fewer digits takes from the vectors is not small enough for a proof; and processes that
+    # share a sequence must decide alike.
+    proved = operator.proved if dtype == operator.dtype and reduce is None else None
     slack = checked_rounding(operator).copy()
     if dtype != operator.dtype:
         # Second order: docs/theory/spectral-norm.md.
