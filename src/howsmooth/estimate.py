@@ -67,7 +67,9 @@ class LipschitzEstimate(_Constants):
         for the closed form in float32, ‖J v‖ in float64 along the direction v that was found.
     lower, upper
         Interval that holds ‖D_X f‖₂ with probability at least ``confidence``, for each member, over the
-        random start; widened for rounding. lower <= value <= upper.
+        random start; lower <= value <= upper. Rounding is in it: proved for the closed form in float64; in
+        float32 the lower limit is proved and the upper one right to first order; else an allowance is
+        calibrated (docs/theory/rounding.md).
     confidence
         See ``upper``.
     converged

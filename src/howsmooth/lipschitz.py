@@ -146,7 +146,8 @@ def local_lipschitz(
     References
     ----------
     Definition of the local constant: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024,
-    Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: docs/theory/spectral-norm.md.
+    Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: docs/theory/spectral-norm.md and
+    docs/theory/rounding.md.
 
     """
     if batch_dims is not None:
