@@ -13,13 +13,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["UNDERFLOW", "MatrixNorms", "U", "gamma", "up"]
+__all__ = ["LOST", "UNDERFLOW", "MatrixNorms", "U", "gamma", "up"]
 
 U = 2.0**-53
 """Unit roundoff of float64."""
 
 UNDERFLOW = 2.0**-1000
 """What an attention weight that underflows may be off by."""
+
+LOST = 2.0**-530
+"""What the length of a vector may lack for each root of an entry, because squares underflow."""
 
 # Terms of an error bound are nonnegative numbers, computed with relative errors far below this.
 _ERROR_OF_ERRORS = 1e-6

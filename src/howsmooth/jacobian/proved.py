@@ -20,7 +20,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
 from howsmooth.jacobian.moments import Moments
 from howsmooth.jacobian.operands import Operands
-from howsmooth.roundoff import UNDERFLOW, MatrixNorms, U, gamma, up
+from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
 from howsmooth.spectral import ProductError
 
 __all__ = [
@@ -390,7 +390,9 @@ class _Attention:
             size, slip = self.norms.spectral(f.output), self.rounding * self.norms.absolute(f.output)
             model, rounding, whole = size * model, size * rounding + slip * (whole + rounding), size * whole
         large = (1 + k.amax()) * (1 + v.amax()) * (1 + q.amax()) * (1 + whole)
-        model = model + UNDERFLOW * self.n * large
+        if bool(f.value.any()) and (f.output is None or bool(f.output.any())):
+            # In lengths that are this small, and probabilities, what is lost is not small.
+            model, whole = (t + LOST * self.n * large for t in (model, whole))
         relative = slope.reshape(self.batch, -1).amax(dim=-1)
         return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
 
