@@ -18,6 +18,7 @@ from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.proved import image_off
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense
+from howsmooth.spectral.basis import Basis
 from tests._cases import CASES, D, dense_jacobian, tokens
 from tests._edges import KINDS, exact_constant, look
 
@@ -169,3 +170,18 @@ def test_float32_has_a_proved_lower_limit() -> None:
         truth = exact_constant(f, x)
         assert float(found.lower) <= truth <= float(found.upper)
         assert abs(float(found.value) - float(found.lower)) <= 1e-9 * float(truth)
+
+
+def test_what_reorthogonalisation_takes_is_measured() -> None:
+    size = 40
+    basis = Basis(size, torch.float64, torch.float64, None)
+    basis.taken = torch.zeros(2, dtype=torch.float64)
+    rows = torch.linalg.qr(tokens(0, 2, size, 3))[0].mT
+    for row in rows.unbind(1):
+        basis.append(row)
+    z = tokens(1, 2, size)
+    before = z.clone()
+    basis.orthogonalise_(z, [])
+    moved = (before - z).square().sum(dim=1)
+    assert bool((basis.taken >= moved).all())
+    assert bool((basis.taken <= 6 * moved).all())
