@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -154,7 +155,7 @@ class _Rows:
     """Queries, keys or values: how far each row is off, and the map from tangents of tokens to its own.
 
     Of that map, for each key head, ``size`` bounds the norm, ``slip`` what rounding does to its products, and
-    ``model`` how far it is off itself, which happens in norms only.
+    ``model`` how far it is from the exact one: zero unless a norm of queries or keys is part of it.
     """
 
     off: Float[Tensor, "batch kv_heads *rows"]
@@ -183,7 +184,9 @@ class _Attention:
 
     # ---- rows of queries, keys and values
 
+    @cached_property
     def queries(self) -> _Rows:
+        """Bounds for scaled queries."""
         f = self.f
         scale = abs(f.scale)
         grouped = f.query.reshape(f.kv_heads, -1, f.d)
@@ -273,7 +276,7 @@ class _Attention:
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
         off = keys.off.amax(dim=-1)[..., None, None]
-        moved = self.queries().off
+        moved = self.queries.off
         found = moved * (longest + off) + q * off + gamma(f.key_dim + 30) * q * longest
         added = torch.zeros_like(found[:1, :, :, :1])
         if f.score_bias is not None:
@@ -319,12 +322,12 @@ class _Attention:
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
         q = torch.linalg.vector_norm(self.at.q, dim=-1)
-        found: Tensor = q * keys + (self.queries().off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
+        found: Tensor = q * keys + (self.queries.off + gamma(self.f.key_dim + 12) * q) * (shift + keys)
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
         f, at = self.f, self.at
-        queries, keys, values = self.queries(), self.keys(shifted=True), self.values(shifted=True)
+        queries, keys, values = self.queries, self.keys(shifted=True), self.values(shifted=True)
         scores = self.score_off().flatten(0, 1).flatten(1)
         relative = torch.expm1(2 * scores) + gamma(self.n + 30)
         slope = relative
@@ -391,7 +394,7 @@ class _Attention:
             model, rounding, whole = size * model, size * rounding + slip * (whole + rounding), size * whole
         large = (1 + k.amax()) * (1 + v.amax()) * (1 + q.amax()) * (1 + whole)
         if bool(f.value.any()) and (f.output is None or bool(f.output.any())):
-            # In lengths that are this small, and probabilities, what is lost is not small.
+            # Squares below float64's range are missing in the lengths above; only where all is zero none are.
             model, whole = (t + LOST * self.n * large for t in (model, whole))
         relative = slope.reshape(self.batch, -1).amax(dim=-1)
         return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))

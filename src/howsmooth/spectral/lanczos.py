@@ -165,13 +165,13 @@ def _run(
     reduce: Reduction | None,
 ) -> _Run:
     """Do as :func:`lanczos` says, asking for the products."""
+    slack = checked_rounding(operator).copy()
     total = operator.batch
     in_sizes = _in_sizes(operator, start, sizes, reduce)
     dtype, rows = _basis_form(operator, rtol, basis_dtype, basis_bytes)
     # What a basis of fewer digits takes from the vectors is not small enough for a proof; and processes that
     # share a sequence must decide alike.
     proved = operator.proved if dtype == operator.dtype and reduce is None else None
-    slack = checked_rounding(operator).copy()
     if dtype != operator.dtype:
         # Second order: docs/theory/spectral-norm.md.
         slack += torch.finfo(dtype).eps ** 2
