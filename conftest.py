@@ -4,13 +4,12 @@ A page is one session: its Python blocks share their names, its console blocks a
 Blocks of ``python`` with prompts (``>>>``) are compared like doctests, with ``...`` for what varies.
 Blocks of ``console`` hold commands after ``$``: each must end with exit code 0, unless ``$ echo $?``
 follows and shows another, and each must print what stands below it, again with ``...``. Numbers with
-decimals are compared by their presence only: they vary with the machine and with the prose of each
-Python. A block that is not to be run is written as ``sh`` or ``text``.
+decimals are compared by their presence only: they vary with the machine. A block that is not to be run
+is written as ``sh`` or ``text``.
 """
 
 from __future__ import annotations
 
-import atexit
 import doctest
 import os
 import re
@@ -18,10 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import torch
+from hypothesis import settings
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
@@ -30,16 +33,42 @@ RUNNABLE = ("howsmooth", "python", "ls", "head", "cat")
 DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SECONDS = 120
 
-# Tests leave the user's cache alone, and share one among their processes: to put `python-docs` together
-# takes seconds in each.
-if "HOWSMOOTH_CACHE" not in os.environ:
-    os.environ["HOWSMOOTH_CACHE"] = tempfile.mkdtemp(prefix="howsmooth-cache-")
-    atexit.register(shutil.rmtree, os.environ["HOWSMOOTH_CACHE"], ignore_errors=True)
-
-
 # Triton is imported by others too, and what it imports then decides what its interpreter can run.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Few examples by default; `--hypothesis-profile=thorough` for many. Times vary with the machine.
+settings.register_profile("quick", max_examples=20, deadline=None)
+settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.load_profile("quick")
+
+
+def _names_a_shape(decorated: Any) -> bool:
+    """Tell whether an annotation of a function, a method or a dataclass is one of jaxtyping's."""
+    if isinstance(decorated, type):
+        decorated = decorated.__init__
+    function = getattr(decorated, "__func__", None) or getattr(decorated, "fget", None) or decorated
+    words = re.findall(r"\w+", " ".join(map(str, getattr(function, "__annotations__", {}).values())))
+    return any(getattr(function.__globals__.get(word), "__module__", "") == "jaxtyping" for word in words)
+
+
+def _checking_shapes_only(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+    """Let jaxtyping's import hook decorate what names a shape alone: all other types are checked by mypy.
+
+    Decorated, each of some three thousand functions binds its arguments twice a call, and functions inside
+    of functions are compiled anew in every call of the outer one: half of the time that the tests took.
+    """
+
+    def decorate(decorated: Any = None, *, typechecker: Any) -> Any:
+        if decorated is None:
+            return partial(decorate, typechecker=typechecker)
+        return jaxtyped(decorated, typechecker=typechecker) if _names_a_shape(decorated) else decorated
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _checking_shapes_only(jaxtyping.jaxtyped)
 
 
 def _commands(block: str) -> list[tuple[str, str]]:

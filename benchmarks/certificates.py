@@ -101,7 +101,7 @@ def synthetic(lengths: list[int], samples: int) -> Iterator[Line]:
 def builtin(n: int, heads: int) -> Iterator[Line]:
     for name in ("builtin-encoder", "builtin-decoder"):
         model = hs.load_model(name)
-        text = load_text("python-docs").content
+        text = load_text("alice").content
         tokens = torch.tensor([model.tokenizer.encode(text)[:n]])
         for scope in ("head", "attention"):
             line = Line(f"{name}, scope {scope}, n = {n}")

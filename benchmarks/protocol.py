@@ -497,7 +497,7 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
-    text = load_text("python-docs")
+    text = load_text("alice")
     model = hs.load_model("bert", random_init=True, tokenizer_text=text.content)
     tokens = model.tokenizer.encode(text.content)
     matrix_rate()

@@ -85,7 +85,7 @@ def random_heads(count: int, seed: int) -> Iterator[Target]:
 
 def model_heads(name: str, count: int, seed: int) -> Iterator[Target]:
     """Heads of a model, spread over its layers and heads."""
-    text = load_text("python-docs")
+    text = load_text("alice")
     random_init = name.endswith("-random")
     loaded = hs.load_model(
         name.removesuffix("-random"), random_init=random_init, seed=seed, tokenizer_text=text.content

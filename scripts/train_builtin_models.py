@@ -41,9 +41,11 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 
-from howsmooth.texts import Text, load_text  # noqa: E402
+from python_docs import python_docs  # noqa: E402
+
+from howsmooth.texts import Text  # noqa: E402
 
 KINDS = ("encoder", "decoder")
 VOCABULARY = 2048
@@ -533,7 +535,7 @@ def main() -> None:
     out = options.out or (Path(tempfile.mkdtemp(prefix="howsmooth-quick-")) if options.quick else package)
     scratch = options.scratch or Path(tempfile.mkdtemp(prefix="howsmooth-training-"))
     scratch.mkdir(parents=True, exist_ok=True)
-    text = load_text("python-docs")
+    text = python_docs()
     print(f"{text.source} {len(text.content)} characters; checkpoints in {scratch}", flush=True)
     for kind in [options.only] if options.only else KINDS:
         plan = replace(PLANS[kind], seed=options.seed)

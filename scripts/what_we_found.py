@@ -1,11 +1,10 @@
 r"""Measure for the docs page "What we found": corrected and published, over all layers of a few models.
 
-    python scripts/what_we_found.py --text alice.txt --text ag_news.csv \
-        --minilm all-MiniLM-L6-v2 --stories stories260k --capp capp_gpt --sst2 bert_tiny_sst2_encoder \
-        --gpt2 gpt2 --work found                            # about two hours on one CPU core
+    python scripts/what_we_found.py --text ag_news.csv --minilm all-MiniLM-L6-v2 --stories stories260k \
+        --capp capp_gpt --sst2 bert_tiny_sst2_encoder --gpt2 gpt2 --work found    # some two hours, one core
 
 The options name folders (``--gpt2`` a folder or a Hub id, for its configuration and tokenizer); the built-in
-models and ``python-docs`` are always measured, what is not named is left out. One process, one thread; the
+models and Alice are always measured, what is not named is left out. One process, one thread; the
 same command goes on where it stopped. At the end the tables are written to ``--to``, by default those of the
 docs; ``--tables`` writes them from what is there. ``scripts/what_we_found_page.py`` turns them into the page.
 """
@@ -15,9 +14,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,21 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import howsmooth as hs
-from howsmooth.models import LoadedModel
-from howsmooth.models.tokenizers import Tokenizer
-from howsmooth.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
+from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
+from howsmooth.paper.published.task import published_left
 from howsmooth.study.exponents import exponents, fit_exponent
 from howsmooth.study.plan import ModelSpec, Plan
-from howsmooth.study.progress import Progress
 from howsmooth.study.published_rows import CORRECTED, PUBLISHED, quantities, read_rows
-from howsmooth.study.published_run import run_as_published
 from howsmooth.study.published_tables import compare
-from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import InputRecord, Measurement
 from howsmooth.study.run import run
+from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.tools import Tools, default_tools
-from howsmooth.texts import Text
 
 LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 FEWER = (4, 8, 16, 32, 64)
 SHORT = 16  # up to here, and from the next length on, exponents are fitted apart as well
-DOCS = "python-docs"
+ALICE = "alice"
 PARTS = "parts"
 PART_LENGTHS = (4, 8, 12, 16, 24, 32)  # a part with its processes has 10 to 37 tokens
 RADII = (15.5, 21.5, 100.0)
@@ -85,7 +81,9 @@ class Job:
             lengths=self.lengths,
             samples=self.samples,
             scopes=self.scopes or ("attention",),
-            layers=Ranges.parse(self.layers, "layers"),
+            layers=self.layers,
+            # They would take longer than all else, and are not what the page is about.
+            bounds="none",
         )
 
 
@@ -99,46 +97,51 @@ def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
         *([(ModelSpec(str(options.minilm)), ("output", "block"))] if options.minilm else []),
     ]
     capp = [ModelSpec(str(options.capp))] if options.capp else []
+    parts = str(options.work / f"{PARTS}.txt")
     gpt2 = [ModelSpec(options.gpt2, random_init=True)] if options.gpt2 else []
-    first, *others = [*options.text, DOCS]
-    for text in (first, *others):
+    for text in (ALICE, *options.text):
         for spec, items in small:
             # Together with output, stopping changes nothing: what the iteration returns is there at its
             # first step. Alone it takes most of the time, so it is measured on one text, for small models.
-            alone = text == first and spec.name != str(options.minilm)
+            alone = text == ALICE and spec.name != str(options.minilm)
             yield Job(spec, text, items=None if alone else items)
-        layers = "0,6,11" if text == first else "6"  # 6 is that of the paper's figure
-        if text != DOCS:  # with dropout it takes as long as all else
-            yield from (Job(spec, text, (4, 8, 16, 32, 64, 96), 5, layers) for spec in gpt2)
-        if text == first:
-            yield from (Job(spec, PARTS, PART_LENGTHS) for spec in capp)
+        layers = "0,6,11" if text == ALICE else "6"  # 6 is that of the paper's figure
+        # With dropout it takes as long as all else.
+        yield from (Job(spec, text, (4, 8, 16, 32, 64, 96), 5, layers) for spec in gpt2)
+        if text == ALICE:
+            yield from (Job(spec, parts, PART_LENGTHS) for spec in capp)
         for scopes, samples in ((("attention", "heads", "residual", "block"), 6), (("head",), 4)):
-            if scopes == ("head",) and text != first:
+            if scopes == ("head",) and text != ALICE:
                 continue  # there are many heads
             yield from (Job(spec, text, FEWER, samples, scopes=scopes) for spec, _ in small)
-            if text == first:
+            if text == ALICE:
                 yield from (Job(spec, text, FEWER, samples, "6", scopes) for spec in gpt2)
-                yield from (Job(spec, PARTS, FEWER[:4], samples, scopes=scopes) for spec in capp)
+                yield from (Job(spec, parts, FEWER[:4], samples, scopes=scopes) for spec in capp)
 
 
-def carry_out(job: Job, work: Path, tools: Tools) -> None:
+class Told:
+    """Says now and then how far a job is."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def phase(self, words: str) -> None:
+        """Pass over what begins: a job is short."""
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        """Say how far it is, if that has not been said for a while."""
+        if time.monotonic() - self._told > 30:
+            self._told = time.monotonic()
+            say(f"    {words}")
+
+
+def carry_out(job: Job, work: Path) -> None:
     """Measure what a job has left."""
-    began = told = time.monotonic()
-
-    def tell(progress: Progress) -> None:
-        nonlocal told
-        if time.monotonic() - told > 30:
-            told = time.monotonic()
-            say(f"    {progress.done} of {progress.planned}, n = {progress.n}")
-
-    if job.scopes:
-        outcome = run(job.plan, work / job.folder, tools, keep_going=True, on_progress=tell)
-    else:
-        outcome = run_as_published(job.plan, job.items, work / job.folder, tools, on_progress=tell)
-    words = (
-        f"{job.folder} on {Path(job.text).stem}: {outcome.measured} measured, {outcome.kept} there already"
-    )
-    say(f"{words}, {outcome.unconverged} unsettled, {time.monotonic() - began:.0f} s")
+    beside = [] if job.scopes else [published_left(job.items)]
+    outcome = run(job.plan, work / job.folder, Means(Told(), keep_going=True), beside=beside)
+    made, kept, unsettled = (sum(one.values()) for one in (outcome.made, outcome.kept, outcome.unsettled))
+    words = f"{job.folder} on {Path(job.text).stem}: {made} measured, {kept} there already"
+    say(f"{words}, {unsettled} unsettled, {outcome.seconds:.0f} s")
 
 
 def say(words: str) -> None:
@@ -146,23 +149,18 @@ def say(words: str) -> None:
     print(time.strftime("%H:%M:%S"), words, flush=True)
 
 
-def tools_with(capp: Path | None) -> Tools:
-    """Return the library's own functions; for capp_gpt with its language and its parts."""
-    usual = default_tools()
-
-    def load_text(name: str) -> Text:
-        return parts_of(capp) if capp and name == PARTS else usual.load_text(name)
-
-    def load_model(name: str, **options: Any) -> Any:
-        loaded = usual.load_model(name, **options)
-        assert isinstance(loaded, LoadedModel)
-        return with_own_words(loaded, capp) if capp and Path(name) == capp else loaded
-
-    # The bounds would take longer than all else, and are not what the page is about.
-    return replace(usual, load_model=load_model, load_text=load_text, bound=None)
+def with_own_words(folder: Path, to: Path) -> Path:
+    """Copy capp_gpt, and write a tokenizer beside it that it comes without: its words, one a line."""
+    found = to / folder.name
+    shutil.copytree(folder, found, dirs_exist_ok=True)
+    words = json.loads((folder / "token_mappings.json").read_text())["token2id"]
+    backend = Backend(tokenizer_models.WordLevel(words, unk_token="<PAD>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "removed")  # type: ignore[assignment, unused-ignore]
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(found)
+    return found
 
 
-def parts_of(folder: Path, count: int = 400) -> Text:
+def write_parts(folder: Path, path: Path, count: int = 400) -> None:
     """Write the inputs of different parts, drawn at random, each with the processes that the model gives."""
     words: dict[str, int] = json.loads((folder / "token_mappings.json").read_text())["token2id"]
     kinds = json.loads((folder / "part_encoding_and_process_list.json").read_text())["part_encoding"]
@@ -181,16 +179,7 @@ def parts_of(folder: Path, count: int = 400) -> Text:
         )
     names = {number: word for word, number in words.items()}
     lines = [names[int(i)] for row in answered for i in row if int(i) != words["<PAD>"]]
-    return Text(PARTS, "\n".join(lines) + "\n", f"{count} parts with the processes that the model gives.")
-
-
-def with_own_words(loaded: LoadedModel, folder: Path) -> LoadedModel:
-    """Give capp_gpt a tokenizer: its words, one a line."""
-    words = json.loads((folder / "token_mappings.json").read_text())["token2id"]
-    backend = Backend(tokenizer_models.WordLevel(words, unk_token="<PAD>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("\n", "removed")  # type: ignore[assignment, unused-ignore]
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    return replace(loaded, tokenizer=tokenizer, tokenizer_source="its own words")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def embedded(folder: Path, longest: int = 512) -> pd.DataFrame:
@@ -232,10 +221,10 @@ def embedded(folder: Path, longest: int = 512) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def slices(name: str, layers: list[int], tools: Tools, *, random_init: bool) -> Iterator[dict[str, Any]]:
+def slices(name: str, layers: list[int], *, random_init: bool) -> Iterator[dict[str, Any]]:
     """Measure heads at the tokens of Section 5.2, made of their own matrices and of wrong slices."""
     label = ModelSpec(name, random_init=random_init).label
-    model: Any = tools.load_model(name, random_init=random_init)
+    model: Any = hs.load_model(name, random_init=random_init)
     for layer in layers:
         (site,) = hs.capture(model, torch.arange(8)[None], layers=[layer])
         whole: Any = site.map
@@ -308,8 +297,8 @@ def collect(work: Path, to: Path) -> None:
     measured, inputs = [], []
     for folder in sorted(folder for folder in work.glob("scopes/*") if folder.is_dir()):
         with Store.open(folder, write=False) as store:
-            measured.append(store.measurements())
-            inputs.append(store.inputs())
+            measured.append(store.table(Measurement))
+            inputs.append(store.table(InputRecord))
     if measured:
         write(scopes_table(pd.concat(measured)), to / "scopes.csv")
         write(pd.concat(inputs), to / "inputs.csv")
@@ -336,20 +325,22 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tools = tools_with(options.capp)
     options.work.mkdir(parents=True, exist_ok=True)
     if not options.tables:
+        if options.capp:
+            options.capp = with_own_words(options.capp, options.work)
+            write_parts(options.capp, options.work / f"{PARTS}.txt")
         if options.sst2 and not (options.work / "embedded.csv").exists():
             embedded(options.sst2).to_csv(options.work / "embedded.csv", index=False)
         for job in jobs_of(options):
-            carry_out(job, options.work, tools)
+            carry_out(job, options.work)
         adversarial = options.work / "slices.csv"
         if not adversarial.exists():
             found: list[dict[str, Any]] = []
             if options.gpt2:
-                found += slices(options.gpt2, [6], tools, random_init=True)
+                found += slices(options.gpt2, [6], random_init=True)
             if options.capp:
-                found += slices(str(options.capp), [0, 1, 2, 3], tools, random_init=False)
+                found += slices(str(options.capp), [0, 1, 2, 3], random_init=False)
             pd.DataFrame(found).to_csv(adversarial, index=False)
     collect(options.work, options.to)
 

@@ -32,7 +32,7 @@ MODELS = (
     "capp_gpt",
     "gpt2 (random init)",
 )
-TEXTS = {"alice": "Alice", "ag_news": "AG_NEWS", "python-docs": "python-docs", "parts": "parts"}
+TEXTS = {"alice": "Alice", "ag_news": "AG_NEWS", "parts": "parts"}
 PARTS = "parts"
 NBSP = "\N{NO-BREAK SPACE}"
 LEVEL = 0.05

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.study.attack_plan import AttackTools
-from howsmooth.study.tools import Tools
+from howsmooth.study.tasks.site_bounds import bound_site
 from tests._cases import D, dense_jacobian, random_attention, rotary
-from tests._study import FakeModel, make_tools, words
+from tests._study import FakeModel, Tools, make_tools, words
 
 LAYERS, HEADS = 2, 3
 
@@ -53,7 +54,7 @@ def tokens(ids: Tensor) -> Tensor:
 
 
 def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
-    """The tools of a study, with a small model under the name ``small``, and ``count`` tokens of prose."""
+    """Stand-ins for models and texts: a small model named ``small``, and ``count`` tokens of prose."""
     made, _ = make_tools(models={"small": model or SmallModel()}, texts={"prose": words(count), "empty": " "})
 
     def capture(
@@ -89,7 +90,19 @@ def small_tools(model: FakeModel | None = None, count: int = 100) -> Tools:
             ]
         return sites
 
-    return Tools(made.load_model, made.load_text, capture, made.measure, made.bound)
+    return replace(made, capture=capture, measure=hs.local_lipschitz, bound=bound_site)
+
+
+@contextmanager
+def small_sources(model: FakeModel | None = None, count: int = 100) -> Iterator[None]:
+    """Put the stand-ins of :func:`small_tools` in the places of the library's own functions."""
+    tools = small_tools(model, count)
+    with (
+        patch("howsmooth.models.load_model", tools.load_model),
+        patch("howsmooth.models.capture", tools.capture),
+        patch("howsmooth.texts.load_text", tools.load_text),
+    ):
+        yield
 
 
 class AttackWork:
@@ -100,35 +113,42 @@ class AttackWork:
         self.ascents: list[tuple[int, float, int]] = []
         """One entry an ascent: length, radius, seed."""
 
-    def tools(self) -> AttackTools:
-        """Constructions on one axis, an ascent that takes the best of some random tokens, a bound of 1e6."""
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the stand-ins in the places of the library's own functions."""
+        with (
+            patch("howsmooth.adversarial.constructions", self.constructions),
+            patch("howsmooth.adversarial.ascend", self.ascend),
+            patch("howsmooth.bounds.best", self.best),
+        ):
+            yield
 
-        def constructions(f: hs.SelfAttention, length: int, radius: float) -> list[Any]:
-            axis = torch.eye(f.d, dtype=f.dtype)
-            found = []
-            for h in range(f.heads):
-                for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("tie", 0.1)):
-                    x = radius * light * axis[h % f.d].repeat(length, 1)
-                    x[0] = radius * axis[h % f.d]
-                    found.append(SimpleNamespace(name=name, head=h, x=x))
-            return found
+    def constructions(self, f: hs.SelfAttention, length: int, radius: float) -> list[Any]:
+        """Put all tokens but the first at one point of an axis."""
+        axis = torch.eye(f.d, dtype=f.dtype)
+        found = []
+        for h in range(f.heads):
+            for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("tie", 0.1)):
+                x = radius * light * axis[h % f.d].repeat(length, 1)
+                x[0] = radius * axis[h % f.d]
+                found.append(SimpleNamespace(name=name, head=h, x=x))
+        return found
 
-        def ascend(f: hs.SelfAttention, *, length: int, radius: float, seed: int, **options: Any) -> Any:
-            self.before(len(self.ascents))
-            self.ascents.append((length, radius, seed))
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(3, length, f.d, generator=generator, dtype=f.dtype)
-            x = 0.999 * radius * x / x.norm(dim=-1, keepdim=True)
-            values = hs.local_lipschitz(f, x).value
-            for step in range(options["steps"]):
-                options["on_evaluation"]({"step": step, "value": 1.0})
-            best = x[int(values.argmax())]
-            return SimpleNamespace(x=best, estimate=hs.local_lipschitz(f, best), history=range(3))
+    def ascend(
+        self, f: hs.SelfAttention, *, length: int, radius: float, seed: int, **options: Any
+    ) -> SimpleNamespace:
+        """Take the best of some random tokens."""
+        self.before(len(self.ascents))
+        self.ascents.append((length, radius, seed))
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(3, length, f.d, generator=generator, dtype=f.dtype)
+        x = 0.999 * radius * x / x.norm(dim=-1, keepdim=True)
+        best = x[int(hs.local_lipschitz(f, x).value.argmax())]
+        return SimpleNamespace(x=best, estimate=hs.local_lipschitz(f, best), history=range(3))
 
-        def best(f: hs.SelfAttention, *, length: int, radius: float) -> Any:
-            return SimpleNamespace(name="theorem", value=1e6, log_value=math.log(1e6))
-
-        return AttackTools(constructions, ascend, best, hs.local_lipschitz)
+    def best(self, f: hs.SelfAttention, *, length: int, radius: float) -> SimpleNamespace:
+        """Claim a bound of a million."""
+        return SimpleNamespace(name="theorem", value=1e6, log_value=math.log(1e6))
 
 
 def plain_table(

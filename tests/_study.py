@@ -1,22 +1,30 @@
-"""Stand-ins for models, texts and estimates, so that the study is tested without any of them."""
+"""Stand-ins for models, texts and estimates, so that the study is tested without any of them.
+
+They take the places of the library's own functions while a study runs, so that the study needs no way in for
+them.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 
 from howsmooth.errors import ModelError, TextError
+from howsmooth.study.environment import environment
 from howsmooth.study.plan import ModelSpec, Plan
-from howsmooth.study.records import SiteBound, SiteBounds
-from howsmooth.study.tools import Tools
+from howsmooth.study.records import Contents, Measurement, PublishedValue, Row, SiteBound, SiteBounds
+from howsmooth.study.store import Store
 
 
 def digest(words: str) -> str:
@@ -80,6 +88,68 @@ class Work:
 def words(count: int) -> str:
     """A text whose token ids are the positions of the tokens, so that a window shows where it was cut."""
     return " ".join(f"w{index}" for index in range(count))
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Stand-ins for the functions of the library that a study calls."""
+
+    load_model: Callable[..., Any]
+    load_text: Callable[..., Any]
+    capture: Callable[..., Any]
+    measure: Callable[..., Any]
+    bound: Callable[..., Any]
+
+
+_environment = functools.cache(environment)
+
+
+@contextmanager
+def installed(tools: Tools) -> Iterator[None]:
+    """Put stand-ins in the places of the library's own functions."""
+    with ExitStack() as stack:
+        for name, stand_in in (
+            ("howsmooth.models.load_model", tools.load_model),
+            ("howsmooth.models.capture", tools.capture),
+            ("howsmooth.texts.load_text", tools.load_text),
+            ("howsmooth.lipschitz.local_lipschitz", tools.measure),
+            ("howsmooth.study.tasks.site_bounds.bound_site", tools.bound),
+            # It asks git, which takes longer than a small run; what it says stays the same.
+            ("howsmooth.study.runner.environment", _environment),
+        ):
+            stack.enter_context(patch(name, stand_in))
+        yield
+
+
+@dataclass
+class Heard:
+    """A listener that remembers what it was told, and calls ``then`` with each word of progress."""
+
+    then: Callable[[str], None] = lambda words: None
+    phases: list[str] = field(default_factory=list)
+    told: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def phase(self, words: str) -> None:
+        self.phases.append(words)
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        self.told.append((done, total, words))
+        self.then(words)
+
+
+def run(plan: Plan, folder: Path, tools: Tools, *, beside: Sequence[Any] = (), **means: Any) -> Any:
+    """Carry a plan out with stand-ins; what came of it has the counts of constants by short names."""
+    from howsmooth.study.run import run as carry_out
+    from howsmooth.study.runner import Means
+
+    with installed(tools):
+        outcome = carry_out(plan, folder, Means(**means), beside=beside)
+    return SimpleNamespace(
+        **vars(outcome),
+        measured=outcome.made["measurements"],
+        there=outcome.kept["measurements"],
+        unconverged=outcome.unsettled["measurements"],
+    )
 
 
 def make_tools(
@@ -184,27 +254,31 @@ def make_plan(**changes: Any) -> Plan:
         "texts": ("prose",),
         "lengths": (2, 4, 8),
         "samples": 5,
+        "bounds": "all",
     }
     return Plan(**(values | changes))
 
 
-def published_modules() -> dict[str, ModuleType]:
-    """Stand-ins for ``howsmooth.published`` and ``howsmooth.models``, for a process of its own.
-
-    They are there before anything imports the real ones, which takes seconds.
-    """
+@contextmanager
+def published_stand_ins() -> Iterator[None]:
+    """Put stand-ins in the places of what computes published values, which needs real models."""
+    from howsmooth.paper.published import PublishedLayer
 
     def capture_layers(
         model: FakeModel, tokens: torch.Tensor, layers: Sequence[int], *, training: bool, seeds: Sequence[int]
     ) -> list[Any]:
         radius = (tokens[:, 0] % 7 + 1).double()
         return [
-            SimpleNamespace(attention=SimpleNamespace(layer=layer, radius_mean=radius), firsts=tokens[:, 0])
+            Mock(
+                spec=PublishedLayer,
+                attention=SimpleNamespace(layer=layer, radius_mean=radius),
+                firsts=tokens[:, 0],
+            )
             for layer in layers
         ]
 
     def items_that_apply(layer: Any, items: Any = None, *, untrained: bool = False) -> tuple[str, ...]:
-        return ("output", "stopping")
+        return tuple(items or ("output", "stopping"))
 
     def measure_layer(layer: Any, items: Sequence[str], *, seeds: Sequence[int], **options: Any) -> Any:
         value = layer.firsts.double() + 10.0 ** (1 + layer.attention.layer) + len(items)
@@ -218,40 +292,30 @@ def published_modules() -> dict[str, ModuleType]:
             map=f"layer {layer.attention.layer}",
         )
 
-    published = ModuleType("howsmooth.published")
-    models = ModuleType("howsmooth.models")
-    published.__dict__.update(
-        capture_layers=capture_layers,
-        items_that_apply=items_that_apply,
-        measure_layer=measure_layer,
-        parse_items=lambda words: None,
-        PublishedLayer=object,
-    )
-    models.__dict__.update(LoadedModel=object)
-    return {"howsmooth.published": published, "howsmooth.models": models}
+    stand_ins = {one.__name__: one for one in (capture_layers, items_that_apply, measure_layer)}
+    with patch.multiple("howsmooth.paper.published.task", **stand_ins):
+        yield
+
+
+def contents_of(folder: Path) -> Contents:
+    """Read all that a store holds of measurements."""
+    with Store.open(folder, write=False) as store:
+        return store.contents()
 
 
 def published_of(folder: Path) -> set[tuple[Any, ...]]:
     """What a store holds of published values; fails if one is there twice."""
-    from howsmooth.study.store import Store
-
-    with Store.open(folder, write=False) as store:
-        table = store.published()
-    keys = ["model", "text", "layer", "n", "sample", "quantity", "items"]
-    assert not table.duplicated(keys).any()
-    return set(table[[*keys, "start", "seed", "lipschitz"]].itertuples(index=False, name=None))
+    return _values_of(folder, PublishedValue)
 
 
 def rows_of(folder: Path) -> set[tuple[Any, ...]]:
-    """What a store holds, by key, as a set of (key, value); fails if a key is there twice."""
-    from howsmooth.study.store import Store
+    """What a store holds of constants: keys from model to sample, then start, seed and value."""
+    return _values_of(folder, Measurement)
 
+
+def _values_of(folder: Path, kind: type[Row]) -> set[tuple[Any, ...]]:
+    names = [*kind.key, "start", "seed", "lipschitz"]
     with Store.open(folder, write=False) as store:
-        table = store.measurements()
-    keys = ["model", "text", "scope", "layer", "head", "n", "sample"]
-    assert not table.duplicated(keys).any()
-    columns = [*keys, "start", "seed", "lipschitz"]
-    return {
-        tuple(None if value != value else value for value in row)
-        for row in table[columns].astype(object).where(table[columns].notna(), None).itertuples(index=False)
-    }
+        rows = [tuple(getattr(row, name) for name in names) for row, _ in store.rows(kind)]
+    assert len({row[: len(kind.key)] for row in rows}) == len(rows)
+    return set(rows)

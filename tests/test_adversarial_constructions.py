@@ -101,8 +101,7 @@ def test_of_u_and_minus_u_the_steeper_is_taken():
         assert other.holds
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.float64, False)])
 def test_constructions_of_several_heads(dtype, causal):
     f = random_attention(2, heads=2, causal=causal, dtype=dtype)
     radius, n = 1.3, 7

@@ -28,11 +28,8 @@ STORED |= {row["type"]: row for row in _STORE["rows"]}
 
 #: Chosen for variety: norms, positions, masks, heads, modalities, and how attention is called.
 SAMPLE = (
-    "albert", "aya_vision", "bart", "beit", "bert", "bloom", "bros", "clip", "deberta-v2",
-    "deepseek_v3", "deepseek_v32", "diffllama", "dinov2", "esm", "falcon", "gemma2", "gemma3", "glm4",
-    "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite_speech5_encoder", "llama", "mamba",
-    "mistral", "mixtral", "modernbert", "mpt", "olmo2", "phi", "qwen3", "roformer", "segformer", "swin",
-    "t5", "vit", "wav2vec2", "whisper",
+    "bert", "bloom", "clip", "deberta-v2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "mamba",
+    "modernbert", "phi", "swin", "t5", "vit", "whisper",
 )  # fmt: skip
 
 
@@ -48,8 +45,7 @@ def _compared(row: Row, scopes: tuple[str, ...] = SCOPES) -> None:
     assert set(row.scopes) >= set(before["scopes"]) & set(scopes), row.reasons
 
 
-def test_the_sample_has_forty_types_and_the_matrix_every_one() -> None:
-    assert len(set(SAMPLE)) == 40
+def test_the_matrix_has_every_type() -> None:
     if transformers.__version__ == _STORE["transformers"]:
         assert set(STORED) == set(model_types())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth.attention.visibility import Visibility
@@ -22,7 +22,6 @@ def naive(n: int, causal: bool, window: int | None, mask: torch.Tensor | None) -
     return seen
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     n=st.integers(1, 9),
     causal=st.booleans(),

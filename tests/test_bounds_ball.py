@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -270,7 +270,6 @@ def test_theorem_4_4_follows_where_it_is_given() -> None:
 # ---- the parts of the proofs
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 7), st.floats(0.0, 20.0), st.integers(0, 10_000))
 def test_lemma_2(atoms: int, a: float, seed: int) -> None:
     """Σ P_j²(1 + t_j)² <= h*(a) where Σ P_j t_j = 0 and t lies in an interval of length 2a."""
@@ -326,7 +325,6 @@ def test_weights_below_m_over_i_have_norm_at_most_two_root_m(a: float) -> None:
     assert math.exp(a) < largest <= 2 * math.exp(a)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.floats(0.0, 30.0), st.floats(0.0, 10.0), st.integers(1, 10**12))
 def test_theorem_a_is_below_the_paper(a: float, bias: float, n: int) -> None:
     head, plain = _head(a, bias, 1.0), _head(a, 0.0, 1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -180,7 +180,6 @@ def test_cosine_is_exact_for_one_token_at_zero() -> None:
     assert scaled_cosine(q, q, q, 1, temperature=3.0, gain=-2.0, eps=1e-3).value == pytest.approx(2 * truth)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 10**9), st.floats(0, 40), st.integers(0, 1000))
 def test_cosine_sharp_is_below_the_published_one(n: int, tau: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

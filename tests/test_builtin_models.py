@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from transformers import (
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import builtin
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
+from tests._shared import script as load_script
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_builtin_models.py"
 
@@ -33,13 +33,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_builtin_models", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its own module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("scripts/train_builtin_models.py")
 
 
 @pytest.fixture(params=BUILTIN_MODELS)
@@ -231,7 +225,7 @@ def test_held_out_blocks_are_apart(script: ModuleType) -> None:
 
 def test_held_out_piece_is_what_the_card_names(name: str, script: ModuleType) -> None:
     facts = facts_of(name)
-    text = script.load_text("python-docs")
+    text = script.python_docs()
     if text.digest != facts["text"]["sha256"]:
         pytest.skip(
             f"trained on the prose of Python {facts['text']['python']}, which this Python's differs from"

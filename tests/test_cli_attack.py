@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import pickle
 import shlex
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,27 @@ import pandas as pd
 import pytest
 import torch
 
-import howsmooth as hs
 from howsmooth.bounds import best, norm_radius
 from howsmooth.cli import main
+from howsmooth.errors import ModelError
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from howsmooth.study import attack_tables
-from howsmooth.study.attack_plan import attack_tools
+from howsmooth.study.figures import draw_attacks
+from howsmooth.study.plan import AttackPlan
+from howsmooth.study.records import ATTACK_PLACE, Attack, Failure
+from howsmooth.study.sources import Ball, Target
+from howsmooth.study.store import STORE_NAME, Store
+from howsmooth.study.tasks.attacks import AttackTask
+from howsmooth.study.tasks.task import Failed
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
-from tests._sources import HEADS, AttackWork, SmallModel, norm, small_tools
+from tests._sources import HEADS, AttackWork, SmallModel, norm, small_sources
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
 
 SMALL = ["attack", "small", "--text", "prose", "--lengths", "3,4,6"]
+ONE = [*SMALL, "--layers", "0", "--lengths", "4"]
 
 
 @pytest.fixture
@@ -37,17 +43,15 @@ def howsmooth(
 ) -> Howsmooth:
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
-    drawn = attack_tables.draw_attacks
+    drawn = draw_attacks
 
     def run(
         *arguments: str, work: AttackWork | None = None, model: SmallModel | None = None, draw: bool = False
     ) -> Result:
-        tools = (work or AttackWork()).tools()
-        monkeypatch.setattr("howsmooth.study.attack_plan.attack_tools", lambda: tools)
-        monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: small_tools(model))
         monkeypatch.setattr(attack_tables, "draw_attacks", drawn if draw else lambda *_: [])
         capsys.readouterr()
-        code = main(arguments)
+        with small_sources(model), (work or AttackWork()).installed():
+            code = main(arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -61,7 +65,7 @@ def summary(folder: Path | str = "howsmooth-attack") -> pd.DataFrame:
 def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     code, out, err = howsmooth(*SMALL, draw=True)
     assert code == 0
-    for name in ("attacks.sqlite", "attacks.csv", "summary.csv", "exponents.csv", "heads.csv"):
+    for name in (STORE_NAME, "attacks.csv", "summary.csv", "exponents.csv", "heads.csv"):
         assert (Path("howsmooth-attack") / name).exists()
     table = summary()
     assert list(zip(table["layer"], table["head"], table["n"], strict=True)) == [
@@ -71,7 +75,7 @@ def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     assert "small, layer 1, head 0, scope head, causal, R = " in out
     assert "growth: found like n^" in out
     assert "6 attacks made" in out
-    assert "Attacking 6 attentions and lengths" in err
+    assert "Computing 6 attacks" in err
     figures = {path.name for path in (Path("howsmooth-attack") / "figures").glob("*.png")}
     assert figures == {
         "small--attack--overview.png",
@@ -98,7 +102,7 @@ def test_what_was_found_is_saved_and_reaches_its_constant(howsmooth: Howsmooth) 
 
 
 def test_the_summary_holds_the_ratios(howsmooth: Howsmooth) -> None:
-    howsmooth(*SMALL)
+    howsmooth(*ONE)
     rows = pd.read_csv("howsmooth-attack/attacks.csv")
     for row in summary().to_dict("records"):
         mine = rows[(rows["layer"] == row["layer"]) & (rows["n"] == row["n"])].set_index("name")["value"]
@@ -135,7 +139,7 @@ def test_the_radius_is_that_of_the_norm_or_of_the_tokens(howsmooth: Howsmooth) -
 
 
 def test_gammas_of_all_heads_are_tabulated_whatever_is_attacked(howsmooth: Howsmooth) -> None:
-    howsmooth(*SMALL, "--layers", "0", "--lengths", "4")
+    howsmooth(*ONE)
     heads = pd.read_csv("howsmooth-attack/heads.csv")
     assert len(heads) == 2 * HEADS
     for row in heads.to_dict("records"):
@@ -158,87 +162,88 @@ def test_lengths_beyond_the_model_have_no_tokens_but_are_attacked(howsmooth: How
 
 
 def test_tokens_outside_the_ball_are_told_but_not_counted_as_found(howsmooth: Howsmooth) -> None:
-    howsmooth(*SMALL, "--lengths", "4", "--layers", "0", "--radius", "0.01")
+    howsmooth(*ONE, "--radius", "0.01")
     (row,) = summary().to_dict("records")
     assert row["tokens"] > row["found"]
     assert row["found_by"] != "tokens"
 
 
 def test_the_same_command_again_attacks_nothing_and_more_lengths_only_those(howsmooth: Howsmooth) -> None:
-    howsmooth(*SMALL)
-    before = summary()
+    howsmooth(*ONE)
     work = AttackWork()
-    code, out, _ = howsmooth(*SMALL, work=work)
+    code, out, _ = howsmooth(*ONE, work=work)
     assert (code, work.ascents) == (0, [])
     assert "0 attacks made" in out
-    assert "6 were there already" in out
-    pd.testing.assert_frame_equal(summary(), before)
-    howsmooth(*SMALL, "--lengths", "3,4,6,9", work=work)
-    assert [n for n, *_ in work.ascents] == [9, 9]
+    assert "1 were there already" in out
+    howsmooth(*ONE, "--lengths", "4,9", work=work)
+    assert [n for n, *_ in work.ascents] == [9]
     fresh = AttackWork()
-    howsmooth(*SMALL, "--lengths", "9", "--out", "fresh", work=fresh)
+    howsmooth(*ONE, "--lengths", "9", "--out", "fresh", work=fresh)
     assert fresh.ascents == work.ascents  # the seed of one length does not depend on the others
 
 
 def test_interrupted_it_keeps_what_is_finished_and_continues(howsmooth: Howsmooth) -> None:
     def interrupt(calls: int) -> None:
-        if calls == 4:
+        if calls == 2:
             raise KeyboardInterrupt
 
-    code, out, err = howsmooth(*SMALL, "--out", "my out", work=AttackWork(interrupt))
+    code, out, err = howsmooth(*SMALL, "--layers", "0", "--out", "my out", work=AttackWork(interrupt))
     assert (code, out) == (130, "")
-    assert "interrupted: 4 finished attacks are kept in my out" in err
+    assert "interrupted: 2 attacks are kept in my out" in err
     command = err.splitlines()[-1].strip()
     work = AttackWork()
     code, out, _ = howsmooth(*shlex.split(command)[1:], work=work)
     assert code == 0
-    assert len(work.ascents) == 2
-    whole = AttackWork()
-    howsmooth(*SMALL, "--out", "whole", work=whole)
+    assert len(work.ascents) == 1
+    howsmooth(*SMALL, "--layers", "0", "--out", "whole")
     columns = ["layer", "n", "found", "paper", "file"]
     pd.testing.assert_frame_equal(summary("my out")[columns], summary("whole")[columns])
 
 
-def test_interrupted_before_anything(howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_failure_is_recorded_until_the_attack_succeeds(howsmooth: Howsmooth) -> None:
+    def fail(calls: int) -> None:
+        if calls == 1:
+            raise ModelError("The ascent fell.")
 
-    monkeypatch.setattr("howsmooth.study.sources.open_source", interrupt)
-    code, _, err = howsmooth(*SMALL)
-    assert code == 130
-    assert "interrupted: nothing had been attacked yet." in err
+    def kept() -> tuple[int, list[Any]]:
+        with Store.open(Path("howsmooth-attack"), write=False) as store:
+            failures = [(row.model, row.layer, row.n, row.error) for row, _ in store.rows(Failure)]
+            return len(store.keys(Attack, ATTACK_PLACE)), failures
 
-
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        (["--seed", "1"], "it was made with seed 0, not 1"),
-        (["--steps", "7"], "it was made with steps 30, not 7"),
-        (["--radius", "3"], "it was made with radius auto, not 3.0"),
-        (["--scope", "attention"], "it was made with scope head, not attention"),
-    ],
-)
-def test_other_attacks_are_not_mixed_into_a_folder(
-    howsmooth: Howsmooth, option: list[str], sentence: str
-) -> None:
-    howsmooth(*SMALL, "--lengths", "4")
-    before = summary()
-    code, _, err = howsmooth(*SMALL, "--lengths", "4", *option)
+    code, _, err = howsmooth(*ONE, "--lengths", "3,4,6", work=AttackWork(fail))
     assert code == 2
-    assert sentence in err
-    pd.testing.assert_frame_equal(summary(), before)
+    assert "The ascent fell." in err
+    assert kept() == (1, [("small", 0, 4, "The ascent fell.")])
+    assert howsmooth(*ONE, "--lengths", "3,4,6")[0] == 0
+    assert kept() == (3, [])
 
 
-def test_attacks_at_sequences_of_an_earlier_kind_are_not_mixed_with_others(howsmooth: Howsmooth) -> None:
-    howsmooth(*SMALL, "--lengths", "4")
-    with contextlib.closing(sqlite3.connect("howsmooth-attack/attacks.sqlite")) as store, store:
-        (words,) = store.execute("SELECT identity FROM studies").fetchone()
-        identity = json.loads(words)
-        assert identity.pop("windows") == "disjoint"
-        store.execute("UPDATE studies SET identity = ?", (json.dumps(identity),))
-    code, _, err = howsmooth(*SMALL, "--lengths", "4,6")
-    assert code == 2
-    assert "made with windows of an earlier kind, not disjoint. Choose another --out.\n" in err
+def test_a_task_sent_to_another_process_finds_the_same(tmp_path: Path) -> None:
+    target = Target(0, None, "attention", "none", random_attention(40, heads=1), None, None)
+    asked = AttackPlan(source="small", lengths=(4,), steps=1, restarts=1)
+    task = AttackTask(asked, "small", "prose", target, 4, Ball(2.0, "given"), 7, tmp_path)
+    with AttackWork().installed():
+        (here,) = task.found(None)
+        (there,) = pickle.loads(pickle.dumps(task)).found(None)
+    assert not isinstance(here, Failed)
+    assert not isinstance(there, Failed)
+    seconds = {"seconds": 0.0}
+    assert [vars(row) | seconds for row in here] == [vars(row) | seconds for row in there]
+
+
+def test_other_attacks_are_not_mixed_into_a_folder(howsmooth: Howsmooth) -> None:
+    howsmooth(*ONE)
+    before = Path("howsmooth-attack", STORE_NAME).read_bytes()
+    for option, sentence in (
+        (["--seed", "1"], "it was made with --seed 0, not 1"),
+        (["--steps", "7"], "it was made with --steps 30, not 7"),
+        (["--radius", "3"], "it was made with --radius auto, not 3"),
+        (["--scope", "attention"], "it was made with --scope head, not attention"),
+    ):
+        code, _, err = howsmooth(*ONE, *option)
+        assert code == 2
+        assert sentence in err
+    assert Path("howsmooth-attack", STORE_NAME).read_bytes() == before
 
 
 def test_rotary_positions_are_attacked_without_constructions_or_bounds(howsmooth: Howsmooth) -> None:
@@ -262,15 +267,15 @@ def test_a_mask_is_that_of_each_length(howsmooth: Howsmooth) -> None:
 
 
 def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth) -> None:
-    code, out, _ = howsmooth(*SMALL, "--json")
+    code, out, _ = howsmooth(*SMALL, "--layers", "0", "--json")
     said = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert code == 0
-    assert (said["attacked"], said["kept"], said["source"], said["seed"]) == (6, 0, "small", 0)
-    assert len(said["attacks"]) == 6
+    assert (said["attacked"], said["kept"], said["source"], said["seed"]) == (3, 0, "small", 0)
+    assert len(said["attacks"]) == 3
     assert {row["series"] for row in said["exponents"]} == {"found", "paper", "upper"}
     assert len(said["heads"]) == 2 * HEADS
-    assert Path(said["files"]["summary"]).exists()
-    assert howsmooth(*SMALL, "-q") == (0, "", "")
+    assert all(Path(said["files"][name]).exists() for name in ("store", "summary"))
+    assert howsmooth(*ONE, "-q") == (0, "", "")
 
 
 def test_a_parameter_file_is_attacked_with_the_real_tools(
@@ -295,39 +300,22 @@ def test_a_parameter_file_is_attacked_with_the_real_tools(
     assert row["found"] == pytest.approx(true, rel=1e-4)
 
 
-def test_the_tools_are_those_of_the_library() -> None:
-    tools = attack_tools()
-    assert tools.ascend is hs.adversarial.ascend
-    assert tools.constructions is hs.adversarial.constructions
-    assert tools.best is hs.bounds.best
-    assert tools.measure is hs.local_lipschitz
-
-
 REFUSED: dict[str, tuple[list[str], str]] = {
     "radius zero": ([*SMALL, "--radius", "0"], "radius: expected a finite number > 0, or auto or data"),
-    "radius inf": ([*SMALL, "--radius", "inf"], "radius: expected a finite number > 0"),
-    "length zero": ([*SMALL, "--lengths", "0:4"], "lengths: expected numbers of at least 1"),
     "one token": ([*SMALL, "--lengths", "1"], "lengths: expected numbers of at least 2"),
-    "no such layer": ([*SMALL, "--layers", "2"], "layers of small, which has 2"),
-    "no such head": ([*SMALL, "--heads", "3"], "heads of small, which has 3"),
-    "heads of another scope": ([*SMALL, "--scope", "heads", "--heads", "1"], "Add --scope head"),
-    "no steps": ([*SMALL, "--steps", "0"], "steps: expected at least 1, got 0"),
-    "too many restarts": ([*SMALL, "--restarts", "9" * 30], "restarts: expected at most 1000000, got 999"),
-    "restarts": ([*SMALL, "--restarts", "-1"], "restarts: expected at least 0, got -1"),
-    "no such model": (["attack", "nothing", "--text", "prose"], "'nothing' is not known"),
-    "no file": (["attack", "none.safetensors"], "There is no parameter file"),
-    "pickle": (["attack", "pickled.npz", "--lengths", "4"], "never read"),
+    "restarts": ([*SMALL, "--restarts", "-1"], "restarts: expected a number from 0 to 1000000, got -1"),
+    "Dask": ([*SMALL, "--executor", "dask", "--scheduler", "tcp://here:1"], "executor: expected processes"),
     "no radius": (["attack", "head.npz", "--lengths", "4"], "Give --radius."),
+    "no tokens": (["attack", "zero.npz", "--lengths", "4"], "a number, as all tokens are zero"),
     "mask too short": ([*SMALL, "--lengths", "65"], "the length of the mask"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_are_one_sentence_and_exit_code_2(howsmooth: Howsmooth, tmp_path: Path, case: str) -> None:
-    import numpy as np
-
-    save_parameters("head.npz", random_attention(1, heads=1, d_out=None))
-    np.savez("pickled.npz", A=np.array([{}], dtype=object))
+    head = random_attention(1, heads=1, d_out=None)
+    save_parameters("head.npz", head)
+    save_parameters("zero.npz", head, torch.zeros(4, head.d))
     arguments, sentence = REFUSED[case]
     code, out, err = howsmooth(*arguments, model=SmallModel(masked=case == "mask too short"))
     last = err.splitlines()[-1]
@@ -343,7 +331,7 @@ def test_an_out_that_cannot_be_used(howsmooth: Howsmooth, tmp_path: Path) -> Non
     assert code == 2
     assert "out: expected a folder, got the file file" in err
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "attacks.sqlite").write_text("no database " * 50)
+    (tmp_path / "damaged" / STORE_NAME).write_text("no database " * 50)
     code, _, err = howsmooth(*SMALL, "--out", "damaged")
     assert code == 2
     assert "file is not a database" in err
@@ -355,10 +343,11 @@ def test_the_help_gives_examples_that_can_be_typed(
     monkeypatch.setenv("COLUMNS", "200")
     seen: list[Any] = []
 
-    def stop(request: Any, tools: Any) -> None:
+    def stop(request: Any) -> None:
         seen.append(request)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("howsmooth.study.attacks.open_source", stop)
     monkeypatch.setattr("howsmooth.study.sources.open_source", stop)
     for command in ("attack", "bound"):
         main([command, "--help"])

@@ -353,11 +353,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["model.safetensors", "--data", "long.npy"],
         "data: expected inputs of 4 tokens, the length of the certificate, got 2 inputs of 8",
     ),
-    "length zero": (["model.safetensors", "--length", "0"], "Invalid value for '--length'"),
-    "radius zero": (["model.safetensors", "--radius", "0"], "radius: expected a finite number > 0, got '0'"),
+    "length zero": (["model.safetensors", "--length", "0"], "length: expected at least 1, got 0"),
+    "radius zero": (["model.safetensors", "--radius", "0"], "radius: expected a finite number > 0, got 0.0"),
     "radius nan": (
         ["model.safetensors", "--radius", "nan"],
-        "radius: expected a finite number > 0, got 'nan'",
+        "radius: expected a finite number > 0, got nan",
     ),
     "radii of words": (
         ["model.safetensors", "--radii", "a"],

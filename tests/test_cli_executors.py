@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,33 +12,15 @@ from pathlib import Path
 import pytest
 
 from howsmooth.cli import main
-from howsmooth.study.store import Store
-from tests._spread import spread_tools
-from tests._study import published_of, rows_of
+from tests._study import contents_of, published_of, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ["builtin-decoder", "--layers", "0", "--lengths", "4,8", "--samples", "2", "--no-bounds"]
+QUICK = ["builtin-decoder", "--layers", "0", "--lengths", "4,8", "--samples", "2", "--bounds", "none"]
 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
-
-
-def test_threads_measure_what_is_measured_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = spread_tools()
-    monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: tools)
-    plan = ["small", "--text", "prose", "--lengths", "2,4,8", "--samples", "3", "--quiet"]
-    assert main(["measure", *plan, "--out", str(tmp_path / "here")]) == 0
-    words = ["--executor", "threads", "--workers", "2"]
-    assert main(["measure", *plan, "--out", str(tmp_path / "there"), *words]) == 0
-    assert len(rows_of(tmp_path / "there")) == 27
-    assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
-    with Store.open(tmp_path / "there", write=False) as store:
-        environment = json.loads(store.runs()["environment"][0])
-    assert environment["executor"] == "Threads of 2 workers"
-    cores = len(os.sched_getaffinity(0))
-    assert environment["threads"] == f"{max(1, cores // 2)} a worker"
 
 
 @pytest.mark.slow
@@ -49,7 +30,7 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
         'models = ["builtin-decoder", {name = "builtin-encoder", random_init = true}]\n'
         "lengths = [4]\nsamples = 2\n"
         'layers = [0]\nscopes = ["attention", "block"]\nthreads = 1\n'
-        'as_published = "all"\n'
+        'as_published = "all"\nbounds = "all"\n'
     )
     assert main(["study", str(plan), "--out", str(tmp_path / "here"), "--quiet"]) == 0
     words = ["--executor", "processes", "--workers", "2", "--quiet"]
@@ -57,11 +38,7 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
     assert len(rows_of(tmp_path / "there")) == 2 * 2 * 2
     assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
     assert published_of(tmp_path / "there") == published_of(tmp_path / "here")
-    with (
-        Store.open(tmp_path / "here", write=False) as here,
-        Store.open(tmp_path / "there", write=False) as there,
-    ):
-        bounds, others = (one.contents().bounds.drop(columns="run") for one in (here, there))
+    bounds, others = (contents_of(tmp_path / name).bounds.drop(columns="run") for name in ("here", "there"))
     order = ["model", "scope", "layer", "n", "name", "side", "quantity", "source"]
     assert not bounds.empty
     assert bounds.sort_values(order, ignore_index=True).equals(others.sort_values(order, ignore_index=True))
@@ -70,14 +47,9 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["--workers", "2"],
-            "workers: expected --executor threads or --executor processes beside it, got no",
-        ),
-        (["--executor", "dask"], "scheduler: expected the address of a Dask scheduler, got none."),
-        (["--executor", "threads", "--scheduler", "x"], "scheduler: expected --executor dask beside it"),
-        (["--executor", "threads", "--dry-run"], "executor: expected none beside --dry-run"),
-        (["--executor", "mpi"], "'mpi' is not one of"),
+        (["--workers", "2"], "workers: expected the executor processes beside it, got no executor"),
+        (["--executor", "processes", "--dry-run"], "executor: expected none beside --dry-run"),
+        (["--executor", "mpi"], "executor: expected one of processes, dask, got 'mpi'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_at_once(
@@ -94,7 +66,7 @@ def test_a_study_that_measures_nothing_takes_no_workers(
 ) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('models = ["builtin-decoder"]')
-    assert main(["study", str(plan), option, "--executor", "threads"]) == 2
+    assert main(["study", str(plan), option, "--executor", "processes", "--workers", "2"]) == 2
     assert f"executor: expected none beside {option}, which measures nothing" in capsys.readouterr().err
 
 
@@ -111,17 +83,17 @@ def test_without_dask_the_extra_is_named(
 # A study of stand-ins that take their time, on two processes.
 STUDY = """
 import sys
-import howsmooth.study.publish, howsmooth.study.tools
+import howsmooth.study.publish
 from howsmooth.cli import main
-from tests._spread import spread_tools
+from tests._spread import spread_tools, stand_ins_sent
+from tests._study import installed
 if __name__ == "__main__":
     howsmooth.study.publish.draw_all = lambda *_: []
-    tools = spread_tools()
-    howsmooth.study.tools.default_tools = lambda: tools
-    print("ready", flush=True)
-    sys.exit(main(["study", sys.argv[1], "--resume", "--executor", "processes", "--workers", "2", "--quiet"]))
+    with installed(spread_tools()), stand_ins_sent():
+        options = ["--resume", "--executor", "processes", "--workers", "2", "--quiet"]
+        sys.exit(main(["study", sys.argv[1], *options]))
 """
-PLAN = 'models = ["small"]\ntexts = ["prose"]\nlengths = "1:8:1"\nsamples = 5\nbounds = false\nout = "out"\n'
+PLAN = 'models = ["small"]\ntexts = ["prose"]\nlengths = "1:8:1"\nsamples = 5\nbounds = "none"\nout = "out"\n'
 
 
 @pytest.mark.slow

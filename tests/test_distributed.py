@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,7 +63,6 @@ def estimates(f: TokenMap, x: Tensor, world: int, **options: object) -> list[Lip
 
 
 @given(world=st.integers(1, 9), more=st.integers(0, 300))
-@settings(deadline=None)
 def test_every_row_has_one_process_and_causal_work_is_even(world: int, more: int) -> None:
     shares = RowShares(2 * world + more, world)
     rows = [shares.rows(rank) for rank in range(world)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,7 +71,6 @@ def test_counted_are_the_products_that_are_made(heads_together: int, d_out: int 
     window=st.one_of(st.none(), st.integers(1, 70)),
     world=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=60)
 def test_pairs_are_those_that_are_visible(n: int, causal: bool, window: int | None, world: int) -> None:
     f = random_attention(0, heads=1, causal=causal, window=window)
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]

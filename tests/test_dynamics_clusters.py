@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -51,7 +51,6 @@ def naive_labels(x: np.ndarray, tolerance: float) -> list[int]:
 # ---- clusters
 
 
-@settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 12), seed=st.integers(0, 999), tolerance=st.floats(0, 2), pairs=st.integers(1, 40))
 def test_clusters_are_the_connected_components(n: int, seed: int, tolerance: float, pairs: int) -> None:
     x = tokens(seed, n, 2)

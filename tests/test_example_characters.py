@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,23 +14,15 @@ import torch
 from torch.nn import functional
 
 from howsmooth.texts import Text
+from tests._selection import others_slow
+from tests._shared import script
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "characters"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"characters_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-train = script("train")
-page = script("page")
+train = script("examples/characters/train.py")
+page = script("examples/characters/page.py")
 
 TINY = train.Setting(
     steps=6,
@@ -99,7 +88,7 @@ def test_ids_are_characters_and_nothing_is_lost_in_the_split(text: Text) -> None
     joints = 2 * torch.eye(97, dtype=torch.int64)[1]
     # Where the two parts meet, one empty line stood.
     assert torch.equal(stream.bincount(minlength=97) + held_out.bincount(minlength=97) + joints, paragraphs)
-    assert 0.03 < len(held_out) / len(stream) < 0.07
+    assert 0.2 < len(held_out) / len(stream) < 0.3
 
 
 def test_held_out_windows_have_nothing_in_common(text: Text) -> None:
@@ -123,7 +112,7 @@ def test_a_batch_depends_on_seed_and_step_alone(data: Any) -> None:
     assert all("".join(map(chr, window)) in joined for window in first.tolist())
 
 
-@pytest.mark.parametrize("form", list(train.FORMS))
+@pytest.mark.parametrize("form", others_slow(train.FORMS, ["spectral"]))
 def test_watching_changes_nothing(form: str, data: Any, runs: dict[str, Any]) -> None:
     alone = train.train(form, 3, TINY, data, watch=False)
     watched = runs[form]
@@ -348,7 +337,7 @@ def test_a_full_training_gives_about_the_committed_numbers(tmp_path: Path, resul
     train.main(["--forms", "plain", "spectral-strong", "--seeds", "0", "--out", str(tmp_path)])
     again = page.Results(tmp_path)
     for form in ("plain", "spectral-strong"):
-        # Another processor rounds otherwise, and another Python has other prose.
+        # Another processor rounds otherwise.
         assert abs(again.end_losses().loc[0, form] - results.end_losses().loc[0, form]) < 0.1
     ends, before = again.end_constants(), results.end_constants()
     for key in (("plain", 0), ("spectral-strong", 0)):
@@ -358,23 +347,29 @@ def test_a_full_training_gives_about_the_committed_numbers(tmp_path: Path, resul
 def test_what_the_page_says_in_words_is_so_in_every_seed(results: Any) -> None:
     losses, ends = results.end_losses(), results.end_constants()
     rise = results.robustness.pivot_table(index="seed", columns=["form", "kind", "size"], values="rise")
-    apart = losses["plain"].max() - losses["plain"].min()
     for seed in results.seeds:
         at = {form: ends.loc[(form, seed)] for form in results.forms}
         loss, moved = losses.loc[seed], rise.loc[seed]
-        assert abs(loss["spectral"] - loss["plain"]) <= max(apart, 0.02)
-        assert 0.6 < at["spectral"]["0"] / at["plain"]["0"] < 0.75
-        assert (at["spectral"][["1", "2"]] < at["plain"][["1", "2"]] / 6).all()
-        assert 0.85 < at["spectral"]["whole"] / at["plain"]["whole"] < 1.15
+        assert loss["spectral"] <= loss["plain"]
+        assert 0.55 < at["spectral"]["0"] / at["plain"]["0"] < 0.6
+        assert (at["spectral"][["1", "2"]] < at["plain"][["1", "2"]] / 7).all()
+        assert 0.9 < at["spectral"]["whole"] / at["plain"]["whole"] < 1.1
         assert (at["spectral-strong"][["1", "2"]] < 0.02).all()
-        assert 0.65 < at["spectral-strong"]["whole"] / at["plain"]["whole"] < 0.8
+        assert 0.7 < at["spectral-strong"]["whole"] / at["plain"]["whole"] < 0.8
         assert at["plain-short"]["whole"] < at["spectral-strong"]["whole"]
         assert loss["plain"] < loss["spectral-strong"] < loss["plain-short"]
+        share = (loss["spectral-strong"] - loss["plain"]) / (loss["plain-short"] - loss["plain"])
+        line = at["plain"]["whole"] + share * (at["plain-short"]["whole"] - at["plain"]["whole"])
+        assert 1.06 < line / at["spectral-strong"]["whole"] < 1.26
+        attack = {form: moved[form, "attack", 0.05] for form in results.forms}
+        between = attack["plain"] + share * (attack["plain-short"] - attack["plain"])
+        assert abs(between / attack["spectral-strong"] - 1) < 0.06
         assert loss["blocks"] < loss["plain-short"]
-        assert at["blocks"]["whole"] < min(at["plain-short"]["whole"] / 2, at["plain"]["whole"] / 3)
-        assert 0.15 < loss["blocks"] - loss["plain"] < 0.25
-        assert (at["jasmin"][["0", "whole"]] > 0.9 * at["plain"][["0", "whole"]]).all()
-        assert 0.02 < loss["plain"] - loss["jasmin"] < 0.06
+        assert at["blocks"]["whole"] < min(0.7 * at["plain-short"]["whole"], at["plain"]["whole"] / 2)
+        assert 0.08 < loss["blocks"] - loss["plain"] < 0.13
+        assert abs(loss["jasmin"] - loss["plain"]) < 0.0125
+        assert 0.89 < at["jasmin"]["0"] / at["plain"]["0"] < 1.11
+        assert 0.75 < at["jasmin"]["whole"] / at["plain"]["whole"] < 0.9
         for kind, size in (("noise", 0.5), ("attack", 0.05)):
             assert moved["blocks", kind, size] < moved["plain-short", kind, size]
             assert moved["plain-short", kind, size] < moved["spectral-strong", kind, size]

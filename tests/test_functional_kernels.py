@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, fused
 from tests._interpreter import bfloat16_in_the_interpreter
+from tests._selection import others_slow
 from tests.test_functional import SECOND, Function, directions, drawn, inner, written_out
 
 pytest.importorskip(
@@ -122,7 +124,13 @@ def agree(ours: Any, theirs: Any, tolerance: float = DIGITS) -> None:
         ).abs().max() / b.abs().max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    others_slow(
+        CASES,
+        ["window", "added mask", "mask that is learned", "bias of queries and an axis of one", "all"],
+    ),
+)
 def test_value_tangent_and_cotangents(name: str) -> None:
     ours, theirs, x = both(name)
     d, u = directions(exact(x), 20), drawn(2, HEADS, N, 20, seed=30)
@@ -133,8 +141,17 @@ def test_value_tangent_and_cotangents(name: str) -> None:
     agree(vjp(ours, *there(x))[1](u.to(DEVICE)), vjp(theirs, *exact(x))[1](u.double()))
 
 
-@pytest.mark.parametrize("order", SECOND)
-@pytest.mark.parametrize("name", ["added mask", "mask that is learned", "all"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    others_slow(
+        [(name, order) for name in ("added mask", "mask that is learned", "all") for order in SECOND],
+        [
+            ("added mask", "forward over forward"),
+            ("mask that is learned", "reverse over reverse"),
+            ("all", "forward over reverse"),
+        ],
+    ),
+)
 def test_second_derivatives(name: str, order: str) -> None:
     """Forward over forward has no kernel, and goes block by block."""
     ours, theirs, x = both(name)
@@ -151,19 +168,20 @@ def test_second_derivatives(name: str, order: str) -> None:
     agree(found(ours, there), found(theirs, exact))
 
 
-def test_one_tensor_at_a_time() -> None:
+@pytest.mark.parametrize("moving", others_slow(["queries", "keys", "values", "sinks"], ["values"]))
+def test_one_tensor_at_a_time(moving: str) -> None:
     """What does not move is as if it moved by zero, in both orders."""
     ours, theirs, x = both("all")
-    d, u = directions(exact(x), 20), drawn(2, HEADS, N, 20, seed=30).float()
-    for i, one in enumerate(t.float() for t in d):
+    i = ["queries", "keys", "values", "sinks"].index(moving)
+    one, u = directions(exact(x), 20)[i].float(), drawn(2, HEADS, N, 20, seed=30).float()
 
-        def alone(f: Function, place: Function, i: int = i, one: Tensor = one) -> Any:
-            y, (e, cotangent) = place(x), place((one, u))
-            g = partial(_at, f, y, i)
-            pulled = vjp(g, y[i])[1](cotangent)
-            return jvp(g, (y[i],), (e,)), pulled, jvp(lambda s: vjp(g, s)[1](cotangent), (y[i],), (e,))[1]
+    def alone(f: Function, place: Function) -> Any:
+        y, (e, cotangent) = place(x), place((one, u))
+        g = partial(_at, f, y, i)
+        pulled = vjp(g, y[i])[1](cotangent)
+        return jvp(g, (y[i],), (e,)), pulled, jvp(lambda s: vjp(g, s)[1](cotangent), (y[i],), (e,))[1]
 
-        agree(alone(ours, there), alone(theirs, exact))
+    agree(alone(ours, there), alone(theirs, exact))
 
 
 def _at(f: Function, x: tuple[Tensor, ...], i: int, t: Tensor) -> Tensor:
@@ -229,7 +247,7 @@ def test_under_vmap() -> None:
     agree(found(ours, there), found(theirs, exact))
 
 
-@pytest.mark.parametrize("form", ["boolean", "added", "with sinks"])
+@pytest.mark.parametrize("form", others_slow(["boolean", "added", "with sinks"], ["with sinks"]))
 def test_a_query_that_sees_no_key(form: str) -> None:
     q, k, v = small(2, 40, 3, seed=1), small(2, 40, 3, seed=2), small(2, 40, 2, seed=3)
     seen = torch.ones(40, 40, dtype=torch.bool)
@@ -252,19 +270,26 @@ def test_a_query_that_sees_no_key(form: str) -> None:
     assert all(t.isfinite().all() for t in (of_k, of_v, *second))
 
 
-@pytest.mark.parametrize("rule", ["every key", "causal", "common keys"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "rule"),
+    others_slow(
+        itertools.product(
+            (torch.float32, torch.float16, torch.bfloat16), ("every key", "causal", "common keys")
+        ),
+        [(torch.float16, "common keys"), (torch.bfloat16, "causal")],
+    ),
+)
 def test_errors_are_at_most_twice_those_of_the_math_backend(
     dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value, both modes and one over the other, in tiles as on a device; keys may have much in common."""
     monkeypatch.setattr(fused, "_ROWS", (fused.Tile(128, 64, 8, 1),))
     monkeypatch.setattr(fused, "_KEYS", (fused.Tile(64, 128, 8, 1),))
-    x = tuple(small(1, 2, 260, 32, seed=i) for i in range(3))
+    x = tuple(small(1, 2, 150, 32, seed=i) for i in range(3))
     if rule == "common keys":
         x = (x[0], x[1] + 10 * small(32, seed=7), x[2])
     x, d = tuple(t.to(dtype) for t in x), tuple(t.to(dtype) for t in directions(exact(x), 20))
-    u, causal = small(1, 2, 260, 32, seed=30).to(dtype), rule == "causal"
+    u, causal = small(1, 2, 150, 32, seed=30).to(dtype), rule == "causal"
 
     def every(f: Function, place: Function) -> list[Tensor]:
         y, e, (w,) = place(x), place(d), place((u,))

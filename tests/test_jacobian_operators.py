@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -71,7 +71,6 @@ def test_autodiff_equals_dense_autodiff(name: str) -> None:
     assert (ours - dense).abs().max() <= 1e-13 * max(1.0, float(dense.abs().max()))
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(sorted(CASES)),
     n=st.integers(1, 6),

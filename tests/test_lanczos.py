@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -72,7 +72,6 @@ def solve(matrix: Tensor, seed: int = 0, **options: object) -> LeadingTriplet:
 # ---- value and interval
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     out_size=st.integers(1, 12),
     in_size=st.integers(1, 12),

@@ -12,7 +12,7 @@ import numpy as np
 import ot
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
@@ -236,7 +236,6 @@ def test_a_constant_beyond_the_range_of_float64_is_refused() -> None:
 # ---- Lemmas 3.2 and B.3: tokens and their empirical measures
 
 
-@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 7), seed=st.integers(0, 99), far=st.floats(0.01, 3.0))
 def test_w2_of_empirical_measures_is_at_most_the_distance_of_tokens(n: int, seed: int, far: float) -> None:
     x = tokens(seed, n, 3)
@@ -244,7 +243,6 @@ def test_w2_of_empirical_measures_is_at_most_the_distance_of_tokens(n: int, seed
     assert w2(DiscreteMeasure(x), DiscreteMeasure(y)) <= float((x - y).norm()) / math.sqrt(n) * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(n=st.integers(2, 7), seed=st.integers(0, 99), share=st.floats(0.05, 0.95))
 def test_small_perturbations_of_distinct_tokens_are_matched_by_the_identity(
     n: int, seed: int, share: float
@@ -287,7 +285,6 @@ def test_the_constant_of_tokens_is_reached_in_the_distance_of_measures(causal: b
     assert w2(f(mu), f(nu)) / w2(mu, nu) == pytest.approx(float(found.value), rel=1e-3)
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 99), far=st.floats(0.01, 2.0))
 def test_masked_distance_of_sequences_is_that_of_tokens(seed: int, far: float) -> None:
     """Lemma 4.2: at distinct positions d₂(m(X), m(Y)) = |X − Y| / √n, near or far."""

@@ -15,6 +15,7 @@ from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Site, capture
 from howsmooth.models.verified import _gives
+from tests._selection import others_slow
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
 
 
@@ -33,7 +34,16 @@ class _PreNorm(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "name",
-    ["SoftmaxAttention", "QueryKeyNormAttention", "L2Attention", "CosineAttention", "LipschitzNormAttention"],
+    others_slow(
+        [
+            "SoftmaxAttention",
+            "QueryKeyNormAttention",
+            "L2Attention",
+            "CosineAttention",
+            "LipschitzNormAttention",
+        ],
+        ["SoftmaxAttention", "LipschitzNormAttention"],
+    ),
 )
 def test_a_layer_with_a_radius_behind_a_norm(name: str) -> None:
     """No token that the capture or the measurement makes up leaves the radius, which norms attain."""

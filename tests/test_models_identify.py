@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModel, GemmaConfig, GPTNeoXConfig, ModernBertConfig, Phi3Config, StableLmConfig
@@ -21,7 +21,6 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from tests._tiny_models import VOCABULARY, token_ids
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_columns_are_found_wherever_they_are(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 12))
@@ -33,7 +32,6 @@ def test_columns_are_found_wherever_they_are(data: st.DataObject) -> None:
     assert found.tolist() == wanted
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 40), st.integers(2, 10), st.data())
 def test_columns_that_are_not_there_are_not_found(n: int, columns: int, data: st.DataObject) -> None:
     outputs = torch.randn(n, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))

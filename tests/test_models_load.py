@@ -114,6 +114,12 @@ def test_fingerprint_sees_weights_configuration_and_tokenizer(bert: Path) -> Non
     assert all(len(p) == 64 for p in prints)
 
 
+def test_fingerprint_is_the_same_in_another_folder(bert: Path, tmp_path: Path) -> None:
+    before = load_model(bert).fingerprint
+    assert load_model(bert.rename(tmp_path / "elsewhere")).fingerprint == before
+
+
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_another_process_and_folder(bert: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     fingerprints = [load_model(bert).fingerprint, load_model(bert, random_init=True, seed=3).fingerprint]
@@ -171,7 +177,7 @@ def test_random_init_of_a_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_init_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.models.load._available_memory", lambda: 2**30)
+    monkeypatch.setattr("howsmooth.models.load.free_memory", lambda _: 2**30)
     with pytest.raises(ModelError, match=r"'llama' has 6\.\d billion weights.*25 GiB.*1 GiB"):
         load_model("llama", random_init=True)
 

@@ -165,7 +165,7 @@ def test_trained_bert_is_fed_embedded_sentences_through_its_encoder() -> None:
     loaded = load_model(folder, part="encoder", dtype=torch.float64)
     stream = load_embeddings(folder / "sequences.safetensors")
     feed = feed_of(stream, loaded)
-    start, n = stream.parts[0]
+    start, n = stream.parts[0][0], 6
     given = feed.inputs([start], n)
     assert isinstance(given, torch.Tensor)
     sites = hs.capture(loaded, given)

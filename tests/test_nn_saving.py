@@ -563,7 +563,7 @@ def test_a_file_that_ends_early_is_refused(good: Path) -> None:
             hs.nn.load(good)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), header=st.booleans())
 def test_a_changed_byte_is_refused_or_gives_a_model(
     place: float, byte: int, header: bool, tmp_path_factory: pytest.TempPathFactory

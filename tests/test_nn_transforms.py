@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
+from tests._selection import others_slow
 
 from ._nn_layers import ATTENTION, LAYERS, LENGTH, inputs, tokens_of
 
@@ -108,8 +110,13 @@ def test_weights_of_a_batch_have_no_one_divisor(name: str, training: bool) -> No
     torch.testing.assert_close(vmap(lambda weights: f(plain, weights))(weights), torch.stack(wanted))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    ("name", "training"),
+    others_slow(
+        itertools.product(ATTENTION, (False, True)),
+        list(zip(ATTENTION, itertools.cycle((False, True)), strict=False)),
+    ),
+)
 def test_a_given_mask_and_a_constant_under_every_transform(name: str, training: bool) -> None:
     """Judged by the quotient of a layer without constant and the constant that it states."""
     layer = made(name, mask=MASK).train(training)

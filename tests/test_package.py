@@ -15,7 +15,15 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
+
+from howsmooth.adversarial.clusters import Atoms
+from howsmooth.attention import RMSNorm
+from howsmooth.jacobian.proved import norm_error
+from howsmooth.measures.problem import Plan
+from howsmooth.roundoff import MatrixNorms
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "howsmooth"
@@ -39,6 +47,22 @@ def _python(code: str, folder: Path) -> str:
     done = _run([sys.executable, "-c", code], folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# ---- annotations
+
+
+@pytest.mark.parametrize("call", ["a function", "a method", "a class method", "a dataclass"])
+def test_a_shape_that_its_annotation_denies_is_an_error(call: str) -> None:
+    x, wrong = torch.ones(2, 3, 4, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    calls = {
+        "a function": lambda: norm_error(RMSNorm(x[0, 0], 1e-6), x, off=wrong),
+        "a method": lambda: MatrixNorms().spectral(x[0, 0]),
+        "a class method": lambda: Plan.of_matrix(x[0, 0].numpy()),
+        "a dataclass": lambda: Atoms("tokens", x, (1, 1)),
+    }
+    with pytest.raises(jaxtyping.TypeCheckError):
+        calls[call]()
 
 
 # ---- imports
@@ -207,6 +231,7 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     assert wanted <= names
 
 
+@pytest.mark.slow
 def test_wheel_runs_outside_the_repository(built: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "venv"
     venv.create(scratch, with_pip=False)
@@ -224,8 +249,7 @@ def test_wheel_runs_outside_the_repository(built: Path, tmp_path: Path) -> None:
     program = scratch / "bin" / "howsmooth"
     done = _run([program, "--version"], tmp_path)
     assert (done.returncode, done.stdout) == (0, f"howsmooth {PROJECT['project']['version']}\n"), done.stderr
-    (tmp_path / "words.txt").write_text("One token follows another, as one word follows another. " * 20)
-    options = ["--text", "words.txt", "--layers", "0", "--lengths", "4,8", "--samples", "2", "--out", "out"]
+    options = ["--layers", "0", "--lengths", "4,8", "--samples", "2", "--out", "out"]
     done = _run(
         [program, "measure", "builtin-encoder", *options], tmp_path, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import closed_form_jacobian
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._selection import others_slow
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,8 +60,20 @@ def unequal(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [tokens(seed + i, n, D, dtype=dtype) for i, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("name", ["multi-head", "rotary, partial, grouped, causal", "post-norm", "pre-norm"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    others_slow(
+        itertools.product(
+            (torch.float64, torch.float32),
+            ("multi-head", "rotary, partial, grouped, causal", "post-norm", "pre-norm"),
+        ),
+        [
+            (torch.float64, "rotary, partial, grouped, causal"),
+            (torch.float32, "multi-head"),
+            (torch.float32, "post-norm"),
+        ],
+    ),
+)
 def test_each_sequence_gets_the_numbers_that_it_gets_alone(name: str, dtype: torch.dtype) -> None:
     f = CASES[name](7).to(dtype=dtype)
     xs, seeds = unequal(0, dtype), [10 + i for i in range(len(LENGTHS))]

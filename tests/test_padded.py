@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ import howsmooth as hs
 from howsmooth.jacobian import closed_form_jacobians, energy_products_together, joined
 from howsmooth.spectral import LinearOperator
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
+from tests._selection import others_slow
 
 # A mask and a bias of the scores fix the length.
 FREE = [name for name in CASES if "masked" not in name and "score bias" not in name]
@@ -28,17 +31,21 @@ def whole(parts: list[Tensor]) -> Tensor:
     return filled
 
 
-def operators(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[LinearOperator], list[Tensor]]:
-    """The Jacobians of a case, and dense ones of each member by reverse mode."""
-    f, xs = CASES[name](LONGEST), batches(0)
-    made = [at[dtype] for at in closed_form_jacobians(f, xs, (dtype,))]
-    return made, [torch.stack([dense_jacobian(f, member) for member in x]) for x in xs]
+def operators(name: str, dtype: torch.dtype = torch.float64) -> list[LinearOperator]:
+    """The Jacobians of a case."""
+    return [at[dtype] for at in closed_form_jacobians(CASES[name](LONGEST), batches(0), (dtype,))]
+
+
+def dense_jacobians(name: str) -> list[Tensor]:
+    """The same Jacobians, of each member by reverse mode."""
+    f = CASES[name](LONGEST)
+    return [torch.stack([dense_jacobian(f, member) for member in x]) for x in batches(0)]
 
 
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize(("dtype", "loss"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype, loss: float) -> None:
-    made, dense = operators(name, dtype)
+    made, dense = operators(name, dtype), dense_jacobians(name)
     one = joined(made)
     assert (one.batch, one.in_shape) == (sum(MEMBERS), (LONGEST, D))
     e = [part.to(dtype) for part in batches(10)]
@@ -66,7 +73,7 @@ def test_products_are_those_of_the_dense_jacobians(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("name", FREE)
 def test_some_members_of_it(name: str) -> None:
-    made, _ = operators(name)
+    made = operators(name)
     one, chosen = joined(made), torch.tensor([5, 0, 3])
     e = whole(batches(20))
     torch.testing.assert_close(
@@ -76,43 +83,53 @@ def test_some_members_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", FREE)
 def test_rounding_is_that_of_each_member(name: str) -> None:
-    made, _ = operators(name)
+    made = operators(name)
     torch.testing.assert_close(joined(made).rounding, torch.cat([op.rounding for op in made]))
 
 
 def test_without_a_cap_one_tensor_serves_for_probabilities_and_slope() -> None:
     """As in the operators that are joined: twice the memory otherwise."""
-    made, _ = operators("multi-head")
+    made = operators("multi-head")
     core = joined(made).core
     assert core.slope is core.p
 
 
 def test_an_operator_alone_is_left_as_it_is() -> None:
-    made, _ = operators("multi-head")
+    made = operators("multi-head")
     assert joined(made[:1]) is made[0]
 
 
 def test_operators_of_unlike_kinds_are_refused() -> None:
-    attention, _ = operators("multi-head")
-    norm, _ = operators("LayerNorm")
+    attention, norm = operators("multi-head"), operators("LayerNorm")
     with pytest.raises(TypeError, match=r"no common operator of .'AttentionJacobian', 'NormJacobian'."):
         joined([attention[0], norm[1]])
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "causal window, grouped",
-        "wide output",
-        "softcap, grouped, causal, rotary",
-        "sinks, grouped, causal",
-        "norms of all queries, of all keys",
-        "LayerNorm",
-        "pre-norm",
-        "scaled residual",
-    ],
+    ("dtype", "name"),
+    others_slow(
+        itertools.product(
+            (torch.float64, torch.float32),
+            (
+                "causal window, grouped",
+                "wide output",
+                "softcap, grouped, causal, rotary",
+                "sinks, grouped, causal",
+                "norms of all queries, of all keys",
+                "LayerNorm",
+                "pre-norm",
+                "scaled residual",
+            ),
+        ),
+        [
+            (torch.float64, "causal window, grouped"),
+            (torch.float32, "softcap, grouped, causal, rotary"),
+            (torch.float64, "norms of all queries, of all keys"),
+            (torch.float32, "pre-norm"),
+            (torch.float64, "scaled residual"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_each_sequence_gets_the_interval_that_it_gets_alone(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

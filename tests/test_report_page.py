@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.published import ITEMS
+from howsmooth.paper.published import ITEMS
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.names import decimal
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.progress import Silent
+from howsmooth.study.published_tables import compare
 from howsmooth.study.records import BOUND_COLUMNS, PUBLISHED_COLUMNS, SENSITIVITY_COLUMNS, Contents
-from howsmooth.study.report import data, render
-from howsmooth.study.report.bounding import bounds_beside, sharpest
-from howsmooth.study.report.data import MOST_POINTS, embedded, scatter
-from howsmooth.study.report.published import ITEM_MEANINGS
-from howsmooth.study.report.tokens import MOST_ENERGIES, piece, sensitive
-from howsmooth.study.run import run
-from howsmooth.study.store import Store
+from howsmooth.study.report import numbers, render
+from howsmooth.study.report.numbers import (
+    MOST_ENERGIES,
+    MOST_POINTS,
+    bounds_beside,
+    embedded,
+    piece,
+    scatter,
+    sensitive,
+)
+from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
 from tests._browser import Complaints, chromium, opened
-from tests._study import FakeModel, make_plan, make_tools, words
+
+UPLOT = Path(__file__).parents[1] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"
 
 # Each would set window.pwned, leave its element, or turn around the words behind it.
 HOSTILE = (
@@ -46,26 +52,62 @@ HOSTILE = (
     "&lt;b&gt; &amp; \"quoted\" 'quoted' `${window.pwned = 4}` {{ 7 * 7 }}",
     "x" * 1_000_000,
 )
-MODELS = ("small", "other")
-TEXTS = ("prose", "verse")
-
-
 # ---- contents with everything
 
 
-def measured(folder: Path, models: tuple[str, ...] = MODELS, texts: tuple[str, ...] = TEXTS) -> Contents:
-    """Measure with stand-ins, in two scopes."""
-    known = {name: FakeModel(fingerprint=hashlib.sha256(name.encode()).hexdigest()) for name in models}
-    tools, _ = make_tools(models=known, texts={name: words(4000) for name in texts})
-    plan = make_plan(
-        models=tuple(ModelSpec(name) for name in models),
-        texts=texts,
-        lengths=(2, 4, 8, 16),
-        scopes=("attention", "head"),
-    )
-    run(plan, folder, tools, command="howsmooth measure small")
-    with Store.open(folder, write=False) as store:
-        return store.contents()
+def measured(
+    models: tuple[str, ...] = ("other", "small"),
+    texts: tuple[str, ...] = ("prose", "verse"),
+    lengths: tuple[int, ...] = (2, 4, 8, 16),
+) -> Contents:
+    """Make up measurements in two scopes: three layers of two heads, five samples a length."""
+    sites = [("attention", layer, None) for layer in range(3)]
+    sites += [("head", layer, head) for layer in range(3) for head in range(2)]
+    places = itertools.product(models, texts, sites, lengths, range(5))
+    rows = pd.DataFrame(
+        [(model, text, *site, n, sample) for model, text, site, n, sample in places],
+        columns=["model", "text", "scope", "layer", "head", "n", "sample"],
+    ).astype({"head": "Int64"})
+    random = np.random.default_rng(0)
+    value = (1 + rows["layer"]) * rows["n"] ** 0.25 * np.exp(0.1 * random.standard_normal(len(rows)))
+    rows = rows.assign(
+        lipschitz=value, lower=0.9999 * value, upper=1.0001 * value, converged=True,
+        radius_mean=random.uniform(1, 8, len(rows)), masking="none", iterations=9, seconds=0.1,
+        start=100 * rows["sample"], run=1,
+    )  # fmt: skip
+    run = {"started": "today", "finished": "today", "command": "howsmooth measure small", "environment": "{}"}
+    return Contents(
+        measurements=rows,
+        models=pd.DataFrame({"label": models, "name": models}).assign(
+            random_init=0, as_decoder=0, source="A stand-in.", layers=3, heads=2, max_length=64
+        ),
+        texts=pd.DataFrame({"name": texts}).assign(
+            digest="0", source="Made up.", characters=9, kind="text"
+        ),
+        inputs=pd.DataFrame(itertools.product(models, texts), columns=["model", "text"]).assign(
+            fingerprint="0", tokenizer_source="Words.", tokens=9
+        ),
+        runs=pd.DataFrame([run]),
+        failures=pd.DataFrame(),
+        study={"seed": 0, "dtype": "float32", "rtol": 1e-4, "confidence": 0.999, "max_iterations": 200},
+        sensitivities=pd.DataFrame(columns=list(SENSITIVITY_COLUMNS)),
+        bounds=pd.DataFrame(columns=list(BOUND_COLUMNS)),
+        published=pd.DataFrame(columns=[*PUBLISHED_COLUMNS, "run"]).astype({"settled": bool, "lower": float}),
+    )  # fmt: skip
+
+
+# Name, side, quantity, and the bound as a multiple of the constant; "refused" has none.
+BOUNDS = pd.DataFrame(
+    [
+        ("measured", "lower", "‖D_X f‖", 1.0),
+        ("near", "upper", "‖D_X f‖", 1.25),
+        ("far", "upper", "Lip(f; B_R)", 8.0),
+        ("elsewhere", "lower", "Lip(f; B_R)", 3.0),
+        ("enormous", "upper", "Lip(f; B_R)", math.inf),
+        ("refused", "upper", "‖D_X f‖", math.nan),
+    ],
+    columns=["name", "side", "quantity", "factor"],
+)
 
 
 def with_all(
@@ -74,78 +116,32 @@ def with_all(
     """Add sensitivities, bounds and published values to measurements."""
     rows = contents.measurements
     first = rows[rows["sample"] == 0]
-    sensitivities, bounds, published = [], [], []
-    for row in first.to_dict("records"):
-        place = {
-            name: row[name] for name in ("model", "text", "scope", "layer", "head", "n", "sample", "start")
-        }
-        energy = np.arange(1.0, row["n"] + 1)
-        sensitivities.append(
-            {
-                **place,
-                "place": 0,
-                "tokens": [tokens[index % len(tokens)] for index in range(row["n"])],
-                "input_energy": (energy / energy.sum()).tolist(),
-                "output_energy": (energy[::-1] / energy.sum()).tolist(),
-                "converged": True,
-                "run": 1,
-            }
-        )
-        value = row["lipschitz"]
-        for name, side, quantity, bound, log in (
-            ("measured", "lower", "‖D_X f‖", value, math.log(value)),
-            ("near", "upper", "‖D_X f‖", 1.25 * value, math.log(1.25 * value)),
-            ("far", "upper", "Lip(f; B_R)", 8 * value, math.log(8 * value)),
-            ("elsewhere", "lower", "Lip(f; B_R)", 3 * value, math.log(3 * value)),
-            ("enormous", "upper", "Lip(f; B_R)", math.inf, 5000.0),
-            ("refused", "upper", "‖D_X f‖", None, None),
-        ):
-            bounds.append(
-                {
-                    **place,
-                    "radius": 2.5,
-                    "name": name,
-                    "side": side,
-                    "quantity": quantity,
-                    "value": bound,
-                    "log_value": log,
-                    "holds": bound is not None,
-                    "source": f"Theorem of {name}",
-                    "run": 1,
-                }
-            )
-    for row in rows[rows["scope"] == "attention"].to_dict("records"):
-        for quantity, items, value in (
-            ("corrected", "", row["lipschitz"]),
-            ("as published", "output,stopping", 2 * row["lipschitz"] * row["n"] ** 0.25),
-        ):
-            published.append(
-                {
-                    **{
-                        name: row[name]
-                        for name in ("model", "text", "layer", "n", "sample", "radius_mean", "start")
-                    },
-                    "quantity": quantity,
-                    "items": items,
-                    "lipschitz": value,
-                    "lower": row["lower"] if items == "" else math.nan,
-                    "upper": row["upper"] if items == "" else math.nan,
-                    "settled": True,
-                    "steps": 9,
-                    "seed": 0,
-                    "map": "as it is",
-                    "run": 1,
-                }
-            )
+    energies = [np.arange(1.0, n + 1) / (n * (n + 1) / 2) for n in first["n"]]
+    words = [[tokens[index % len(tokens)] for index in range(n)] for n in first["n"]]
+    sensitivities = first.assign(
+        place=0,
+        tokens=words,
+        input_energy=[energy.tolist() for energy in energies],
+        output_energy=[energy[::-1].tolist() for energy in energies],
+    )
+    bounds = first.merge(BOUNDS, how="cross")
+    value = bounds["lipschitz"] * bounds["factor"]
+    bounds = bounds.assign(
+        radius=2.5,
+        value=value,
+        log_value=np.log(value).where(bounds["name"] != "enormous", 5000.0),
+        holds=value.notna(),
+        source="Theorem of " + bounds["name"],
+    )
+    right = rows[rows["scope"] == "attention"].assign(quantity="corrected", items="", settled=True)
+    wrong = right.assign(quantity="as published", items="output,stopping", lower=math.nan, upper=math.nan)
+    wrong = wrong.assign(lipschitz=2 * right["lipschitz"] * right["n"] ** 0.25)
+    published = pd.concat([right, wrong], ignore_index=True).assign(steps=9, seed=0, map="as it is")
     return dataclasses.replace(
         contents,
-        sensitivities=pd.DataFrame(sensitivities, columns=list(SENSITIVITY_COLUMNS)).astype(
-            {"head": "Int64"}
-        ),
-        bounds=pd.DataFrame(bounds, columns=list(BOUND_COLUMNS)).astype(
-            {"head": "Int64", "value": "float64", "log_value": "float64"}
-        ),
-        published=pd.DataFrame(published, columns=[*PUBLISHED_COLUMNS, "run"]),
+        sensitivities=sensitivities[list(SENSITIVITY_COLUMNS)],
+        bounds=bounds[list(BOUND_COLUMNS)],
+        published=published[[*PUBLISHED_COLUMNS, "run"]],
     )
 
 
@@ -169,14 +165,14 @@ def write(contents: Contents, folder: Path) -> Path:
         (rows["model"] == rows["model"].iloc[0]) & (rows["layer"] == 0) & (rows["scope"] == "attention")
     ]
     file = folder / "report.html"
-    page = render(contents, exponents(rows), draw_all(one, folder / "figures"))
+    page = render(contents, exponents(rows), draw_all(one, folder / "figures", Silent()))
     file.write_text(page, encoding="utf-8")
     return file
 
 
 @pytest.fixture(scope="module")
-def contents(tmp_path_factory: pytest.TempPathFactory) -> Contents:
-    return with_all(measured(tmp_path_factory.mktemp("store")))
+def contents() -> Contents:
+    return with_all(measured())
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +203,13 @@ def choose(page: Any, fields: str, key: str, words: str) -> None:
     page.locator(f"#{fields} select[data-key='{key}']").select_option(label=words)
 
 
+def plain_page(contents: Contents, folder: Path) -> Path:
+    """Render a page without figures."""
+    file = folder / "report.html"
+    file.write_text(render(contents, exponents(contents.measurements), []), encoding="utf-8")
+    return file
+
+
 # ---- what is inside
 
 
@@ -220,7 +223,20 @@ def test_the_policy_names_the_one_style_and_the_one_script(file: Path) -> None:
         (inside,) = re.findall(rf"<{element}>(.*?)</{element}>", content, flags=re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
-    assert not re.search(r"\sstyle=|\son\w+=|javascript:", content)
+    assert not re.search(r"\sstyle=|\son\w+=|javascript:", content.partition("<script>")[0])
+
+
+def test_the_plotting_library_is_the_published_one_with_its_licence(file: Path) -> None:
+    notes = (UPLOT / "README.md").read_text(encoding="utf-8")
+    (version,) = re.findall(r"version (\S+),", notes)
+    digests = dict(re.findall(r"\| `(\S+)` \| `([0-9a-f]{64})` \|", notes))
+    assert set(digests) == {"uPlot.iife.min.js", "uPlot.min.css", "LICENSE"}
+    for name, digest in digests.items():
+        assert hashlib.sha256((UPLOT / name).read_bytes()).hexdigest() == digest
+    assert f"uPlot (v{version})" in (UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    content = file.read_text(encoding="utf-8")
+    assert (UPLOT / "LICENSE").read_text(encoding="utf-8") in content
+    assert "Permission is hereby granted, free of charge" in content
 
 
 @given(
@@ -246,7 +262,8 @@ def test_every_item_of_the_published_code_has_a_meaning() -> None:
 
 def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:
     fits = exponents(contents.measurements)
-    found = scatter(contents.measurements, fits, contents.published)
+    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    assert found is not None
     names = found["names"]
     drawn = {
         (
@@ -263,8 +280,14 @@ def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> Non
     for row in fits.to_dict("records"):
         head = None if pd.isna(row["head"]) else row["head"]
         fit = drawn[row["model"], row["text"], row["scope"], row["layer"], head]["fit"]
-        for name in ("slope", "low", "high", "quarter", "intercept", "n_min", "n_max"):
+        for name in ("slope", "intercept", "n_min", "n_max"):
             assert fit[name] == pytest.approx(row[name], rel=1e-6)
+    for row, group, value in zip(
+        contents.measurements.itertuples(), found["points"]["group"], found["points"]["value"], strict=False
+    ):
+        head = None if pd.isna(row.head) else row.head
+        assert drawn[row.model, row.text, row.scope, row.layer, head] is found["groups"][group]
+        assert value == pytest.approx(row.lipschitz, rel=1e-6)
     published = [g for g in found["groups"] if names["quantity"][g["quantity"]] == "as published"]
     right = [g for g in found["groups"] if names["quantity"][g["quantity"]] == "corrected"]
     assert len(published) == len(right) == 2 * 2 * 3
@@ -276,10 +299,11 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
     contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_POINTS == 50_000
-    monkeypatch.setattr(data, "MOST_POINTS", 500)
+    monkeypatch.setattr(numbers, "MOST_POINTS", 500)
     fits = exponents(contents.measurements)
     total = len(contents.measurements) + len(contents.published)
-    found = scatter(contents.measurements, fits, contents.published)
+    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    assert found is not None
     shown = len(found["points"]["n"])
     assert 250 < shown <= 500
     assert found["total"] == total == 1200
@@ -288,19 +312,20 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
 
 
 def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Contents) -> None:
-    rows = contents.sensitivities
-    one = rows[(rows["n"] == 16)].iloc[:1]
-    long = [
-        one.assign(n=n, tokens=[["x"] * n], input_energy=[[1 / n] * n], output_energy=[[1 / n] * n])
-        for n in range(100, 900)
-    ]
-    found = sensitive(pd.concat(long, ignore_index=True))
+    lengths = range(100, 900)
+    rows = contents.sensitivities.iloc[[0] * len(lengths)].assign(
+        n=lengths,
+        tokens=[["x"] * n for n in lengths],
+        input_energy=[[1 / n] * n for n in lengths],
+        output_energy=[[1 / n] * n for n in lengths],
+    )
+    found = sensitive(rows)
     assert found is not None
-    lengths = [row["n"] for row in found["rows"]]
-    assert sum(2 * n for n in lengths) <= MOST_ENERGIES * 1.01
-    assert max(lengths) == 899
+    shown = [row["n"] for row in found["rows"]]
+    assert sum(2 * n for n in shown) <= MOST_ENERGIES * 1.01
+    assert max(shown) == 899
     assert found["total"] == 800
-    assert len(set(np.diff(sorted(lengths)))) == 1
+    assert len(set(np.diff(sorted(shown)))) == 1
 
 
 def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
@@ -308,7 +333,7 @@ def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
     assert found is not None
     table = sharpest(found)
     assert len(table) == 2 * 2 * 4 * (3 + 6)
-    assert [row["head"] == "all" for row in table] == [True] * 48 + [False] * 96
+    assert [row["head"] is None for row in table] == [True] * 48 + [False] * 96
     known = contents.measurements.set_index(["model", "text", "scope", "layer", "n", "sample"]).sort_index()
     for row in table:
         assert row["upper"]["name"] == "near"
@@ -338,75 +363,92 @@ def test_tokens_that_are_not_seen_have_a_sign() -> None:
 # ---- in the browser
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"color_scheme": "dark"},
-        {"viewport": {"width": 390, "height": 800}, "is_mobile": True, "has_touch": True},
-    ],
-    ids=["light", "dark", "phone"],
-)
-def test_the_page_opens_from_disk_without_a_complaint(
-    browser: Any, file: Path, options: dict[str, Any]
-) -> None:
-    with opened(browser, file, **options) as (page, heard):
-        page.wait_for_selector("#scatter-fields select", state="attached")
-        for section in ("explore", "bounds-explore", "tokens-fields"):
-            assert page.locator(f"#{section}").is_visible()
-        painted = "[...document.querySelector('#scatter-points').getContext('2d')"
-        painted += ".getImageData(0, 0, 300, 300).data].filter((part) => part > 0).length"
-        assert page.evaluate(painted) > 1000
-        assert_silent(page, heard)
-
-
 def test_filters_choose_what_is_shown(page: Any, contents: Contents) -> None:
     rows = contents.measurements
     fits = exponents(rows).set_index(["model", "text", "scope", "layer"])
     said = page.locator("#scatter-summary")
-    assert said.inner_text().startswith("60 measurements. 3 exponents")  # the first model, text and scope
+    assert said.inner_text().startswith("60 measurements. 3 exponents.")  # the first model, text and scope
     choose(page, "scatter-fields", "layer", "layer 1")
-    assert said.inner_text().startswith("20 measurements. Exponent of layer 1")
+    assert said.inner_text().startswith("20 measurements. One exponent: layer 1, exponent ")
     for name in ("slope", "low", "high"):
         assert decimal(float(fits.loc[("other", "prose", "attention", 1), name]), 3) in said.inner_text()
     choose(page, "scatter-fields", "model", "small")
     assert decimal(float(fits.loc[("small", "prose", "attention", 1), "slope"]), 3) in said.inner_text()
     choose(page, "scatter-fields", "scope", "head")
-    assert said.inner_text().startswith("40 measurements. 2 exponents")
+    assert said.inner_text().startswith("40 measurements. 2 exponents.")
     choose(page, "scatter-fields", "head", "head 1")
-    assert "Exponent of layer 1, head 1" in said.inner_text()
+    assert "layer 1, head 1, exponent" in said.inner_text()
     choose(page, "scatter-fields", "text", "verse")
     assert said.inner_text().startswith("20 measurements.")
     for key in ("head", "layer", "scope", "text", "model", "quantity"):
         choose(page, "scatter-fields", key, f"every {key}")
     total = len(rows) + len(contents.published)
     assert said.inner_text().startswith(f"{total} measurements.")
-    high = (
-        fits["slope"].max() + 0.25
-    )  # with all that was measured: the published exponents are larger by so much
-    assert f"to {decimal(float(high), 3)} (layer 1, other, " in said.inner_text()
-    assert said.inner_text().endswith(", attention, as published).")
+    label = page.locator("#scatter").get_attribute("aria-label")
+    assert re.match(
+        r"Scatter plot of constants from 1\.\d+ to 2\d\.\d+, against the length n from 2 to 16\.", label
+    )
     choose(page, "scatter-fields", "quantity", "as published")
-    assert said.inner_text().startswith("240 measurements. 12 exponents")
+    assert said.inner_text().startswith("240 measurements. 12 exponents.")
+    # The published exponents are larger by a quarter.
+    high = fits.loc[fits.index.get_level_values("scope") == "attention", "slope"].max() + 0.25
+    assert re.search(rf"largest: layer \d, \w+, \w+, exponent {decimal(float(high), 3)},", said.inner_text())
+
+
+PAINTED = "document.querySelector('#scatter canvas').toDataURL()"
 
 
 def test_every_way_of_colouring_and_both_axes_draw_something_else(page: Any) -> None:
     for key in ("model", "text", "scope", "layer", "quantity"):
         choose(page, "scatter-fields", key, f"every {key}")
+    entries = {
+        "radius R": 8, "length n": 4, "layer": 3, "head": 3, "model": 2, "text": 2, "scope": 2, "quantity": 3,
+    }  # fmt: skip
     seen = set()
     for across in ("length n", "radius R"):
         choose(page, "scatter-fields", "across", across)
-        for colour in ("radius R", "length n", "layer", "head", "model", "text", "scope", "quantity"):
+        for colour, count in entries.items():
             choose(page, "scatter-fields", "colour", colour)
-            seen.add(page.evaluate("document.querySelector('#scatter-points').toDataURL()"))
-            assert page.locator("#scatter-legend li").count() == (
-                {"model": 2, "text": 2, "scope": 2, "quantity": 3}.get(colour, 0)
-            )
+            assert page.locator("#scatter-legend button").count() == count
+            seen.add(page.evaluate(PAINTED))
     assert len(seen) == 16
 
 
+def test_the_legend_takes_points_away_and_brings_them_back(page: Any) -> None:
+    said, layer = page.locator("#scatter-summary"), page.locator("#scatter-legend button")
+    assert layer.all_inner_texts() == ["layer 0", "layer 1", "layer 2"]
+    colours = layer.locator(".swatch").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).backgroundColor)"
+    )
+    assert len(set(colours)) == 3
+    before = page.evaluate(PAINTED)
+    layer.nth(1).click()
+    assert layer.nth(1).get_attribute("aria-pressed") == "false"
+    assert said.inner_text().startswith("40 measurements. 2 exponents. The least: layer ")
+    assert "layer 1" not in said.inner_text()
+    page.wait_for_function(f"{PAINTED} !== {json.dumps(before)}")
+    page.locator("#scatter").focus()
+    page.keyboard.press("Home")
+    seen = set()
+    for _ in range(40):
+        seen.add(re.search(r"layer \d", page.locator("#scatter-tip").inner_text()).group())
+        page.keyboard.press("ArrowUp")
+    assert seen == {"layer 0", "layer 2"}
+    for key in ("Enter", " "):  # brought back and taken away again
+        layer.nth(1).focus()
+        page.keyboard.press(key)
+        assert layer.nth(1).get_attribute("aria-pressed") == {"Enter": "true", " ": "false"}[key]
+    layer.nth(1).click()
+    assert said.inner_text().startswith("60 measurements. 3 exponents.")
+    page.wait_for_function(f"{PAINTED} === {json.dumps(before)}")
+    for place in range(3):
+        layer.nth(place).click()
+    assert said.inner_text() == "0 measurements."
+
+
 NUMBERS = re.compile(
-    r"n = (\d+), radius ([\d.]+).*?constant ([\d.e+-]+), interval ([\d.e+-]+) to ([\d.e+-]+)", re.S
+    r"sample (\d+)\s*n = (\d+), radius ([\d.]+).*?constant ([\d.e+-]+), interval ([\d.e+-]+) to ([\d.e+-]+)",
+    re.DOTALL,
 )
 
 
@@ -414,70 +456,117 @@ def tip(page: Any) -> tuple[float, ...] | None:
     """Read the numbers that the plot shows of a point."""
     if page.locator("#scatter-tip").is_hidden():
         return None
-    text = page.locator("#scatter-tip").inner_text()
-    found = NUMBERS.search(text)
-    assert found, text
-    (sample,) = re.findall(r"sample (\d+)", text)
-    return (int(sample), *(float(number) for number in found.groups()))
+    found = NUMBERS.search(page.locator("#scatter-tip").inner_text())
+    assert found, page.locator("#scatter-tip").inner_text()
+    return tuple(float(number) for number in found.groups())
 
 
-def test_a_point_that_is_pointed_at_says_its_numbers_and_lies_where_they_are(
-    page: Any, contents: Contents
-) -> None:
+def marked(page: Any) -> tuple[float, float]:
+    """Where the point is that the plot shows."""
+    box = page.locator("#scatter-mark").bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def test_keys_and_pointer_reach_every_point_where_its_numbers_are(page: Any, contents: Contents) -> None:
     rows = contents.measurements
     rows = rows[(rows["model"] == "other") & (rows["text"] == "prose") & (rows["scope"] == "attention")]
-    rows = rows[rows["layer"] == 2]
+    rows = rows[rows["layer"] == 2].set_index(["sample", "n"])
     choose(page, "scatter-fields", "layer", "layer 2")
-    page.locator("#scatter").scroll_into_view_if_needed()
-    box = page.locator("#scatter").bounding_box()
-    found = {}
-    for x in range(70, int(box["width"]) - 70, 25):
-        for y in range(30, int(box["height"]) - 50, 50):
-            page.mouse.move(box["x"] + x, box["y"] + y)
-            if (numbers := tip(page)) is not None:
-                found.setdefault(numbers, []).append((x, y))
-    assert len(found) >= 5
-    for sample, n, radius, value, lower, upper in found:
-        (row,) = rows[(rows["n"] == n) & (rows["sample"] == sample)].to_dict("records")
-        assert value == pytest.approx(row["lipschitz"], rel=1e-5)
-        assert lower == pytest.approx(row["lower"], rel=1e-5)
-        assert upper == pytest.approx(row["upper"], rel=1e-5)
-        assert radius == pytest.approx(row["radius_mean"], rel=1e-3)
-    places = np.array([np.mean(at, axis=0) for at in found.values()])
-    numbers = np.array(list(found))
-    assert np.corrcoef(places[:, 0], np.log(numbers[:, 1]))[0, 1] > 0.99
-    assert np.corrcoef(places[:, 1], np.log(numbers[:, 3]))[0, 1] < -0.95
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 20)
-    assert tip(page) is None
-
-
-def test_the_keyboard_reaches_the_menus_and_every_point(page: Any, contents: Contents) -> None:
     page.locator("#scatter-fields select").first.focus()
     reached = []
-    for _ in range(12):
+    for _ in range(8):
         reached.append(page.evaluate("document.activeElement.dataset.key || document.activeElement.id"))
-        if reached[-1] == "scatter":
-            break
         page.keyboard.press("Tab")
     assert reached == ["model", "text", "scope", "layer", "quantity", "across", "colour", "scatter"]
-    choose(page, "scatter-fields", "layer", "layer 0")
     page.locator("#scatter").focus()
-    said = page.locator("#scatter-said")
-    seen = set()
-    for key in ("Home", "ArrowRight", "ArrowRight", "ArrowRight"):
+    page.keyboard.press("Home")
+    found, places = [], []
+    for _ in range(20):
+        found.append(tip(page))
+        places.append(marked(page))
+        assert page.locator("#scatter-said").inner_text() == "; ".join(
+            page.locator("#scatter-tip > div").all_inner_texts()
+        )
+        page.keyboard.press("ArrowUp")
+    for sample, n, radius, *interval in found:
+        row = rows.loc[(sample, n)]
+        assert interval == pytest.approx(row[["lipschitz", "lower", "upper"]].tolist(), rel=1e-5)
+        assert radius == pytest.approx(row["radius_mean"], rel=1e-3)
+    assert len(set(found)) == 20
+    # Both axes are logarithmic: pixels are a line in the logarithms.
+    numbers, pixels = np.log(np.array(found)[:, [1, 3]]), np.array(places)
+    for axis, sign in ((0, 1), (1, -1)):
+        fit = np.polynomial.Polynomial.fit(numbers[:, axis], pixels[:, axis], 1)
+        assert np.abs(fit(numbers[:, axis]) - pixels[:, axis]).max() < 0.1
+        assert sign * fit.deriv()(0) > 0
+    for key, n in (("Home", 2), ("ArrowRight", 4), ("End", 16), ("ArrowLeft", 8)):
         page.keyboard.press(key)
-        for arrow in ["ArrowDown"] * 5 + ["ArrowUp"] * 5:
-            assert tip(page) is not None
-            seen.add((tip(page)[1], tip(page)[0]))
-            assert said.inner_text() == page.locator("#scatter-tip").inner_text().replace("\n", "; ")
-            page.keyboard.press(arrow)
-    assert seen == {(n, sample) for n in (2, 4, 8, 16) for sample in range(5)}
-    page.keyboard.press("End")
-    assert tip(page)[1] == 16
-    page.keyboard.press("PageUp")
-    assert tip(page)[1] == 2
+        assert tip(page)[1] == n
     page.keyboard.press("Escape")
     assert tip(page) is None
+    apart = np.hypot(*(pixels[:, None] - pixels).T) + 1000 * np.eye(20)
+    for place in np.flatnonzero(apart.min(axis=0) > 3)[:5]:
+        page.mouse.move(*pixels[place] + 1)
+        assert tip(page) == found[place]
+    page.mouse.move(5, 5)
+    assert tip(page) is None
+
+
+def press(page: Any, button: str) -> None:
+    page.get_by_role("button", name=button).press("Enter")
+    painted(page)
+    page.locator("#scatter").focus()
+
+
+def painted(page: Any) -> None:
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_a_part_of_the_plot_can_be_shown_larger(page: Any) -> None:
+    choose(page, "scatter-fields", "layer", "layer 2")
+    page.locator("#scatter").focus()
+
+    def ends() -> tuple[tuple[float, float], tuple[float, float]]:
+        found = []
+        for key in ("Home", "End"):
+            page.keyboard.press(key)
+            found.append(marked(page) if tip(page) else None)
+        return tuple(found)
+
+    whole = ends()
+    (left, _), (right, _) = whole
+    box = page.locator("#scatter").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(left + 20, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(right - 20, middle + 120, steps=4)
+    page.mouse.up()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Home")  # It is outside, so that the plot moves there.
+    page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
+    assert abs(marked(page)[0] - (left + right) / 2) < 60
+    page.mouse.dblclick(left + 40, middle)
+    painted(page)
+    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
+    page.keyboard.press("Escape")
+    press(page, "Zoom out")
+    assert ends()[0][0] > left + 50
+    assert ends()[1][0] < right - 50
+    press(page, "Show everything")
+    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
+    press(page, "Zoom in")  # around the point at the end
+    page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
+    assert abs(marked(page)[0] - (left + right) / 2) < 60
+
+
+def test_one_length_has_no_slopes(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    with opened(browser, plain_page(measured(lengths=(8,)), tmp_path)) as (page, heard):
+        assert page.locator("#scatter-summary").inner_text() == "15 measurements."
+        assert page.locator("#scatter-lines").is_hidden()
+        page.locator("#scatter").focus()
+        page.keyboard.press("Home")
+        assert "no exponent: fewer than 3 lengths to fit" in page.locator("#scatter-tip").inner_text()
+        assert_silent(page, heard)
 
 
 def test_the_tokens_are_shown_with_their_shares(page: Any) -> None:
@@ -517,18 +606,16 @@ def test_unconverged_and_vanishing_constants_are_said(
     rows.loc[first & (rows["sample"] == 1) & (rows["layer"] == 1), ["lipschitz", "lower", "upper"]] = 0.0
     level = first & (rows["layer"] == 2)
     rows.loc[level, ["lipschitz", "lower"]] = np.outer(3 * rows.loc[level, "n"] ** -1e-5, [1, 1])
-    file = tmp_path / "report.html"
-    changed = dataclasses.replace(contents, measurements=rows)
-    file.write_text(render(changed, exponents(rows), []), encoding="utf-8")
-    with opened(browser, file) as (page, heard):
-        said = page.locator("#scatter-summary").inner_text()
-        assert said.startswith(
+    with opened(browser, plain_page(dataclasses.replace(contents, measurements=rows), tmp_path)) as (
+        page,
+        heard,
+    ):
+        said = page.locator("#scatter-summary")
+        assert said.inner_text().startswith(
             "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
         )
         choose(page, "scatter-fields", "layer", "layer 2")
-        assert "Exponent of layer 2: 0.000, 95 % interval 0.000 to 0.000" in (
-            page.locator("#scatter-summary").inner_text()
-        )
+        assert "layer 2, exponent 0.000, 95 % interval 0.000 to 0.000" in said.inner_text()
         choose(page, "scatter-fields", "layer", "layer 0")
         page.locator("#scatter").focus()
         shown = set()
@@ -540,15 +627,11 @@ def test_unconverged_and_vanishing_constants_are_said(
 
 
 def test_published_values_alone_can_be_explored(browser: Any, contents: Contents, tmp_path: Path) -> None:
-    nothing = contents.measurements.iloc[:0]
-    alone = dataclasses.replace(contents, measurements=nothing)
     alone = dataclasses.replace(
-        alone, bounds=contents.bounds.iloc[:0], sensitivities=contents.sensitivities.iloc[:0]
+        measured(), measurements=contents.measurements.iloc[:0], published=contents.published
     )
-    file = tmp_path / "report.html"
-    file.write_text(render(alone, exponents(nothing), []), encoding="utf-8")
-    with opened(browser, file) as (page, heard):
-        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents")
+    with opened(browser, plain_page(alone, tmp_path)) as (page, heard):
+        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents.")
         assert page.locator("#sensitive, #bounds").count() == 0
         choose(page, "scatter-fields", "quantity", "as published")
         choose(page, "scatter-fields", "layer", "layer 1")
@@ -562,10 +645,10 @@ def test_tokens_that_are_not_together_the_text_stand_apart(
     browser: Any, contents: Contents, tmp_path: Path
 ) -> None:
     pieces = contents.sensitivities.assign(place=pd.NA)
-    file = tmp_path / "report.html"
-    changed = dataclasses.replace(contents, sensitivities=pieces)
-    file.write_text(render(changed, exponents(contents.measurements), []), encoding="utf-8")
-    with opened(browser, file) as (page, heard):
+    with opened(browser, plain_page(dataclasses.replace(contents, sensitivities=pieces), tmp_path)) as (
+        page,
+        heard,
+    ):
         spans = page.locator("#tokens-input.apart span")
         assert spans.count() == 16
         gap = (
@@ -624,64 +707,45 @@ def test_what_was_published_is_beside_what_is_right(page: Any, contents: Content
 
 
 def test_twenty_thousand_points_stay_responsive(browser: Any, contents: Contents, tmp_path: Path) -> None:
-    large = many(contents, 20_000)
-    file = tmp_path / "large.html"
-    file.write_text(render(large, exponents(large.measurements), []), encoding="utf-8")
-    with opened(browser, file) as (page, heard):
+    with opened(browser, plain_page(many(contents, 20_000), tmp_path)) as (page, heard):
         for key in ("model", "text", "scope", "quantity"):
             choose(page, "scatter-fields", key, f"every {key}")
         assert "20480 measurements" in page.locator("#scatter-summary").inner_text()
-        # From the choice to the end of the second frame after it: then it has been painted.
-        times = page.evaluate(
-            """async () => {
-              const menu = document.querySelector("#scatter-fields select[data-key='layer']");
-              const frame = () => new Promise(requestAnimationFrame);
-              const times = [];
-              for (let turn = 0; turn < 15; turn++) {
-                menu.value = ["0", "1", ""][turn % 3];
-                await frame();
-                const begun = performance.now();
-                menu.dispatchEvent(new Event("change"));
-                await frame();
-                await frame();
-                times.push(performance.now() - begun);
-              }
-              return times;
-            }"""
-        )
-        assert statistics.median(times) < 200, times
+        # Processor time of the page's thread, which does not depend on what else the machine does.
+        metrics = page.context.new_cdp_session(page)
+        metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def seconds() -> float:
+            found = metrics.send("Performance.getMetrics")["metrics"]
+            return next(metric["value"] for metric in found if metric["name"] == "TaskDuration")
+
+        begun = seconds()
+        for layer in ("layer 1", "every layer") * 4:
+            choose(page, "scatter-fields", "layer", layer)
+            painted(page)
+        chosen = seconds()
+        assert 0 < chosen - begun < 8 * 0.1
         box = page.locator("#scatter").bounding_box()
-        hover = page.evaluate(
-            """([x, y]) => {
-              const plot = document.querySelector("#scatter");
-              const begun = performance.now();
-              for (let turn = 0; turn < 20; turn++) {
-                plot.dispatchEvent(new PointerEvent("pointermove", { clientX: x + turn, clientY: y }));
-              }
-              return (performance.now() - begun) / 20;
-            }""",
-            [box["x"] + 400, box["y"] + 200],
-        )
-        assert hover < 50
+        for step in range(20):
+            page.mouse.move(box["x"] + 400 + step, box["y"] + 200)
+        assert 0 < seconds() - chosen < 20 * 0.01
         assert_silent(page, heard)
 
 
 @pytest.mark.parametrize("width", [320, 390])
 def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> None:
-    with opened(browser, file, viewport={"width": width, "height": 700}, is_mobile=True, has_touch=True) as (
-        page,
-        heard,
-    ):
+    phone = {"viewport": {"width": width, "height": 700}, "is_mobile": True, "has_touch": True}
+    with opened(browser, file, **phone) as (page, heard):
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        page.locator("#scatter").scroll_into_view_if_needed()
-        box = page.locator("#scatter").bounding_box()
-        for step in range(20):
-            page.touchscreen.tap(box["x"] + 70 + (width - 180) * step / 20, box["y"] + 150)
-            if (numbers := tip(page)) is not None:
-                break
-        assert numbers is not None
-        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.locator("#scatter").focus()
+        for key in ("Home", "ArrowRight", "End"):
+            page.keyboard.press(key)
+            place, numbers = marked(page), tip(page)
+            page.keyboard.press("Escape")
+            page.touchscreen.tap(*place)
+            assert tip(page)[1] == numbers[1]
+            assert page.evaluate("document.documentElement.scrollWidth") == width
         assert_silent(page, heard)
 
 
@@ -706,7 +770,10 @@ CONTRASTS = """() => {
   };
   const ground = (node) => node === null ? [255, 255, 255]
     : over(parse(getComputedStyle(node).backgroundColor), ground(node.parentElement));
-  const found = [];
+  const ratio = (one, under) => {
+    const [text, back] = [light(over(parse(one), under)), light(under)];
+    return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+  };
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const seen = new Map();
   while (walker.nextNode()) {
@@ -716,43 +783,28 @@ CONTRASTS = """() => {
     const under = ground(node);
     const key = style.color + under;
     if (seen.has(key)) continue;
-    const text = light(over(parse(style.color), under)), back = light(under);
-    const ratio = (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
-    seen.set(key, [ratio, node.tagName + '.' + node.className, style.color, String(under)]);
+    seen.set(key, [ratio(style.color, under), `${node.tagName}.${node.className}`, style.color, `${under}`]);
   }
-  return [...seen.values()];
+  const paper = ground(document.body);
+  const swatches = [...document.querySelectorAll('.swatch')];
+  return [[...seen.values()], swatches.map((one) => ratio(getComputedStyle(one).backgroundColor, paper))];
 }"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_words_can_be_read_in_light_and_dark(browser: Any, file: Path, scheme: str) -> None:
+def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, scheme: str) -> None:
     with opened(browser, file, color_scheme=scheme) as (page, heard):
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         choose(page, "tokens-fields", "n", "n = 16")
-        found = page.evaluate(CONTRASTS)
-        assert len(found) > 8
-        assert [words for words in found if words[0] < 4.5] == []
+        choose(page, "scatter-fields", "colour", "radius R")
+        words, points = page.evaluate(CONTRASTS)
+        assert len(words) > 8
+        assert [found for found in words if found[0] < 4.5] == []
+        assert len(points) == 8
+        assert min(points) > 3
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         assert dark == (scheme == "dark")
         assert_silent(page, heard)
-
-
-def test_markers_can_be_told_from_the_paper() -> None:
-    assets = Path(__file__).parents[1] / "src" / "howsmooth" / "study" / "templates" / "report"
-    script = (assets / "colours.js").read_text(encoding="utf-8")
-
-    def brightness(colour: str) -> float:
-        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    for scheme, paper in (("light", "#ffffff"), ("dark", "#14181f")):
-        (line,) = re.findall(rf"{scheme}: \[(.*)\]", script)
-        colours = re.findall(r"#[0-9a-f]{6}", line)
-        assert len(colours) == 8
-        for colour in colours:
-            ends = sorted((brightness(colour), brightness(paper)))
-            assert (ends[1] + 0.05) / (ends[0] + 0.05) >= 3, colour
 
 
 def test_without_a_script_the_figures_and_tables_stay(browser: Any, file: Path) -> None:
@@ -784,7 +836,7 @@ def test_on_paper_everything_is_unfolded_and_what_needs_a_hand_is_gone(page: Any
 
 def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
     names = HOSTILE[:5]
-    found = with_all(measured(tmp_path, models=names[:2], texts=names[2::2]), HOSTILE)
+    found = with_all(measured(names[:2], names[2::2]), HOSTILE)
     found.measurements["masking"] = HOSTILE[1]
     found.bounds["name"] = [HOSTILE[place % len(HOSTILE)][:400] for place in range(len(found.bounds))]
     found.bounds["source"] = HOSTILE[1] * 20

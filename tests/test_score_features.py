@@ -20,8 +20,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.models.parameter_files import save_parameters
-from howsmooth.published.maps import DropoutAttention, unmasked
-from howsmooth.published.slices import wrong_slices
+from howsmooth.paper.published.maps import DropoutAttention, unmasked, wrong_slices
 from howsmooth.spectral import to_dense
 from howsmooth.study.sources import shortened
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens

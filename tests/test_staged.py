@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -26,9 +27,10 @@ from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, cached_bytes, closed_form_jacobian, has_closed_form
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.published.maps import unmasked
+from howsmooth.paper.published.maps import unmasked
 from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
+from tests._selection import others_slow
 
 N, D, HEADS, KEY, VALUE = 6, 5, 4, 4, 3
 Body = Callable[["Parameters", Tensor, Core], Tensor]
@@ -243,8 +245,13 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["cached", "streamed"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "streamed"),
+    others_slow(
+        itertools.product(CASES, (False, True)),
+        list(zip(CASES, itertools.cycle((False, True)), strict=False)),
+    ),
+)
 def test_value_and_jacobian_are_those_of_the_layer_written_out(name: str, streamed: bool) -> None:
     f, x = CASES[name](), tokens(100, N, D)
     torch.testing.assert_close(f(x), naive(f)(x), rtol=1e-13, atol=1e-13)
@@ -378,9 +385,15 @@ def test_wider_scopes_are_compositions() -> None:
         ).abs().max() <= 1e-13 * exact.abs().max()
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["probabilities fit", "they do not"])
 @pytest.mark.parametrize(
-    "name", ["norms of queries and keys, causal", "windows with masks and biases", "differential"]
+    ("name", "fits"),
+    others_slow(
+        itertools.product(
+            ("norms of queries and keys, causal", "windows with masks and biases", "differential"),
+            (True, False),
+        ),
+        [("norms of queries and keys, causal", True), ("differential", False)],
+    ),
 )
 def test_single_precision_has_an_interval_that_holds(
     name: str, fits: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""A study on a real Dask cluster: two worker processes, one of them killed in the middle."""
+"""A study on a Dask cluster; slowly one of two worker processes, one of them killed in the middle."""
 
 from __future__ import annotations
 
@@ -13,20 +13,45 @@ import pytest
 from distributed import Client, LocalCluster
 
 from howsmooth.errors import WorkerError
-from howsmooth.study.executors import opened_executor
-from howsmooth.study.run import run
-from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
-from tests._study import make_plan, make_tools, rows_of
+from howsmooth.study import runner
+from howsmooth.study.executors import opened_executor, workers_of
+from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
+from tests._study import make_plan, make_tools, rows_of, run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 ROOT = Path(__file__).resolve().parents[1]
+PLAN = make_plan(lengths=tuple(range(1, 9)), scopes=("attention", "head"))
 
 
 @pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[object, ...]]:
+    """What the plan gives without workers."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(PLAN, folder, make_tools()[0])
+    return rows_of(folder)
+
+
+@pytest.fixture
 def scheduler() -> Iterator[str]:
+    """A scheduler in this process, without workers."""
     with LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as cluster:
         yield cluster.scheduler_address
+
+
+def test_a_cluster_gives_the_same_store(
+    tmp_path: Path, whole: set[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is of this process, with two threads that share what the runner keeps."""
+    monkeypatch.setattr(runner, "_kept", (None, None))
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
+        opened_executor("dask", scheduler=cluster.scheduler_address) as executor,
+    ):
+        assert workers_of(executor) == 1
+        outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor)
+    assert rows_of(tmp_path / "out") == whole
+    assert (outcome.measured, outcome.failed) == (len(whole), 0)
 
 
 def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
@@ -46,31 +71,30 @@ def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
-    scheduler: str, tmp_path: Path
+    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]]
 ) -> None:
-    plan = make_plan(lengths=tuple(range(1, 9)), scopes=("attention", "head"))
-    whole = tmp_path / "whole"
-    run(plan, whole, make_tools()[0])
     notes = tmp_path / "notes"
     notes.mkdir()
     workers = [start_worker(scheduler, notes) for _ in range(2)]
-    # It dies with what it had measured and not sent.
-    tools = spread_tools(measure=dies_once_after_five)
     try:
         with Client(scheduler, set_as_default=False) as client:
-            client.wait_for_workers(2, timeout=60)
-        with opened_executor("dask", scheduler=scheduler) as executor:
-            outcome = run(plan, tmp_path / "out", tools, executor=executor, threads=1)
+            client.wait_for_workers(2, timeout=120)
+        with (
+            opened_executor("dask", scheduler=scheduler) as executor,
+            stand_ins_sent(dies_once_after_five),  # with what it had measured and not sent
+        ):
+            outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, threads=1)
         codes = [worker.poll() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
     assert sorted(codes, key=str) == [-signal.SIGKILL, None]
-    assert rows_of(tmp_path / "out") == rows_of(whole)  # which fails if one is there twice
-    assert (outcome.measured, outcome.failed) == (len(rows_of(whole)), 0)
-    done = noted(notes, "measured")
+    assert rows_of(tmp_path / "out") == whole  # which fails if one is there twice
+    assert (outcome.measured, outcome.failed) == (len(whole), 0)
+    done = noted(notes)
     assert set(done) == {worker.pid for worker in workers}
     # What the killed one had measured and not sent was measured again by the other.
     assert sum(one.total() for one in done.values()) > outcome.measured

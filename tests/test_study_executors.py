@@ -1,12 +1,15 @@
-"""A study on threads and processes: the same rows as without, whatever happens to the workers."""
+"""A study on workers: the same rows as without, whatever happens to them."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +19,21 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, WorkerError
-from howsmooth.study.executors import Threads, opened_executor
-from howsmooth.study.plan import ModelSpec
-from howsmooth.study.progress import Progress
-from howsmooth.study.run import run
-from howsmooth.study.store import Store
-from howsmooth.study.workers import _sendable
-from tests._spread import (
-    FOLDER,
-    dies_once_at_five,
-    dies_once_at_five_and_always_at_eight,
-    fails_at_four,
-    loads_once,
-    noted,
-    spread_tools,
-)
-from tests._study import make_plan, make_tools, rows_of
-
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
+from howsmooth.study import runner
+from howsmooth.study.executors import opened_executor, threads_each
+from howsmooth.study.run import _with_memory_shared
+from howsmooth.study.runner import Means, _sendable
+from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
+from tests._study import Heard, Tools, contents_of, make_plan, make_tools, rows_of, run
 
 LENGTHS = tuple(range(1, 9))
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where workers note what they do."""
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    monkeypatch.setenv(FOLDER, str(notes))
-    return notes
+def no_models_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of this process are workers that keep the models of the test before."""
+    monkeypatch.setattr(runner, "_kept", (None, None))
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +45,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def everything(out: Path) -> Any:
-    with Store.open(out, write=False) as store:
-        contents = store.contents()
-    bounds = contents.bounds.drop(columns=["run"])
-    shares = contents.sensitivities.drop(columns=["run"])
-    return (
-        rows_of(out),
-        {tuple(map(str, row)) for row in bounds.itertuples(index=False)},
-        {tuple(map(str, row)) for row in shares.itertuples(index=False)},
+    contents = contents_of(out)
+    bounds, shares = (
+        {tuple(map(str, row)) for row in table.drop(columns="run").itertuples(index=False)}
+        for table in (contents.bounds, contents.sensitivities)
     )
+    return rows_of(out), bounds, shares
 
 
-class Kept(Executor):
-    """An executor of somebody else's: it says nothing about itself."""
+def failing(layer: int = 1, n: int = 4) -> Tools:
+    """Stand-ins whose estimate fails at one layer and length."""
+    tools = make_tools()[0]
+
+    def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
+        if (function.layer, x.shape[1]) == (layer, n):
+            raise NonFiniteError("X", expected="finite values", got="nan")
+        return tools.measure(function, x, **options)
+
+    return replace(tools, measure=measure)
+
+
+class Sent(Executor):
+    """An executor of somebody else's, which says nothing about itself, as if on another machine."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        # As if sent to another machine.
         return self._pool.submit(_called, pickle.dumps((fn, args)))
 
 
@@ -84,113 +80,143 @@ def _called(sent: bytes) -> Any:
     return function(*arguments)
 
 
-@pytest.mark.parametrize("executor", [Threads(3), Kept()], ids=["threads", "foreign"])
-def test_workers_give_the_same_store(executor: Executor, tmp_path: Path, whole: Any) -> None:
-    told: list[Progress] = []
+@pytest.mark.parametrize("executor", [ThreadPoolExecutor(3), Sent()], ids=["threads", "foreign"])
+def test_workers_give_the_same_store(
+    executor: Executor, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
+    heard = Heard()
     plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
-    outcome = run(plan, tmp_path / "out", spread_tools(), executor=executor, on_progress=told.append)
+    outcome = run(plan, tmp_path / "out", make_tools()[0], executor=executor, listener=heard)
     assert everything(tmp_path / "out") == whole
     assert outcome.measured == len(whole[0])
-    assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
-    assert [one.done for one in told] == sorted(one.done for one in told)
+    counts = [int(words.split(" of ")[0]) for _, _, words in heard.told if not words.endswith("bounds")]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(whole[0])
+    assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
 
 
-def test_a_process_that_dies_is_replaced_and_the_store_is_the_same(
-    tmp_path: Path, folder: Path, whole: Any
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes by forking")
+def test_a_process_that_dies_ends_the_run_and_what_came_is_kept(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
-    with opened_executor("processes", workers=1) as executor:
-        outcome = run(
-            plan, tmp_path / "out", spread_tools(measure=dies_once_at_five), executor=executor, threads=1
-        )
-    assert (folder / "died").exists()
+    tools, context = spread_tools(dies_once_after_five), multiprocessing.get_context("fork")
+    with (
+        ProcessPoolExecutor(1, mp_context=context) as executor,
+        pytest.raises(WorkerError, match=r"the workers were lost.*run the same"),
+    ):
+        run(plan, tmp_path / "out", tools, executor=executor, threads=1)
+    before = rows_of(tmp_path / "out")
+    assert before
+    assert before < whole[0]
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        outcome = run(plan, tmp_path / "out", tools, executor=executor, threads=1)
     assert everything(tmp_path / "out") == whole
-    assert (outcome.measured, outcome.failed) == (len(whole[0]), 0)
-    # The one that died and the one in its place; neither is this process.
-    assert len(noted(folder, "measured").keys() - {os.getpid()}) == 2
-    assert os.getpid() not in noted(folder, "measured")
-
-
-@pytest.mark.slow
-def test_what_kills_every_process_fails_alone(tmp_path: Path, folder: Path, whole: Any) -> None:
-    plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"), bounds=False)
-    tools = spread_tools(measure=dies_once_at_five_and_always_at_eight)
-    with opened_executor("processes", workers=2) as executor:
-        outcome = run(plan, tmp_path / "out", tools, executor=executor, threads=1, keep_going=True)
-    assert (folder / "died").exists()
-    assert rows_of(tmp_path / "out") == {row for row in whole[0] if row[5] != 8}
-    # Of n = 8 the two scopes failed, each with five samples.
-    assert (outcome.measured, outcome.failed) == (7 * 5 * (3 + 6), 2 * 5)
-    with Store.open(tmp_path / "out", write=False) as store:
-        failures = store.failures()
-    assert set(failures["kind"]) == {"WorkerError"}
-    assert set(failures["n"]) == {8}
-    assert "memory" in outcome.first_failure
+    assert (outcome.measured, outcome.failed) == (len(whole[0]) - len(before), 0)
+    # The one that died and another one; neither is this process.
+    assert len(noted(tmp_path).keys() - {os.getpid()}) == len(noted(tmp_path)) == 2
 
 
 def test_failures_on_workers_are_recorded_as_they_are_here(tmp_path: Path) -> None:
-    tools = spread_tools(measure=fails_at_four)
-    outcomes = [
-        run(make_plan(), tmp_path / name, tools, executor=executor, keep_going=True)
-        for name, executor in (("here", None), ("there", Threads(2)))
-    ]
+    with ThreadPoolExecutor(2) as executor:
+        outcomes = [
+            run(make_plan(), tmp_path / name, failing(), executor=workers, keep_going=True)
+            for name, workers in (("here", None), ("there", executor))
+        ]
     assert outcomes[0].failed == outcomes[1].failed == 5
     assert outcomes[0].first_failure == outcomes[1].first_failure
-    assert failures_of(tmp_path / "here").equals(failures_of(tmp_path / "there"))
+    here, there = failures_of(tmp_path / "here"), failures_of(tmp_path / "there")
+    pd.testing.assert_frame_equal(here, there)
     assert rows_of(tmp_path / "here") == rows_of(tmp_path / "there")
 
 
 def failures_of(folder: Path) -> pd.DataFrame:
-    with Store.open(folder, write=False) as store:
-        table = store.failures().sort_values("sample", ignore_index=True)
+    table = contents_of(folder).failures.sort_values("sample", ignore_index=True)
     return table[["model", "text", "scope", "layer", "head", "n", "sample", "kind", "error", "what"]]
 
 
 def test_without_keep_going_a_failure_on_a_worker_ends_the_run(tmp_path: Path) -> None:
-    tools = spread_tools(measure=fails_at_four)
-    with pytest.raises(NonFiniteError, match="finite values"):
-        run(make_plan(), tmp_path, tools, executor=Threads(1))
-    # Of the batch that failed, what came before is kept.
-    assert {(row[3], row[5]) for row in rows_of(tmp_path)} >= {(0, 2), (1, 2), (2, 2), (0, 4)}
-    run(make_plan(), tmp_path, spread_tools(), executor=Threads(1))
-    assert rows_of(tmp_path) == rows_of_plan(tmp_path / "whole")
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(NonFiniteError, match="finite values"):
+            run(make_plan(), tmp_path / "a", failing(), executor=executor)
+        # Of the batch that failed, what came before is kept.
+        assert {(row[3], row[5]) for row in rows_of(tmp_path / "a")} >= {(0, 2), (1, 2), (2, 2), (0, 4)}
+        run(make_plan(), tmp_path / "a", make_tools()[0], executor=executor)
+    run(make_plan(), tmp_path / "whole", make_tools()[0])
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "whole")
 
 
-def rows_of_plan(folder: Path) -> Any:
-    run(make_plan(), folder, make_tools()[0])
-    return rows_of(folder)
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_bound_that_fails_ends_nothing_anywhere(tmp_path: Path, spread: bool) -> None:
+    tools = make_tools()[0]
+
+    def bound(site: Any) -> Any:
+        if site.head == 0:
+            raise MemoryError("No room.")
+        return tools.bound(site)
+
+    executor = ThreadPoolExecutor(2) if spread else None
+    plan = make_plan(scopes=("head",), lengths=(2,))
+    outcome = run(plan, tmp_path, replace(tools, bound=bound), executor=executor)
+    assert (outcome.made["bounds"], outcome.failed) == (3, 3)
 
 
-def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path, folder: Path) -> None:
-    tools = spread_tools(load_model=loads_once)
-    specs = (ModelSpec("small"),)
-    outcome = run(make_plan(models=specs), tmp_path, tools, executor=Threads(1), keep_going=True)
+def test_a_model_that_no_worker_can_load_is_one_failure(tmp_path: Path) -> None:
+    tools = make_tools()[0]
+
+    def load(name: str, **options: Any) -> Any:
+        """Load for the checks before the run, and not for a worker."""
+        if threading.current_thread() is threading.main_thread():
+            return tools.load_model(name, **options)
+        raise ModelError("model: it went away.")
+
+    with ThreadPoolExecutor(1) as executor:
+        changed = replace(tools, load_model=load)
+        outcome = run(make_plan(), tmp_path, changed, executor=executor, keep_going=True)
     assert (outcome.measured, outcome.failed) == (0, 1)
     assert "went away" in outcome.first_failure
 
 
-def test_interrupted_it_keeps_what_came_and_goes_on(tmp_path: Path, whole: Any) -> None:
+def test_interrupted_it_keeps_what_came_and_goes_on(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
     plan = make_plan(lengths=LENGTHS, scopes=("attention", "head"))
 
-    def interrupt(progress: Progress) -> None:
-        if progress.done >= 60:
+    def interrupt(words: str) -> None:
+        if int(words.split(" of ")[0]) >= 60:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), opened_executor("threads", workers=2) as executor:
-        run(plan, tmp_path, spread_tools(), executor=executor, on_progress=interrupt)
-    kept = rows_of(tmp_path)
-    assert 60 <= len(kept) < len(whole[0])
-    with opened_executor("threads", workers=2) as executor:
-        outcome = run(plan, tmp_path, spread_tools(), executor=executor)
+    with ThreadPoolExecutor(2) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, tmp_path, make_tools()[0], executor=executor, listener=Heard(interrupt))
+        kept = rows_of(tmp_path)
+        assert 60 <= len(kept) < len(whole[0])
+        outcome = run(plan, tmp_path, make_tools()[0], executor=executor)
     assert outcome.measured == len(whole[0]) - len(kept)
     assert everything(tmp_path) == whole
 
 
-def test_workers_that_are_gone_for_good_end_the_run_with_a_sentence(tmp_path: Path) -> None:
-    executor = Gone()
-    with pytest.raises(WorkerError, match="run the same again"):
-        run(make_plan(bounds=False), tmp_path, spread_tools(), executor=executor)
-    assert len(rows_of(tmp_path)) == 15
+class Gone(Executor):
+    """Carries out one task, and then its workers are lost."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._calls += 1
+        if self._calls > 1:
+            raise BrokenExecutor("all are gone")
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def test_workers_that_are_gone_end_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"the workers were lost .all are gone.*run the same again"):
+        run(make_plan(bounds="none"), tmp_path, make_tools()[0], executor=Gone())
 
 
 class Broken(Executor):
@@ -203,35 +229,63 @@ class Broken(Executor):
 
 
 def test_what_an_executor_fails_at_is_a_failure_of_the_task(tmp_path: Path) -> None:
-    outcome = run(make_plan(), tmp_path / "on", spread_tools(), executor=Broken(), keep_going=True)
+    outcome = run(make_plan(), tmp_path / "on", make_tools()[0], executor=Broken(), keep_going=True)
     assert (outcome.measured, outcome.failed) == (0, 15)
     assert outcome.first_failure == "RuntimeError: no way"
     with pytest.raises(WorkerError, match="RuntimeError: no"):
-        run(make_plan(), tmp_path / "off", spread_tools(), executor=Broken())
-
-
-class Gone(Executor):
-    """Carries out one task, and then its workers are lost."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._calls += 1
-        if self._calls > 3:
-            raise BrokenExecutor("all are gone")
-        future: Future[Any] = Future()
-        if self._calls == 1:
-            future.set_result(fn(*args, **kwargs))
-        else:
-            future.set_exception(BrokenExecutor("one is gone"))
-        return future
+        run(make_plan(), tmp_path / "off", make_tools()[0], executor=Broken())
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.workers.version", lambda name: "0.0.1")
-    with pytest.raises(WorkerError, match=r"a worker has howsmooth 0\.0\.1"):
-        run(make_plan(), tmp_path, spread_tools(), executor=Threads(1))
+    versions = itertools.count(1)
+    monkeypatch.setattr(runner, "version", lambda name: f"0.0.{next(versions)}")
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(WorkerError, match=r"a worker has howsmooth 0"),
+    ):
+        run(make_plan(), tmp_path, make_tools()[0], executor=executor)
+
+
+def test_threads_of_one_worker_do_one_task_at_a_time(tmp_path: Path) -> None:
+    """As those of a Dask worker, they share the settings of PyTorch and the model."""
+    inside, most = 0, 0
+
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.005)
+            inside -= 1
+            return function(*arguments, **options)
+
+        return watched
+
+    tools = make_tools()[0]
+    shared = replace(
+        tools, capture=alone(tools.capture), measure=alone(tools.measure), bound=alone(tools.bound)
+    )
+    with ThreadPoolExecutor(4) as executor:
+        run(make_plan(), tmp_path, shared, executor=executor)
+    assert most == 1
+
+
+def test_attention_in_closed_form_leaves_the_settings_of_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What threads do at the same time must not choose an attention kernel for all of them."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("a setting of the whole process")
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, 6, generator=generator) for _ in range(3)]
+    attention = hs.SelfAttention(*parts, torch.randn(6, 6, generator=generator), causal=True)
+    x = torch.randn(2, 40, 6, generator=generator)
+    monkeypatch.setattr("torch.nn.attention.sdpa_kernel", refuse)
+    monkeypatch.setattr("howsmooth.attention.core.sdpa_kernel", refuse)
+    monkeypatch.setattr("torch.manual_seed", refuse)
+    assert bool(hs.local_lipschitz(attention, x).converged.all())
 
 
 def test_an_error_that_cannot_travel_comes_as_words() -> None:
@@ -257,58 +311,34 @@ def test_errors_travel_between_processes(error: HowsmoothError) -> None:
     assert vars(again) == vars(error)
 
 
-def test_threads_do_one_at_a_time_what_they_share(tmp_path: Path) -> None:
-    inside, most = 0, 0
-
-    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any, **options: Any) -> Any:
-            nonlocal inside, most
-            inside += 1
-            most = max(most, inside)
-            time.sleep(0.005)
-            inside -= 1
-            return function(*arguments, **options)
-
-        return watched
-
-    tools = spread_tools()
-    assert tools.bound is not None
-    # What is measured here is no attention in closed form, so that it may change settings too.
-    shared = replace(
-        tools, capture=alone(tools.capture), measure=alone(tools.measure), bound=alone(tools.bound)
-    )
-    run(make_plan(), tmp_path, shared, executor=Threads(4))
-    assert most == 1
-    assert rows_of(tmp_path) == rows_of_plan(tmp_path / "whole")
+# ---- what processes of one machine share
 
 
-def test_attention_in_closed_form_leaves_the_settings_of_the_process_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What threads do at the same time must not choose an attention kernel for all of them."""
-
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("a setting of the whole process")
-
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(2, 3, 6, generator=generator) for _ in range(3)]
-    attention = hs.SelfAttention(*parts, torch.randn(6, 6, generator=generator), causal=True)
-    x = torch.randn(2, 40, 6, generator=generator)
-    monkeypatch.setattr("torch.nn.attention.sdpa_kernel", refuse)
-    monkeypatch.setattr("howsmooth.attention.core.sdpa_kernel", refuse)
-    monkeypatch.setattr("torch.manual_seed", refuse)
-    assert bool(hs.local_lipschitz(attention, x).converged.all())
+def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.run.memory_budget", lambda *_: 1000)
+    monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 9)
+    plan, several = make_plan(), Means(executor=ProcessPoolExecutor(4))
+    assert _with_memory_shared(plan, several).memory == 250
+    assert _with_memory_shared(plan, Means()).memory is None
+    assert _with_memory_shared(replace(plan, memory=70), several).memory == 70
+    assert threads_each(several.executor, None) == 2
+    assert threads_each(several.executor, 5) == 5
+    assert threads_each(ThreadPoolExecutor(4), None) is threads_each(None, None) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("ray", {}, "executor: expected one of threads, processes, dask, got 'ray'"),
-        (None, {"workers": 2}, "workers: expected --executor threads or --executor processes beside it"),
-        ("dask", {"workers": 2, "scheduler": "tcp://x:1"}, "are started beside its scheduler"),
-        ("threads", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
+        ("ray", {}, "executor: expected one of processes, dask, got 'ray'"),
+        (None, {"workers": 2}, "workers: expected the executor processes beside it, got no executor"),
+        (
+            "dask",
+            {"workers": 2, "scheduler": "tcp://x:1"},
+            "workers: expected the executor processes beside it, got the executor dask",
+        ),
+        ("processes", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
         ("processes", {"workers": 5000}, "workers: expected a number from 1 to 1024, got 5000"),
-        ("threads", {"scheduler": "tcp://x:1"}, "scheduler: expected --executor dask beside it"),
+        ("processes", {"scheduler": "tcp://x:1"}, "scheduler: expected the executor dask beside it"),
         ("dask", {}, "scheduler: expected the address of a Dask scheduler, got none"),
     ],
 )

@@ -12,17 +12,24 @@ import torch
 
 from howsmooth.errors import CaptureError, ModelError, NonFiniteError, StoreError, TextError
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.progress import Progress
 from howsmooth.study.publish import publish
-from howsmooth.study.run import run
 from howsmooth.study.store import Store
-from howsmooth.study.tools import Tools
-from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
+from tests._study import (
+    FakeModel,
+    Heard,
+    Tools,
+    contents_of,
+    digest,
+    make_plan,
+    make_tools,
+    rows_of,
+    run,
+    words,
+)
 
 
 def failures_of(folder: Path) -> pd.DataFrame:
-    with Store.open(folder, write=False) as store:
-        return store.failures()
+    return contents_of(folder).failures
 
 
 def whole(folder: Path, **changes: Any) -> set[tuple[Any, ...]]:
@@ -45,12 +52,11 @@ def with_bad_measure(bad: Any, error: Exception) -> Tools:
 def test_one_layer_fails_and_the_rest_goes_on(tmp_path: Path) -> None:
     error = NonFiniteError("X", expected="finite values", got="nan")
     tools = with_bad_measure(lambda layer, n, first: layer == 1 and n == 4, error)
-    told: list[Progress] = []
-    outcome = run(make_plan(), tmp_path, tools, keep_going=True, on_progress=told.append)
+    heard = Heard()
+    outcome = run(make_plan(bounds="none"), tmp_path, tools, keep_going=True, listener=heard)
     assert (outcome.measured, outcome.failed) == (40, 5)
     assert outcome.first_failure == "X: expected finite values, got nan."
-    assert told[-1].failed == 5
-    assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
+    assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
     assert {(row[4 - 1], row[5]) for row in rows_of(tmp_path)} == {
         (k, n) for k in range(3) for n in (2, 4, 8)
     } - {(1, 4)}
@@ -59,7 +65,6 @@ def test_one_layer_fails_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert set(table["layer"]) == {1}
     assert set(table["n"]) == {4}
     assert set(table["kind"]) == {"NonFiniteError"}
-    assert table["resolved"].isna().all()
     assert table["happened"].str.startswith("20").all()
     assert table["detail"].str.contains("in measure").all()
 
@@ -69,11 +74,11 @@ def test_what_failed_is_tried_again_and_resolved(tmp_path: Path) -> None:
     run(make_plan(), tmp_path / "a", tools, keep_going=True)
     assert set(failures_of(tmp_path / "a")["error"]) == {"no reason given"}
     run(make_plan(), tmp_path / "a", tools, keep_going=True)
-    assert len(failures_of(tmp_path / "a")) == 30  # tried again, failed again
+    assert len(failures_of(tmp_path / "a")) == 15  # tried again, failed again: the latest is kept
     outcome = run(make_plan(), tmp_path / "a", make_tools()[0], keep_going=True)
-    assert (outcome.measured, outcome.kept, outcome.failed) == (15, 30, 0)
+    assert (outcome.measured, outcome.there, outcome.failed) == (15, 30, 0)
     assert rows_of(tmp_path / "a") == whole(tmp_path / "b")
-    assert failures_of(tmp_path / "a")["resolved"].notna().all()
+    assert failures_of(tmp_path / "a").empty
     assert run(make_plan(), tmp_path / "a", make_tools()[0]).measured == 0
 
 
@@ -104,7 +109,7 @@ def test_a_layer_that_cannot_be_captured(tmp_path: Path) -> None:
     assert table[["layer", "n"]].to_numpy().tolist() == [[0, 2], [0, 4], [0, 8]]
     assert table["sample"].isna().all()
     run(make_plan(), tmp_path, make_tools()[0], keep_going=True)
-    assert failures_of(tmp_path)["resolved"].notna().all()
+    assert failures_of(tmp_path).empty
 
 
 def test_a_model_that_cannot_be_loaded_stops_no_other(tmp_path: Path) -> None:
@@ -118,8 +123,8 @@ def test_a_model_that_cannot_be_loaded_stops_no_other(tmp_path: Path) -> None:
     assert table["kind"].tolist() == ["ModelError", "ArgumentError"]
     models |= {"missing": FakeModel(fingerprint=digest("found")), "short": FakeModel()}
     outcome = run(plan, tmp_path, make_tools(models=models)[0], keep_going=True)
-    assert (outcome.measured, outcome.kept, outcome.failed) == (90, 45, 0)
-    assert failures_of(tmp_path)["resolved"].notna().all()
+    assert (outcome.measured, outcome.there, outcome.failed) == (90, 45, 0)
+    assert failures_of(tmp_path).empty
 
 
 def test_a_text_too_short_for_one_model_stops_no_other(tmp_path: Path) -> None:
@@ -131,13 +136,13 @@ def test_a_text_too_short_for_one_model_stops_no_other(tmp_path: Path) -> None:
 
 def test_a_model_that_changed_is_tried_once_only(tmp_path: Path) -> None:
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
-    tools, _ = make_tools(models=models)
 
-    def change(progress: Progress) -> None:
+    def change(calls: int) -> None:
         models["other"] = FakeModel(fingerprint=digest("changed"))
 
+    tools, _ = make_tools(models=models, before_measure=change)
     plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
-    outcome = run(plan, tmp_path, tools, keep_going=True, on_progress=change)
+    outcome = run(plan, tmp_path, tools, keep_going=True)
     assert (outcome.measured, outcome.failed) == (45, 1)
     assert failures_of(tmp_path)["n"].isna().all()
 
@@ -164,7 +169,7 @@ def test_a_store_that_cannot_be_written_stops_everything(
     def full(self: Store, *arguments: Any, **options: Any) -> None:
         raise StoreError("database or disk is full.")
 
-    monkeypatch.setattr(Store, "fail", full)
+    monkeypatch.setattr(Store, "add", full)
     tools = with_bad_measure(lambda layer, n, first: (layer, n) == (1, 4), ModelError("No."))
     with pytest.raises(StoreError, match="disk is full"):
         run(make_plan(), tmp_path, tools, keep_going=True)

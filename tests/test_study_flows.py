@@ -14,54 +14,59 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXModel
 
 import howsmooth as hs
 from howsmooth.dynamics import Sphere, flow
-from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
+from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
-from howsmooth.study.flows.metrics import measure_frames
-from howsmooth.study.flows.opening import System, open_system
+from howsmooth.study.flows.frames import frames
+from howsmooth.study.flows.integration import Integration
+from howsmooth.study.flows.opening import open_system
 from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.flows.publish import publish_flow
-from howsmooth.study.flows.run import FlowOutcome, FlowTools, flow_tools, run_flow
-from howsmooth.study.flows.store import FlowStore
+from howsmooth.study.flows.publish import PublishedFlow, measure_frames, publish_flow, view_of
+from howsmooth.study.flows.run import run_flow
 from howsmooth.study.flows.systems import SYSTEMS, build_system
-from howsmooth.study.tools import default_tools
-from tests._sources import SmallModel, small_tools
-from tests._sources import norm as small_norm
+from howsmooth.study.plan import derive_seed
+from howsmooth.study.progress import Outcome, Silent
+from howsmooth.study.records import Ending, GrowthRow
+from howsmooth.study.store import Store
+from tests._cases import random_attention, tokens
 
 SMALL: dict[str, Any] = {"source": "random", "tokens": 7, "dimension": 3, "until": 1.0, "frames": 5}
 
 
-def opened(plan: FlowPlan) -> System:
-    return open_system(plan, small_tools())
+def small(**changes: Any) -> FlowPlan:
+    return FlowPlan(**(SMALL | {"animation": "none"} | changes))
 
 
-class Counting:
-    """The library's tools, with a count of what was integrated; ``before`` may stop it."""
-
-    def __init__(self, before: Callable[[int], None] = lambda calls: None) -> None:
-        self.before = before
-        self.calls = 0
-
-    def tools(self) -> FlowTools:
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.before(self.calls)
-            self.calls += 1
-            return flow(*arguments, **options)
-
-        return dataclasses.replace(flow_tools(), flow=counted)
-
-
-def carry_out(plan: FlowPlan, folder: Path, work: Counting | None = None) -> FlowOutcome:
-    return run_flow(plan, opened(plan), folder, (work or Counting()).tools())
+def carry_out(plan: FlowPlan, folder: Path) -> tuple[Outcome, Ending | None]:
+    return run_flow(plan, open_system(plan), folder)
 
 
 def states(folder: Path) -> tuple[list[float], Tensor]:
-    with FlowStore.open(folder, write=False) as store:
-        frames = [store.frame(place) for place in range(store.count())]
-    return [frame.time for frame in frames], torch.stack([frame.x for frame in frames])
+    with Store.open(folder, write=False) as store:
+        found = list(frames(store))
+    return [frame.time for frame in found], torch.stack([frame.x for frame in found])
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], list[int]]:
+    """Counts integrations; the one of a number is interrupted."""
+
+    def count(interrupted: int | None = None) -> list[int]:
+        calls: list[int] = []
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            if len(calls) == interrupted:
+                raise KeyboardInterrupt
+            calls.append(len(calls))
+            return flow(*arguments, **options)
+
+        monkeypatch.setattr("howsmooth.study.flows.integration.flow", counting)
+        return calls
+
+    return count
 
 
 # ---- what is integrated
@@ -69,112 +74,62 @@ def states(folder: Path) -> tuple[list[float], Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"method": "rk4", "step": 0.1}, {"sphere": True}])
 def test_frame_by_frame_is_bit_for_bit_the_flow_in_one_go(tmp_path: Path, options: dict[str, Any]) -> None:
-    plan = FlowPlan(**SMALL, **options)
+    plan = small(**options)
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
-    system = opened(plan)
+    system = open_system(plan)
     field = Sphere(system.maps[0], 1.0) if plan.sphere else system.maps[0]
-    how = {"step": plan.step} if plan.step else {"rtol": plan.rtol}
+    how: dict[str, Any] = {"step": plan.step} if plan.step else {"rtol": plan.rtol}
     whole = flow(field, system.x, [k / 5 for k in range(6)], method=plan.method, **how)
     assert times == whole.times.tolist()
-    assert torch.equal(found, whole.states)
+    torch.testing.assert_close(found, whole.states, rtol=0, atol=0)
 
 
-def test_layers_of_a_model_in_sequence_are_its_residual_layers(tmp_path: Path) -> None:
-    plan = FlowPlan("small", tokens=5, text="prose", method="residual")
+PROSE = "Anything at all that a tokenizer makes some dozen tokens of, or a few more than that. " * 3
+
+
+@pytest.mark.parametrize(("layers", "norms"), [("all", True), ("1:2", True), ("all", False)])
+def test_layers_are_the_modules_of_the_model_in_a_plain_loop(
+    tmp_path: Path, layers: str, norms: bool
+) -> None:
+    (tmp_path / "prose.txt").write_text(PROSE)
+    text = str(tmp_path / "prose.txt")
+    options: dict[str, Any] = {"layers": layers, "norms": norms, "text": text}
+    plan = FlowPlan("builtin-decoder", tokens=12, method="residual", **options)
+    system = open_system(plan)
+    assert (system.norms, system.in_order, system.text) == (norms, True, "prose")
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
-    assert times == [0.0, 1.0, 2.0]
-    model = SmallModel()
-    x = opened(plan).x
-    assert x.shape == (5, 6)
-    for layer in (0, 1):
-        x = x + model.attention(layer, 5).to(dtype=torch.float64)(x)
-    torch.testing.assert_close(found[-1], x, rtol=1e-13, atol=1e-13)
-
-
-class Recording:
-    """Tools of the library that remember the token ids that a model is given."""
-
-    def __init__(self) -> None:
-        self.tools = dataclasses.replace(default_tools(), capture=self.capture)
-        self.ids = torch.zeros(0)
-
-    def capture(self, model: Any, inputs: Tensor, **options: Any) -> Any:
-        self.ids = inputs
-        return hs.capture(model, inputs, **options)
-
-
-@pytest.mark.parametrize(("layers", "chosen"), [("all", [0, 1, 2, 3]), ("1:2", [1, 2])])
-def test_layers_with_norms_are_the_modules_of_the_model_in_a_plain_loop(
-    tmp_path: Path, layers: str, chosen: list[int]
-) -> None:
-    plan = FlowPlan("builtin-decoder", tokens=12, layers=layers, method="residual", norms=True)
-    recording = Recording()
-    system = open_system(plan, recording.tools)
-    assert system.norms
-    assert system.in_order
-    run_flow(plan, system, tmp_path, flow_tools())
-    _, found = states(tmp_path)
+    chosen = [0, 1, 2, 3] if layers == "all" else [1, 2]
+    assert times == [float(k) for k in range(len(chosen) + 1)]
+    loaded = hs.load_model("builtin-decoder")
+    model: Any = loaded.model.eval().double()
+    mask = torch.full((12, 12), -math.inf, dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
-        model = hs.load_model("builtin-decoder").model.eval().double()
-        hidden = model(recording.ids, output_hidden_states=True).hidden_states
-        mask = torch.full((12, 12), -math.inf, dtype=torch.float64).triu(1)[None, None]
-        # The tokens are captured in float32.
-        torch.testing.assert_close(system.x, hidden[chosen[0]][0], rtol=1e-4, atol=1e-5)
         x = system.x[None]
-        for place, layer in enumerate(chosen):
-            torch.testing.assert_close(found[place], x[0], rtol=1e-12, atol=1e-12)
+        for layer, state in zip(chosen, found, strict=False):
+            torch.testing.assert_close(state, x[0], rtol=1e-12, atol=1e-12)
             block = model.h[layer]
-            x = x + block.attn(block.ln_1(x), attention_mask=mask)[0]
+            x = x + block.attn(block.ln_1(x) if norms else x, attention_mask=mask)[0]
         torch.testing.assert_close(found[-1], x[0], rtol=1e-12, atol=1e-12)
-    assert len(found) == len(chosen) + 1
+        # The start: what the model has at some place of the text. Tokens are captured in float32.
+        ids = torch.tensor(loaded.tokenizer(PROSE))
+        hidden = [
+            model(ids[None, k : k + 12], output_hidden_states=True).hidden_states[chosen[0]][0]
+            for k in range(len(ids) - 11)
+        ]
+        starts = hidden if norms else [model.h[chosen[0]].ln_1(one) for one in hidden]
+        assert min(float((one - system.x).abs().max()) for one in starts) < 1e-5
 
 
-def test_norms_change_the_tokens_and_the_layers(tmp_path: Path) -> None:
-    plan = FlowPlan("small", tokens=5, text="prose", method="residual", norms=True)
-    system = opened(plan)
-    torch.testing.assert_close(system.x, 2 * opened(dataclasses.replace(plan, norms=False)).x)
-    carry_out(plan, tmp_path)
-    x = system.x
-    for layer in (0, 1):
-        f = SmallModel().attention(layer, 5).to(dtype=torch.float64)
-        x = x + f(small_norm().to(dtype=torch.float64)(x) if layer == 0 else x)
-    torch.testing.assert_close(states(tmp_path)[1][-1], x, rtol=1e-13, atol=1e-13)
-    with pytest.raises(StoreError, match="made with --norms, not without it"):
-        carry_out(dataclasses.replace(plan, norms=False), tmp_path)
-
-
-def test_post_norm_layers_with_norms_are_refused() -> None:
-    plan = FlowPlan("builtin-encoder", tokens=4, norms=True)
-    with pytest.raises(ArgumentError, match="got the post-norm layer 0 of 'builtin-encoder'"):
-        open_system(plan, default_tools())
-
-
-def test_other_layouts_with_norms_are_refused_by_name() -> None:
-    config = GPTNeoXConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    torch.manual_seed(0)
-    parallel = GPTNeoXModel(config).eval()
-
-    def capture(model: Any, inputs: Tensor, **options: Any) -> Any:
-        return hs.capture(parallel, inputs % 50, **options)
-
-    tools = dataclasses.replace(small_tools(), capture=capture)
-    words = r"pre-norm layers.*got the parallel layer 0.*Leave --norms out"
-    with pytest.raises(ArgumentError, match=words):
-        open_system(FlowPlan("small", tokens=4, text="prose", norms=True), tools)
-
-
-def test_one_layer_of_a_model_is_a_flow_with_frozen_weights(tmp_path: Path) -> None:
-    plan = FlowPlan("small", tokens=5, text="prose", layers="1", until=0.5, frames=2)
-    system = opened(plan)
-    assert system.layers is None
-    assert system.in_order
-    carry_out(plan, tmp_path)
-    once = flow(system.maps[0], system.x, [0.0, 0.25, 0.5])
-    assert torch.equal(states(tmp_path)[1], once.states)
+def test_one_layer_of_a_model_is_a_flow_with_frozen_weights_and_norms_are_of_pre_norm_layers(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "prose.txt").write_text(PROSE)
+    options: dict[str, Any] = {"tokens": 4, "text": str(tmp_path / "prose.txt")}
+    assert open_system(FlowPlan("builtin-encoder", **options, layers="1")).layers is None
+    with pytest.raises(ArgumentError, match=r"got the post-norm layer 0 of 'builtin-encoder'.*Leave --norms"):
+        open_system(FlowPlan("builtin-encoder", norms=True, **options))
 
 
 def naive(x: np.ndarray, query: np.ndarray, key: np.ndarray, beta: float, *, causal: bool) -> np.ndarray:
@@ -191,9 +146,10 @@ def naive(x: np.ndarray, query: np.ndarray, key: np.ndarray, beta: float, *, cau
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_named_systems_are_what_they_are_called(name: str, causal: bool) -> None:
     x = np.random.default_rng(3).normal(size=(5, 3))
-    options: dict[str, Any] = {"attention": "softmax", "causal": causal, "beta": 0.7}
-    f = build_system(name, 3, generator=torch.Generator().manual_seed(4), **options)
-    drawn = torch.randn(3, 3, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64).numpy()
+    plan = FlowPlan(name, causal=causal, beta=0.7, seed=4)
+    f = build_system(plan, 3)
+    seed = derive_seed(purpose="system", name=name, seed=4)
+    drawn = torch.randn(3, 3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).numpy()
     eye = np.eye(3)
     query, key, value = {
         "identity": (eye, eye, eye),
@@ -209,8 +165,7 @@ def test_named_systems_are_what_they_are_called(name: str, causal: bool) -> None
 @pytest.mark.parametrize("causal", [False, True])
 def test_l2_attention_scores_by_distance(causal: bool) -> None:
     x = np.random.default_rng(5).normal(size=(4, 2))
-    options: dict[str, Any] = {"causal": causal, "beta": 0.5, "generator": torch.Generator()}
-    f = build_system("identity", 2, attention="l2", **options)
+    f = build_system(FlowPlan("identity", attention="l2", causal=causal, beta=0.5), 2)
     weights = np.exp(-0.5 * ((x[:, None] - x[None]) ** 2).sum(axis=2)) * (np.tri(4) if causal else 1.0)
     wanted = (weights / weights.sum(axis=1, keepdims=True)) @ x
     np.testing.assert_allclose(f(torch.from_numpy(x)).numpy(), wanted, rtol=1e-12)
@@ -218,8 +173,7 @@ def test_l2_attention_scores_by_distance(causal: bool) -> None:
 
 def test_sinkhorn_attention_is_doubly_stochastic() -> None:
     x = np.random.default_rng(6).normal(size=(5, 2))
-    options: dict[str, Any] = {"causal": False, "beta": 0.5, "generator": torch.Generator()}
-    f = build_system("negative", 2, attention="sinkhorn", **options)
+    f = build_system(FlowPlan("negative", attention="sinkhorn", beta=0.5), 2)
     weights = np.exp(0.5 * x @ x.T)
     for _ in range(2000):
         weights /= weights.sum(axis=0)
@@ -231,7 +185,7 @@ def test_rescaled_tokens_are_those_of_the_flow_times_the_exponential(tmp_path: P
     plan = FlowPlan("one-direction", tokens=6, until=1.0, frames=2, rescale=True, rtol=1e-6)
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
-    system = opened(plan)
+    system = open_system(plan)
     whole = flow(system.maps[0], system.x, times, rtol=1e-6, atol=1e-9)
     growth = torch.tensor([[math.exp(-t), math.exp(t / 2)] for t in times], dtype=torch.float64)
     torch.testing.assert_close(found, whole.states * growth[:, None], rtol=1e-4, atol=1e-5)
@@ -267,28 +221,18 @@ def test_times_that_cannot_be(changes: dict[str, Any], layers: int | None, words
         FlowPlan("random", **changes).grid(layers)
 
 
+# ---- where tokens start
+
+
 def test_a_second_seed_is_another_start_and_a_longer_flow_the_same() -> None:
-    x = opened(FlowPlan(**SMALL)).x
-    assert torch.equal(x, opened(FlowPlan(**(SMALL | {"until": 9.0, "method": "rk4"}))).x)
-    assert not torch.equal(x, opened(FlowPlan(**SMALL, seed=1)).x)
-    options: tuple[dict[str, Any], ...] = (
-        {"start": "sphere"},
-        {"sphere": True},
-        {"start": "gaussian", "sphere": True},
-    )
-    for option in options:
-        norms = torch.linalg.vector_norm(opened(FlowPlan(**SMALL, **option, radius=3.0)).x, dim=1)
+    x = open_system(small()).x
+    assert torch.equal(x, open_system(small(until=9.0, method="rk4")).x)
+    assert not torch.equal(x, open_system(small(seed=1)).x)
+    placed: tuple[dict[str, Any], ...] = ({"start": "sphere"}, {"sphere": True})
+    for options in (*placed, {"start": "gaussian", "sphere": True}):
+        norms = torch.linalg.vector_norm(open_system(small(**options, radius=3.0)).x, dim=1)
         torch.testing.assert_close(norms, torch.full((7,), 3.0, dtype=torch.float64))
-    drawn = opened(FlowPlan(**(SMALL | {"tokens": 4000}), radius=3.0)).x
-    assert float(drawn.std()) == pytest.approx(3.0, rel=0.05)
-
-
-def test_tokens_of_a_text_are_put_on_the_sphere_of_their_own_size() -> None:
-    plan = FlowPlan("small", tokens=5, text="prose")
-    x, placed = opened(plan).x, opened(dataclasses.replace(plan, sphere=True))
-    size = float(x.square().sum(dim=1).mean().sqrt())
-    assert placed.radius == pytest.approx(size)
-    torch.testing.assert_close(placed.x, size * x / x.norm(dim=1, keepdim=True))
+    assert float(open_system(small(tokens=4000, radius=3.0)).x.std()) == pytest.approx(3.0, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz"])
@@ -296,75 +240,149 @@ def test_tokens_of_a_file(tmp_path: Path, name: str) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     path = tmp_path / name
     np.save(path, x) if path.suffix == ".npy" else np.savez(path, X=x)
-    system = opened(FlowPlan("identity", start=str(path)))
+    system = open_system(FlowPlan("identity", start=str(path)))
     np.testing.assert_array_equal(system.x.numpy(), x.astype(np.float64))
+
+
+def test_tokens_of_a_parameter_file_are_put_on_the_sphere_of_their_own_size(tmp_path: Path) -> None:
+    f, x = random_attention(3), tokens(4, 5, 6)
+    save_parameters(tmp_path / "head.npz", f, x)
+    plan = FlowPlan(str(tmp_path / "head.npz"), method="euler", until=0.5, step=0.5)
+    carry_out(plan, tmp_path)
+    torch.testing.assert_close(states(tmp_path)[1], torch.stack([x, x + 0.5 * f(x)]), rtol=1e-12, atol=0)
+    placed, size = (
+        open_system(dataclasses.replace(plan, sphere=True)),
+        float(x.square().sum(dim=1).mean().sqrt()),
+    )
+    assert placed.radius == pytest.approx(size)
+    torch.testing.assert_close(placed.x, size * x / x.norm(dim=1, keepdim=True))
+    drawn = open_system(dataclasses.replace(plan, start="gaussian", tokens=9))
+    assert drawn.x.shape == (9, 6)
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no file": ({"source": "none.npz"}, "There is no parameter file"),
+    "until": ({"until": 0.0}, "until: expected a finite number > 0, got 0"),
+    "too large": ({"tokens": 99999999, "dimension": 99999}, "coordinates together"),
+    "frames": ({"frames": 0}, "frames: expected a number from 1 to 10000, got 0"),
+    "method": ({"method": "heun"}, "method: expected one of dopri5, dopri8"),
+    "step": ({"step": 0.1}, "step: expected none with the method dopri5"),
+    "rtol": ({"rtol": 2.0}, "rtol: expected a number from 1e-13"),
+    "sinkhorn": ({"attention": "sinkhorn", "causal": True}, "as no causal weights are doubly stochastic"),
+    "sphere": ({"sphere": True, "rescale": True}, "rescale: expected --rescale without --sphere"),
+    "closure": ({"closure": True, "start": "sphere"}, "closure: expected tokens drawn with"),
+    "given closure": ({"source": "given.npz", "closure": True}, "closure: expected tokens drawn with"),
+    "causal closure": ({"closure": True, "causal": True}, "unmasked"),
+    "rescaled l2": ({"rescale": True, "attention": "l2"}, "attention: expected self-attention"),
+    "start": ({"start": "nowhere"}, "start: expected auto, gaussian, sphere, text, file, or a name"),
+    "text": ({"start": "text"}, "start: expected a source with tokens of its own for text"),
+    "no start": ({"start": "none.npy"}, "There is no file of tokens none.npy"),
+    "pickle": ({"start": "pickled.npy"}, "pickled.npy cannot be read: Object arrays"),
+    "no X": ({"start": "other.npz"}, "an array X (n, d) of numbers in other.npz, got none of that name"),
+    "infinite": ({"start": "infinite.npy"}, "start: expected finite numbers in infinite.npy"),
+    "cube": (
+        {"start": "cube.npy"},
+        "start: expected an array X (n, d) of numbers in cube.npy, got shape (2, 2, 2)",
+    ),
+    "count": ({"start": "good.npy", "tokens": 6}, "tokens: expected 3, as in good.npy, got 6"),
+    "layers": ({"layers": "0"}, "source: expected a model with --layers, got the system random"),
+    "norms": ({"norms": True}, "source: expected a model with --norms, got the system random"),
+    "norms of a file": (
+        {"source": "head.npz", "norms": True},
+        "expected a model with --norms, got the param",
+    ),
+    "norms rescaled": ({"norms": True, "rescale": True}, "norms: expected --norms without --rescale"),
+    "norms, Gaussian": ({"norms": True, "closure": True}, "norms: expected --norms without --closure"),
+    "beta of a file": ({"source": "head.npz", "beta": 2.0}, "with --beta"),
+    "no tokens": ({"source": "head.npz", "start": "file"}, "start: expected a file with tokens X"),
+    "too many": ({"source": "given.npz", "tokens": 9}, "tokens: expected at most 5, got 9"),
+    "not square": ({"source": "wide.npz", "start": "gaussian"}, "values have the dimension of its tokens"),
+    "misfit": ({"source": "head.npz", "start": "good.npy"}, "start: expected tokens (n, 6)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_impossible_is_refused_before_there_is_a_store(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_parameters("head.npz", random_attention(1))
+    save_parameters("given.npz", random_attention(1), tokens(4, 5, 6))
+    save_parameters("wide.npz", random_attention(1, d_out=None))
+    np.save("pickled.npy", np.array([{}], dtype=object))
+    np.savez("other.npz", Y=np.eye(2))
+    np.save("infinite.npy", np.full((2, 2), math.inf))
+    np.save("cube.npy", np.zeros((2, 2, 2)))
+    np.save("good.npy", np.eye(3))
+    options, sentence = REFUSED[case]
+    usual: dict[str, Any] = {"source": "random", "until": 1.0, "frames": 4}
+    with pytest.raises(HowsmoothError) as refused:
+        carry_out(FlowPlan(**(usual | options)), Path("out"))
+    assert sentence in str(refused.value)
+    assert not Path("out").exists()
+
+
+def test_layers_in_sequence_have_a_last_time_and_are_not_rescaled(tmp_path: Path) -> None:
+    (tmp_path / "prose.txt").write_text(PROSE)
+    options: dict[str, Any] = {"tokens": 4, "text": str(tmp_path / "prose.txt")}
+    with pytest.raises(ArgumentError, match="rescale: expected one layer, got 4 layers in sequence"):
+        open_system(FlowPlan("builtin-decoder", rescale=True, **options))
+    plan = FlowPlan("builtin-decoder", until=5.0, **options)
+    with pytest.raises(ArgumentError, match="until: expected at most 4, as each of the 4 layers lasts one"):
+        Integration(plan, open_system(plan))
 
 
 # ---- what is kept
 
 
-def test_interrupted_and_continued_gives_bit_for_bit_the_same(tmp_path: Path) -> None:
-    def interrupt(calls: int) -> None:
-        if calls == 2:
-            raise KeyboardInterrupt
-
-    plan = FlowPlan(**SMALL)
+def test_interrupted_and_continued_gives_bit_for_bit_the_same(
+    tmp_path: Path, counted: Callable[..., list[int]]
+) -> None:
+    counted(2)
     with pytest.raises(KeyboardInterrupt):
-        carry_out(plan, tmp_path / "a", Counting(interrupt))
+        carry_out(small(), tmp_path / "a")
     assert len(states(tmp_path / "a")[0]) == 3
-    rest = Counting()
-    outcome = carry_out(plan, tmp_path / "a", rest)
-    assert (outcome.made, outcome.kept, rest.calls) == (3, 2, 3)
-    carry_out(plan, tmp_path / "b")
+    rest = counted()
+    outcome, _ = carry_out(small(), tmp_path / "a")
+    assert (outcome.made["frames"], outcome.kept["frames"], len(rest)) == (3, 2, 3)
+    carry_out(small(), tmp_path / "b")
     assert torch.equal(states(tmp_path / "a")[1], states(tmp_path / "b")[1])
-    again = Counting()
-    outcome = carry_out(plan, tmp_path / "a", again)
-    assert (outcome.made, outcome.kept, again.calls) == (0, 5, 0)
+    again = counted()
+    outcome, _ = carry_out(small(), tmp_path / "a")
+    assert (outcome.made["frames"], outcome.kept["frames"], again) == (0, 5, [])
 
 
-def test_nothing_is_made_where_the_first_frame_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_has_something_else_is_not_bound_to_a_flow_that_is_refused(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store:
+        store.begin("measure", {"seed": 0})
     with pytest.raises(ArgumentError, match="rtol"):
-        carry_out(FlowPlan(**SMALL, rtol=1e-200), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        carry_out(small(rtol=1e-200), tmp_path)
+    carry_out(small(), tmp_path)
+    with Store.open(tmp_path, write=False) as store:
+        assert store.identity("measure") == {"seed": 0}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 1}, "it was made with --seed 0, not 1. Choose another --out, or take --seed 0."),
+        ({"seed": 1}, "it was made with --seed 0, not 1. Choose another --out, or repeat --seed 0."),
         ({"until": 2.0}, "it was made with --until 1, not 2."),
         ({"until": None}, "it was made with --until 1, not its default."),
-        ({"step": 0.5, "method": "rk4"}, "it was made with --method dopri5, not rk4."),
-        ({"sphere": True}, "it was made without --sphere, not with it. .* or leave --sphere out."),
-        ({"source": "identity"}, "it was made from random, not identity."),
-        ({"tokens": 8}, "it was made with --tokens 7, not 8"),
+        ({"step": 0.5}, "with --step its default, not 0.5. .*, or leave --step out."),
+        ({"method": "rk4"}, "it was made with --method euler, not rk4."),
+        ({"sphere": True}, "it was made without --sphere, not with it. .*, or leave --sphere out."),
+        ({"rescale": False}, "it was made with --rescale, not without it. .*, or add --rescale."),
+        ({"source": "identity"}, "it was made with the source random, not identity. Choose another --out.$"),
     ],
 )
 def test_another_flow_is_not_mixed_into_a_folder(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    carry_out(FlowPlan(**SMALL), tmp_path)
+    before: dict[str, Any] = {"frames": 1, "method": "euler", "rescale": "sphere" not in changes}
+    carry_out(small(**before), tmp_path)
     with pytest.raises(StoreError, match=words):
-        carry_out(FlowPlan(**(SMALL | changes)), tmp_path)
-    assert len(states(tmp_path)[0]) == 6
-
-
-def test_a_flow_without_an_option_is_not_mixed_with_one_that_has_it(tmp_path: Path) -> None:
-    carry_out(FlowPlan("random", tokens=3, frames=1, sphere=True), tmp_path)
-    words = "with the default of --until, not 20. Choose another --out, or leave --until out."
-    with pytest.raises(StoreError, match=words):
-        carry_out(FlowPlan("random", tokens=3, frames=1, sphere=True, until=20.0), tmp_path)
-    with pytest.raises(StoreError, match=r"with --sphere, not without it\. .* or add --sphere\."):
-        carry_out(FlowPlan("random", tokens=3, frames=1), tmp_path)
-
-
-def test_a_store_from_before_a_flag_is_that_of_the_flow_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = FlowPlan(**SMALL)
-    before = {name: value for name, value in plan.settings().items() if name != "norms"}
-    with monkeypatch.context() as patch:
-        patch.setattr(FlowPlan, "settings", lambda _: before)
-        carry_out(plan, tmp_path)
-    assert carry_out(plan, tmp_path).made == 0
+        carry_out(small(**(before | changes)), tmp_path)
+    assert len(states(tmp_path)[0]) == 2
 
 
 def test_tokens_of_a_file_that_changed_are_another_flow(tmp_path: Path) -> None:
@@ -377,51 +395,89 @@ def test_tokens_of_a_file_that_changed_are_another_flow(tmp_path: Path) -> None:
         carry_out(plan, tmp_path / "out")
 
 
-def test_a_number_that_changed_is_damage(tmp_path: Path) -> None:
-    carry_out(FlowPlan(**SMALL), tmp_path)
-    with sqlite3.connect(tmp_path / "flow.sqlite") as connection:
-        (x,) = connection.execute("SELECT x FROM frames WHERE place = 2").fetchone()
-        connection.execute("UPDATE frames SET x = ? WHERE place = 2", (x[:-1] + bytes([x[-1] ^ 1]),))
-    with pytest.raises(StoreError, match="row 2 of frames is not what was written"):
-        carry_out(FlowPlan(**SMALL), tmp_path)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            "UPDATE frames SET x = zeroblob(length(x)) WHERE place = 2",
+            "row 3 of frames is not what was written",
+        ),
+        ("DELETE FROM frames WHERE place = 2", "frame 2 is missing"),
+    ],
+)
+def test_frames_that_changed_are_damage(tmp_path: Path, damage: str, words: str) -> None:
+    carry_out(small(), tmp_path)
+    with sqlite3.connect(tmp_path / "study.sqlite") as connection:
+        connection.execute(damage)
+    with pytest.raises(StoreError, match=words):
+        states(tmp_path)
 
 
-def test_a_flow_that_ends_early_is_kept_until_then_and_not_tried_again(tmp_path: Path) -> None:
+def test_a_flow_that_ends_early_is_kept_until_then_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Callable[..., list[int]]
+) -> None:
     # x' = x² from x₀ is 1 / (1 / x₀ − t).
     def field(t: Tensor, x: Tensor) -> Tensor:
         return x * x
 
     plan = FlowPlan("identity", tokens=3, dimension=1, until=4.0, frames=10, rtol=1e-5)
-    system = dataclasses.replace(opened(plan), x=torch.tensor([[0.1], [0.5], [0.25]], dtype=torch.float64))
-    tools = dataclasses.replace(flow_tools(), flow=lambda _, *rest, **options: flow(field, *rest, **options))
-    outcome = run_flow(plan, system, tmp_path, tools)
-    ending = outcome.ending
+    start = torch.tensor([[0.1], [0.5], [0.25]], dtype=torch.float64)
+    system = dataclasses.replace(open_system(plan), x=start)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "howsmooth.study.flows.integration.flow",
+            lambda _, *rest, **options: flow(field, *rest, **options),
+        )
+        outcome, ending = run_flow(plan, system, tmp_path)
     assert ending is not None
     assert (ending.status, ending.what) == ("blew up", "tokens")
     assert ending.lower <= 2.0 <= ending.upper
     assert ending.upper - ending.lower < 1e-3
     times, found = states(tmp_path)
     assert times[-1] < 2.0
-    assert outcome.made == len(times) - 1 == 4
-    torch.testing.assert_close(found[3, :, 0], 1 / (1 / system.x[:, 0] - times[3]), rtol=1e-4, atol=0)
-    again = run_flow(plan, system, tmp_path, Counting(lambda calls: pytest.fail("integrated again")).tools())
-    assert (again.made, again.ending) == (0, ending)
+    assert outcome.made["frames"] == len(times) - 1 == 4
+    torch.testing.assert_close(found[3, :, 0], 1 / (1 / start[:, 0] - times[3]), rtol=1e-4, atol=0)
+    calls = counted()
+    outcome, again = run_flow(plan, system, tmp_path)
+    assert (outcome.made["frames"], again, calls) == (0, ending, [])
+
+
+def test_frames_of_times_when_it_had_ended_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after, ended = Integration.after, Ending("blew up", "tokens", "as it is told", 0.35, 0.7)
+
+    def ending_after_three(self: Integration, frame: Any) -> Any:
+        return ended if frame.place == 3 else after(self, frame)
+
+    monkeypatch.setattr(Integration, "after", ending_after_three)
+    add = Store.add
+
+    def killed(self: Store, rows: Any, *rest: Any, **options: Any) -> None:
+        if isinstance(rows[0], Ending):
+            raise KeyboardInterrupt
+        add(self, rows, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(small(), tmp_path)
+    outcome, ending = carry_out(small(), tmp_path)
+    assert (ending, outcome.made["frames"], states(tmp_path)[0]) == (ended, 0, [0.0, 0.2])
 
 
 # ---- what is measured, written and seen
 
 
-def published(folder: Path, **options: Any) -> Any:
-    usual: dict[str, Any] = {"title": "a flow", "ordered": False, "animation": "none", "tolerance": None}
-    return publish_flow(folder, **(usual | options))
+def published(plan: FlowPlan, folder: Path) -> PublishedFlow:
+    carry_out(plan, folder)
+    return publish_flow(folder, plan, open_system(plan))
 
 
 def test_metrics_of_each_frame(tmp_path: Path) -> None:
-    carry_out(FlowPlan(**SMALL, beta=0.5), tmp_path)
-    with FlowStore.open(tmp_path, write=False) as store:
-        measured = measure_frames(store, 0.8)
+    told = published(small(beta=0.5, tolerance=0.8), tmp_path)
     times, found = states(tmp_path)
-    table = measured.table
+    table = told.metrics
     assert table["time"].tolist() == times
     for place, x in enumerate(found.numpy()):
         apart = np.linalg.norm(x[:, None] - x[None], axis=2)
@@ -433,43 +489,38 @@ def test_metrics_of_each_frame(tmp_path: Path) -> None:
         assert table["to_last"][place] == pytest.approx(rms, rel=1e-12, abs=1e-15)
         energy = np.exp(0.5 * x @ x.T).mean() / (2 * 0.5)
         assert table["log_energy"][place] == pytest.approx(math.log(energy), rel=1e-10)
-    assert measured.tolerance == 0.8
-    with FlowStore.open(tmp_path, write=False) as store:
-        assert measure_frames(store, None).tolerance == pytest.approx(0.05 * table["spread"][0])
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "metrics.csv"), table)
 
 
 def test_growth_of_perturbations_is_measured_once_at_some_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One token is moved by V alone: the flow map is e^{tV}, V = diag(1, −1/2).
-    monkeypatch.setattr("howsmooth.study.flows.run._GROWTHS", 2)
-    plan = FlowPlan("one-direction", tokens=1, until=0.375, frames=3, growth=True)
-    carry_out(plan, tmp_path)
-    with FlowStore.open(tmp_path, write=False) as store:
-        table = store.growth()
+    monkeypatch.setattr("howsmooth.study.tasks.frames._GROWTHS", 2)
+    plan = FlowPlan("one-direction", tokens=1, until=0.375, frames=3, growth=True, animation="none")
+    table = published(plan, tmp_path).growth
     assert table["time"].tolist() == [0.0, 0.25, 0.375]
     np.testing.assert_allclose(table["value"], np.exp(table["time"]), rtol=1e-6)
     np.testing.assert_allclose(table["product"], np.exp(table["time"]), rtol=1e-6)
     assert (table["lower"] <= table["value"]).all()
     assert (table["value"] <= table["upper"]).all()
     assert table["discretisation_error"].iloc[-1] < 1e-6
-    assert set(table["method"]) == {"rk4"}
-    assert set(table["step"]) == {1 / 8}
-    tools = dataclasses.replace(flow_tools(), growth=lambda *_, **__: pytest.fail("measured again"))
-    run_flow(plan, opened(plan), tmp_path, tools)
-    published(tmp_path)
+    assert (set(table["method"]), set(table["step"])) == ({"rk4"}, {1 / 8})
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "growth.csv"), table)
+    monkeypatch.setattr(Integration, "growth", lambda *_: pytest.fail("measured again"))
+    carry_out(plan, tmp_path)
+    with Store.open(tmp_path, write=False) as store:
+        assert store.count(GrowthRow) == 3
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    carry_out(FlowPlan(**SMALL), tmp_path)
-    told = published(tmp_path, animation="gif")
+    told = published(small(animation="gif"), tmp_path)
     times, found = states(tmp_path)
+    assert told.tolerance == pytest.approx(0.05 * told.metrics["spread"][0])
     with np.load(tmp_path / "trajectory.npz", allow_pickle=False) as archive:
         assert sorted(archive.files) == ["states", "times"]
         np.testing.assert_array_equal(archive["states"], found.numpy())
         np.testing.assert_array_equal(archive["times"], times)
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "metrics.csv"), told.metrics)
     assert (tmp_path / "flow.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "flow.pdf").read_bytes().startswith(b"%PDF")
     gif = (tmp_path / "flow.gif").read_bytes()
@@ -477,28 +528,25 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert gif.count(b"\x21\xf9\x04") == 6  # one graphic control block a frame
     assert not list(tmp_path.glob(".*partial*"))
     before = {name: (tmp_path / name).read_bytes() for name in ("trajectory.npz", "flow.png", "flow.pdf")}
-    published(tmp_path)
+    published(small(), tmp_path)
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"dimension": 1},
-        {"dimension": 3, "sphere": True},
+        {"dimension": 1, "animation": "gif"},
+        {"dimension": 3, "sphere": True, "animation": "gif"},
         {"dimension": 5, "causal": True},
         {"dimension": 2, "tokens": 1},
     ],
 )
 def test_every_dimension_can_be_drawn(tmp_path: Path, options: dict[str, Any]) -> None:
-    carry_out(FlowPlan(**(SMALL | {"frames": 1} | options)), tmp_path)
-    moving = "gif" if options["dimension"] in (1, 3) else "none"
-    told = published(tmp_path, ordered=bool(options.get("causal")), animation=moving)
-    assert told.picture.alt.startswith(
-        f"Ways of {options.get('tokens', 7)} tokens from t = 0 to t = 1; beside"
-    )
-    assert told.picture.png.stat().st_size > 10_000
-    assert moving == "none" or told.animation.stat().st_size > 10_000
+    told = published(small(frames=1, **options), tmp_path)
+    assert told.figures[0].stat().st_size > 10_000
+    if "animation" in options:
+        assert told.animation is not None
+        assert told.animation.stat().st_size > 10_000
 
 
 def view(points: np.ndarray, **options: Any) -> FlowView:
@@ -518,10 +566,10 @@ def view(points: np.ndarray, **options: Any) -> FlowView:
 def test_all_points_and_ellipses_are_inside_the_limits() -> None:
     points = np.random.default_rng(1).normal(size=(4, 9, 2)) * [1, 5]
     flat = view(points)
-    for frames in (slice(None), slice(1, 3)):
-        limits = limits_of(flat, frames)
+    for some in (slice(None), slice(1, 3)):
+        limits = limits_of(flat, some)
         for i in (0, 1):
-            assert limits[i][0] < points[frames, :, i].min() <= points[frames, :, i].max() < limits[i][1]
+            assert limits[i][0] < points[some, :, i].min() <= points[some, :, i].max() < limits[i][1]
         assert limits[0][1] - limits[0][0] == pytest.approx(limits[1][1] - limits[1][0])
     wide = view(points, mean=np.zeros((4, 2)), covariance=np.tile(np.diag([1.0, 400.0]), (4, 1, 1)))
     assert limits_of(wide, slice(None))[1][1] > 40
@@ -555,30 +603,16 @@ def test_colours_are_those_of_clusters_the_largest_first() -> None:
 
 
 def test_many_dimensions_are_shown_where_tokens_spread_most(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 6, generator=generator, dtype=torch.float64) * torch.tensor(
-        [0.1, 3, 0.1, 9, 0.1, 0.1]
-    )
+    scales = torch.tensor([0.1, 3, 0.1, 9, 0.1, 0.1])
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scales
     plan = FlowPlan("identity", tokens=60, dimension=6, until=1e-6, frames=1)
-    system = dataclasses.replace(opened(plan), x=x)
-    run_flow(plan, system, tmp_path, flow_tools())
-    from howsmooth.study.flows.publish import _view
-
-    with FlowStore.open(tmp_path, write=False) as store:
-        seen = _view(store, measure_frames(store, None), "t", "b", ordered=False)
+    system = dataclasses.replace(open_system(plan), x=x)
+    run_flow(plan, system, tmp_path)
+    with Store.open(tmp_path, write=False) as store:
+        seen = view_of(store, plan, system, measure_frames(store, 1.0, 1.0, Silent()), 1.0)
     values, vectors = np.linalg.eigh(np.cov(x.numpy().T))
     for k in (0, 1):
         wanted = x.numpy() @ vectors[:, -1 - k]
         assert abs(np.corrcoef(seen.points[0, :, k], wanted)[0, 1]) > 1 - 1e-6
     shares = [float(name.partition("(")[2].partition(" ")[0]) for name in seen.axes]
     assert shares == pytest.approx(100 * values[:-3:-1] / values.sum(), abs=0.51)
-
-
-def test_the_tools_are_those_of_the_library() -> None:
-    tools = flow_tools()
-    assert tools.flow is hs.dynamics.flow
-    assert tools.layers is hs.dynamics.Layers
-    assert tools.sphere is hs.dynamics.Sphere
-    assert tools.rescaled is hs.dynamics.Rescaled
-    assert tools.gaussian is hs.measures.Gaussian
-    assert tools.growth is hs.dynamics.growth

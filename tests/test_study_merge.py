@@ -16,19 +16,9 @@ from howsmooth.study import publish as publishing
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.run import run
-from howsmooth.study.sequences import APART_BY_LENGTH
-from howsmooth.study.store import (
-    STORE_NAME,
-    Contents,
-    Failure,
-    Sensitivity,
-    SequenceRecord,
-    Store,
-)
-from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
-from tests.test_study_migration import as_version_1
-from tests.test_study_store import bounding, published, row
+from howsmooth.study.store import STORE_NAME, Store
+from tests._study import FakeModel, contents_of, digest, make_plan, make_tools, rows_of, run, words
+from tests.test_study_store import bounding, failure, published, row, sensitivity, sequence
 
 
 def study(folder: Path, tools: Any = None, **changes: Any) -> Path:
@@ -40,11 +30,6 @@ def layers(text: str) -> Ranges:
     return Ranges.parse(text, "layers")
 
 
-def contents_of(folder: Path) -> Contents:
-    with Store.open(folder, write=False) as store:
-        return store.contents()
-
-
 def refused(sources: list[Path], folder: Path, message: str) -> None:
     before = {path: path.read_bytes() for path in sources[0].parent.rglob("*.sqlite")}
     with pytest.raises(StoreError, match=message):
@@ -54,14 +39,11 @@ def refused(sources: list[Path], folder: Path, message: str) -> None:
         merge_stores(sources[::-1], folder)
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_parts_of_a_study_make_the_whole(tmp_path: Path, old: bool) -> None:
+def test_parts_of_a_study_make_the_whole(tmp_path: Path) -> None:
     scopes = ("attention", "head")
     a = study(tmp_path / "a", layers=layers("0,1"), scopes=scopes)
     b = study(tmp_path / "b", layers=layers("1,2"), scopes=scopes)
     whole = study(tmp_path / "whole", scopes=scopes)
-    if old:
-        as_version_1(a)
     before = [(one / STORE_NAME).read_bytes() for one in (a, b)]
     merged = merge_stores([a, b / STORE_NAME], tmp_path / "out")
     assert (merged.added, merged.same, merged.total, merged.failures) == (135, 45, 135, 0)
@@ -126,29 +108,23 @@ def test_failures_come_along_and_a_measurement_of_the_other_makes_them_good(tmp_
     for sources in (["a", "b"], ["b", "a"]):
         merged = merge_stores([tmp_path / name for name in sources], tmp_path / "-".join(sources))
         assert (merged.total, merged.failures) == (45, 0)
-        failures = contents_of(tmp_path / "-".join(sources)).failures
-        assert len(failures) == 15
-        assert failures["resolved"].notna().all()
+        assert contents_of(tmp_path / "-".join(sources)).failures.empty
     assert merge_stores([tmp_path / "a"], tmp_path / "a-b").total == 45
-    assert len(contents_of(tmp_path / "a-b").failures) == 15
+    assert contents_of(tmp_path / "a-b").failures.empty
 
 
 def with_more(folder: Path, **published_changes: Any) -> Path:
-    """Add a sensitivity, a bound and a published value to a store, and a failure of each kind."""
+    """Add a sensitivity, bounds, a published value, a failure that is over and one that is not."""
     place: dict[str, Any] = {"model": "small", "text": "prose", "n": 4, "sample": 0}
     with Store.open(folder) as store:
         start = store.sequences("small", "prose")[4, 0]
         number = store.start_run("more", "cpu", {})
-        one = row(**place, layer=9, start=start)
-        words = SequenceRecord(**place, start=start, place=3, tokens=("a", "b", "c", "d"))
-        of = {**place, "scope": "attention", "head": None, "layer": 9}
-        share = Sensitivity(**of, input_energy=(1.0, 0.0, 0.0, 0.0), output_energy=(0.0,) * 4)
-        store.add([one], number, sensitivities=[share], sequences=[words])
-        store.add_bounds(
-            [bounding(**of, start=start), bounding(**of, start=start, name="b", value=None)], number
-        )
-        store.add_published([published(**place, start=start, **published_changes)], number)
-        store.fail([Failure(**of, kind="E", error="No.", detail="", what="bounds")], number)
+        of = {**place, "layer": 9}
+        bounds = [bounding(**of, start=start), bounding(**of, start=start, name="b", value=None)]
+        values = [published(**place, start=start, **published_changes)]
+        words = [sensitivity(**of), sequence(("a", "b", "c", "d"), **place, start=start)]
+        store.add([row(**of, start=start), *words, *bounds, *values], number)
+        store.add([failure(**of, what="bounds"), failure(**place, layer=8)], number)
     return folder
 
 
@@ -157,15 +133,14 @@ def test_bounds_published_values_and_sensitivities_come_along(tmp_path: Path) ->
     for sources in ([a, b], [b, a]):
         out = tmp_path / "-".join(one.name for one in sources)
         merged = merge_stores(sources, out)
-        assert (merged.total, merged.published, merged.failures) == (46, 1, 0)
+        assert (merged.total, merged.published, merged.failures) == (46, 1, 1)
         there, here = contents_of(a), contents_of(out)
         for name in ("sensitivities", "bounds", "published"):
             assert len(getattr(there, name)) >= 1
-            pd.testing.assert_frame_equal(
-                getattr(here, name).drop(columns="run"), getattr(there, name).drop(columns="run")
-            )
-            commands = getattr(here, name)["run"].map(here.runs.set_index("id")["command"])
-            assert "more" in set(commands)
+            same = [getattr(one, name).drop(columns="run", errors="ignore") for one in (here, there)]
+            pd.testing.assert_frame_equal(*same)
+        commands = here.published["run"].map(here.runs.set_index("id")["command"])
+        assert set(commands) == {"more"}
         again = merge_stores([a], out)
         assert (again.added, again.published) == (0, 0)
         pd.testing.assert_frame_equal(contents_of(out).bounds, here.bounds)
@@ -174,41 +149,41 @@ def test_bounds_published_values_and_sensitivities_come_along(tmp_path: Path) ->
 def test_published_values_that_differ_are_a_conflict(tmp_path: Path) -> None:
     a = with_more(study(tmp_path / "a"))
     b = with_more(study(tmp_path / "b"), lower=3.5, lipschitz=3.6, upper=3.7)
-    refused(
-        [a, b], tmp_path / "out", r"\(small, prose, corrected, layer 0, n = 4, sample 0\) has intervals that"
-    )
+    where = "published \\(model small, text prose, layer 0, n 4, sample 0, quantity corrected, items \\)"
+    refused([a, b], tmp_path / "out", where + r" has the interval \[3.5, 3.7\], and there \[2.9, 3.1\]")
     c = with_more(study(tmp_path / "c"), lower=None, upper=None, lipschitz=3.02)
     d = with_more(study(tmp_path / "d"), lower=None, upper=None, lipschitz=3.2)
-    refused([a, d], tmp_path / "out", r"has values that differ, 3.2 and 3.0")
+    refused([a, d], tmp_path / "out", r"has the value 3.2, and there 3.0")
     assert not (tmp_path / "out").exists()
     assert merge_stores([a, c], tmp_path / "out").published == 1
     e = with_more(study(tmp_path / "e"), map="another map")
-    refused([a, e], tmp_path / "second", r"has map another map and a map")
+    refused([a, e], tmp_path / "second", r"has map another map, and there a map")
 
 
 def test_another_identity_is_a_conflict(tmp_path: Path) -> None:
     a, b = study(tmp_path / "a"), study(tmp_path / "b", seed=1)
-    refused([a, b], tmp_path / "out", "b cannot be merged with .*/a: its seed is 1, and there it is 0")
+    refused([a, b], tmp_path / "out", "b cannot be merged with .*/a: its seed is 1, and there 0")
     assert not (tmp_path / "out").exists()
     merge_stores([a], tmp_path / "out")
-    refused([b], tmp_path / "out", "b cannot be merged with .*/out: its seed is 1, and there it is 0")
+    refused([b], tmp_path / "out", "b cannot be merged with .*/out: its seed is 1, and there 0")
     assert rows_of(tmp_path / "out") == rows_of(a)
 
 
 def test_another_text_or_model_under_the_same_name_is_a_conflict(tmp_path: Path) -> None:
     a = study(tmp_path / "a")
     b = study(tmp_path / "b", make_tools(tokens=401)[0])
-    refused([a, b], tmp_path / "out", "its SHA-256 of the text 'prose' is")
+    refused([a, b], tmp_path / "out", "the same row of texts \\(name prose\\) has digest")
     c = study(tmp_path / "c", make_tools(models={"small": FakeModel(fingerprint=digest("c"))})[0])
-    refused([a, c], tmp_path / "out", "its fingerprint of the model 'small' is")
+    refused([a, c], tmp_path / "out", "the same row of inputs \\(model small, text prose\\) has fingerprint")
     d = study(tmp_path / "d", make_tools(models={"small": FakeModel(layers=2)})[0])
-    refused([a, d], tmp_path / "out", "its layers of the model 'small' is 2, and there it is 3")
+    refused([a, d], tmp_path / "out", "the same row of models \\(label small\\) has layers 2, and there 3")
     assert not (tmp_path / "out").exists()
 
 
 def test_another_value_of_the_same_measurement_is_a_conflict(tmp_path: Path) -> None:
     a, b = study(tmp_path / "a"), study(tmp_path / "b", make_tools(slope=0.5)[0])
-    refused([a, b], tmp_path / "out", r"the same measurement \(small, prose, scope attention, layer 0, n = 2")
+    where = r"measurements \(model small, text prose, scope attention, layer 0, n 2, sample \d\)"
+    refused([a, b], tmp_path / "out", where + " has the interval")
     assert not (tmp_path / "out").exists()
 
 
@@ -219,14 +194,11 @@ def test_values_whose_intervals_meet_are_the_same_and_the_first_is_kept(tmp_path
     assert rows_of(tmp_path / "out") == rows_of(a)
 
 
-def test_sequences_that_overlap_are_a_conflict_but_not_in_an_old_store(tmp_path: Path) -> None:
+def test_sequences_that_overlap_are_a_conflict(tmp_path: Path) -> None:
     a = study(tmp_path / "a", lengths=(30,), samples=8)
     b = study(tmp_path / "b", lengths=(20,), samples=8)
     refused([a, b], tmp_path / "out", "sequences of 'prose' with 'small' overlap")
     assert not (tmp_path / "out").exists()
-    c = study(tmp_path / "c", lengths=(30,), samples=8, windows=APART_BY_LENGTH)
-    d = study(tmp_path / "d", lengths=(20,), samples=8, windows=APART_BY_LENGTH)
-    assert merge_stores([c, d], tmp_path / "out").total == 48
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
@@ -246,7 +218,7 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
     with sqlite3.connect(a / STORE_NAME) as connection:
         connection.execute("UPDATE measurements SET lipschitz = 9 WHERE rowid = 3")
     connection.close()
-    with pytest.raises(StoreError, match=r"a/measurements.sqlite is damaged"):
+    with pytest.raises(StoreError, match=r"a/study.sqlite is damaged"):
         merge_stores([a], tmp_path / "second")
 
 
@@ -258,7 +230,7 @@ def test_a_merge_that_stops_halfway_leaves_nothing(tmp_path: Path, monkeypatch: 
     def stop(self: Store) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Store, "resolve", stop)
+    monkeypatch.setattr(Store, "drop_failures_made_good", stop)
     with pytest.raises(KeyboardInterrupt):
         merge_stores([b], tmp_path / "out")
     assert rows_of(tmp_path / "out") == before

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +12,28 @@ from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.progress import Progress
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.run import run
-from howsmooth.study.sequences import APART_BY_LENGTH, overlapping
-from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.work import batch_size
-from tests._study import FakeModel, digest, make_plan, make_tools, rows_of, words
+from howsmooth.study.sequences import overlapping
+from howsmooth.study.store import STORE_NAME
+from howsmooth.study.tasks.constants import batch_size
+from tests._study import (
+    FakeModel,
+    Heard,
+    contents_of,
+    digest,
+    make_plan,
+    make_tools,
+    rows_of,
+    run,
+    words,
+)
 
 
 def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
     tools, work = make_tools()
     outcome = run(make_plan(), tmp_path, tools)
     assert outcome.measured == 3 * 3 * 5
-    assert outcome.kept == outcome.unconverged == 0
+    assert outcome.there == outcome.unconverged == 0
     assert len(work.measured) == len(set(work.measured)) == 45
     assert len(set(work.seeds)) == 45
     assert len(rows_of(tmp_path)) == 45
@@ -39,8 +41,7 @@ def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
 
 def places_of(folder: Path) -> dict[tuple[Any, ...], set[tuple[int, int]]]:
     """Where the sequences of each model and text lie, as (first token, tokens)."""
-    with Store.open(folder, write=False) as store:
-        table = store.measurements()
+    table = contents_of(folder).measurements
     return {
         key: set(zip(group["start"].tolist(), group["n"].tolist(), strict=True))
         for key, group in table.groupby(["model", "text"])
@@ -63,7 +64,7 @@ def test_no_two_sequences_share_a_token_and_all_layers_see_the_same(tmp_path: Pa
 
 def test_one_capture_serves_all_layers(tmp_path: Path) -> None:
     tools, work = make_tools()
-    run(make_plan(scopes=("attention", "block"), bounds=False), tmp_path, tools)
+    run(make_plan(scopes=("attention", "block"), bounds="none"), tmp_path, tools)
     checks = 2  # one a scope, at the shortest length, before anything is measured
     assert len(work.captures) == checks + 3 * 2
     assert all(layers == (0, 1, 2) for _, _, layers in work.captures)
@@ -74,7 +75,7 @@ def test_the_same_plan_again_measures_nothing(tmp_path: Path) -> None:
     before = rows_of(tmp_path)
     tools, work = make_tools()
     outcome = run(make_plan(), tmp_path, tools)
-    assert (outcome.measured, outcome.kept, work.measured) == (0, 45, [])
+    assert (outcome.measured, outcome.there, work.measured) == (0, 45, [])
     assert rows_of(tmp_path) == before
 
 
@@ -102,18 +103,19 @@ def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, axis: str) -> None
         "layers": Ranges.parse("0,2", "layers"),
         "heads": Ranges.parse("1", "heads"),
         "scopes": ("head", "attention"),
+        "bounds": "none",
     }
     texts = {"prose": words(400), "more": words(399)}
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
-    alone, grown, at_once = tmp_path / "alone", tmp_path / "grown", tmp_path / "at-once"
-    for folder, changes in (
-        (alone, base),
-        (grown, base),
-        (grown, base | ADDITIONS[axis]),
-        (at_once, base | ADDITIONS[axis]),
-    ):
-        run(make_plan(**changes), folder, make_tools(texts=texts, models=models)[0])
-    assert rows_of(alone) < rows_of(grown)
+    grown, at_once = tmp_path / "grown", tmp_path / "at-once"
+
+    def go(folder: Path, changes: dict[str, Any]) -> set[tuple[Any, ...]]:
+        run(make_plan(**(base | changes)), folder, make_tools(texts=texts, models=models)[0])
+        return rows_of(folder)
+
+    before = go(grown, {})
+    assert before < go(grown, ADDITIONS[axis])
+    go(at_once, ADDITIONS[axis])
     without_start = [{row[:7] + row[8:9] for row in rows_of(folder)} for folder in (grown, at_once)]
     assert without_start[0] == without_start[1]  # keys and seeds
     if "lengths" not in ADDITIONS[axis] and "samples" not in ADDITIONS[axis]:
@@ -123,30 +125,6 @@ def test_adding_to_an_axis_moves_nothing_else(tmp_path: Path, axis: str) -> None
             assert overlapping(places) == 0
 
 
-def test_a_store_of_the_first_version_keeps_its_way_of_cutting(tmp_path: Path) -> None:
-    """Its windows of different lengths overlap; the text is too short for anything else."""
-    old = {"windows": APART_BY_LENGTH, "lengths": (2, 4, 8)}
-    run(make_plan(**old, samples=3), tmp_path, make_tools(tokens=45)[0])
-    before = rows_of(tmp_path)
-    assert all(row[7] % row[5] == 0 for row in before)  # start and n
-    run(make_plan(samples=5), tmp_path, make_tools(tokens=45)[0])
-    assert before < rows_of(tmp_path)
-    assert all(row[7] % row[5] == 0 for row in rows_of(tmp_path))
-    whole = tmp_path / "whole"
-    run(make_plan(**old, samples=5), whole, make_tools(tokens=45)[0])
-    assert rows_of(whole) == rows_of(tmp_path)
-    with pytest.raises(TextError, match="5 sequences of each of 3 lengths without overlap need 70 tokens"):
-        run(make_plan(), tmp_path / "new", make_tools(tokens=45)[0])
-
-
-def test_a_store_cut_in_a_way_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    run(make_plan(windows="by a later version"), tmp_path, make_tools()[0])
-    with pytest.raises(
-        StoreError, match=r"made with windows by a later version, not disjoint. Choose another"
-    ):
-        run(make_plan(), tmp_path, make_tools()[0])
-
-
 def test_a_text_that_is_full_does_not_stop_the_others(tmp_path: Path) -> None:
     texts = {"prose": words(75), "more": words(400)}
     run(make_plan(texts=tuple(texts)), tmp_path, make_tools(texts=texts)[0])
@@ -154,11 +132,10 @@ def test_a_text_that_is_full_does_not_stop_the_others(tmp_path: Path) -> None:
     outcome = run(
         make_plan(texts=tuple(texts), lengths=(2, 3)), tmp_path, make_tools(texts=texts)[0], keep_going=True
     )
-    assert (outcome.measured, outcome.kept, outcome.failed) == (15, 15, 1)
+    assert (outcome.measured, outcome.there, outcome.failed) == (15, 15, 1)
     added = rows_of(tmp_path) - before
     assert {(row[1], row[5]) for row in added} == {("more", 3)}
-    with Store.open(tmp_path, write=False) as store:
-        (failure,) = store.failures().to_dict("records")
+    (failure,) = contents_of(tmp_path).failures.to_dict("records")
     assert (failure["model"], failure["text"]) == ("small", "prose")
     assert "too short for more" in failure["error"]
 
@@ -176,7 +153,7 @@ def test_a_text_that_is_full_is_refused_before_anything_more_is_measured(tmp_pat
     assert rows_of(tmp_path) == before
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(stops=st.lists(st.integers(0, 12), min_size=1, max_size=3))
 def test_interrupted_anywhere_it_continues_and_repeats_nothing(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int]
@@ -203,79 +180,19 @@ def test_interrupted_anywhere_it_continues_and_repeats_nothing(
     assert len(rows_of(folder)) == total
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from howsmooth.study.run import run
-from tests._study import make_plan, make_tools
-def slowly(calls):
-    Path(sys.argv[2]).write_text(str(calls))
-    import time; time.sleep(0.02)
-run(make_plan(lengths=tuple(range(2, 42, 2))), Path(sys.argv[1]), make_tools(before_measure=slowly)[0])
-"""
-
-
-def start_killable(folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    return subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(log)], env=environment, cwd=root)
-
-
-def wait_for(log: Path, calls: int, process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and process.poll() is None:
-        if log.exists() and (log.read_text() or "0") >= "0" and int(log.read_text() or 0) >= calls:
-            return
-        time.sleep(0.005)
-    pytest.fail(f"the process ended or stalled before {calls} estimates (exit code {process.poll()})")
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
-def test_killed_by_the_system_it_keeps_whole_batches_and_repeats_nothing(tmp_path: Path) -> None:
-    folder, log = tmp_path / "out", tmp_path / "calls"
-    process = start_killable(folder, log)
-    wait_for(log, 7, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
-    begun = int(log.read_text())
-    kept = len(rows_of(folder))
-    assert kept in (5 * begun, 5 * begun + 5)
-    tools, work = make_tools()
-    run(make_plan(lengths=tuple(range(2, 42, 2))), folder, tools)
-    assert len(work.measured) == 20 * 3 * 5 - kept
-    whole = tmp_path / "whole"
-    run(make_plan(lengths=tuple(range(2, 42, 2))), whole, make_tools()[0])
-    assert rows_of(folder) == rows_of(whole)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
-def test_a_second_process_is_refused_while_the_first_works(tmp_path: Path) -> None:
-    folder, log = tmp_path / "out", tmp_path / "calls"
-    process = start_killable(folder, log)
-    try:
-        wait_for(log, 2, process)
-        tools, work = make_tools()
-        with pytest.raises(StoreError, match="in use by another howsmooth process"):
-            run(make_plan(), folder, tools)
-        assert work.measured == work.loads == []
-        rows_of(folder)  # reading is allowed
-    finally:
-        process.kill()
-        process.wait(timeout=30)
-    run(make_plan(), folder, make_tools()[0])  # the lock went with its owner
-
-
-def test_progress_is_told_from_nothing_to_everything(tmp_path: Path) -> None:
-    told: list[Progress] = []
-    run(make_plan(bounds=False), tmp_path, make_tools()[0], on_progress=told.append)
-    assert [step.done for step in told] == list(range(0, 46, 5))
-    assert told[0].cost_done == 0
-    assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
-    costs = [later.cost_done - before.cost_done for before, later in pairwise(told)]
-    assert costs == pytest.approx(sorted(costs))  # long sequences take longer, and come last
-    assert costs[0] < 0.9 * costs[-1]
-    run(make_plan(samples=7), tmp_path, make_tools()[0], on_progress=told.append)
-    assert (told[-1].planned, told[-1].kept) == (18, 45)
+def test_progress_is_told_from_nothing_to_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.runner._BETWEEN_TELLING", 0.0)
+    heard = Heard()
+    run(make_plan(bounds="none"), tmp_path, make_tools()[0], listener=heard)
+    assert heard.phases == ["Reading texts and models", "Computing 45 constants"]
+    counts = [int(words.split(" of 45, ")[0]) for _, _, words in heard.told]
+    assert sorted(set(counts)) == list(range(5, 46, 5))
+    assert counts == sorted(counts)
+    assert all(0 < done <= total for done, total, _ in heard.told)
+    assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
+    again = Heard()
+    run(make_plan(samples=7, bounds="none"), tmp_path, make_tools()[0], listener=again)
+    assert again.phases[-1] == "Computing 18 constants (45 more are in the store already)"
 
 
 def test_memory_sets_how_many_sequences_are_measured_together() -> None:
@@ -334,23 +251,23 @@ def test_captures_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_changes_between_two_loads_is_refused(tmp_path: Path) -> None:
     models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
-    tools, _ = make_tools(models=models)
 
-    def change(progress: Progress) -> None:
+    def change(calls: int) -> None:
         models["other"] = FakeModel(fingerprint=digest("changed"))
 
+    tools, _ = make_tools(models=models, before_measure=change)
     plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
     with pytest.raises(ModelError, match="other changed while it was measured"):
-        run(plan, tmp_path, tools, on_progress=change)
+        run(plan, tmp_path, tools)
     assert {row[0] for row in rows_of(tmp_path)} == {"small"}
 
 
 IDENTITIES: dict[str, tuple[dict[str, Any], str]] = {
-    "seed": ({"seed": 1}, "made with seed 0, not 1. Choose another --out, or repeat --seed 0"),
-    "rtol": ({"rtol": 1e-3}, "made with rtol 0.0001, not 0.001"),
-    "confidence": ({"confidence": 0.9}, "made with confidence 0.999, not 0.9"),
-    "dtype": ({"dtype": "float64"}, "made with dtype float32, not float64"),
-    "max_iterations": ({"max_iterations": 9}, "made with max-iterations 200, not 9"),
+    "seed": ({"seed": 1}, "made with --seed 0, not 1. Choose another --out, or repeat --seed 0"),
+    "rtol": ({"rtol": 1e-3}, "made with --rtol 0.0001, not 0.001"),
+    "confidence": ({"confidence": 0.9}, "made with --confidence 0.999, not 0.9"),
+    "dtype": ({"dtype": "float64"}, "made with --dtype float32, not float64"),
+    "max_iterations": ({"max_iterations": 9}, "made with --max-iterations 200, not 9"),
 }
 
 
@@ -403,30 +320,9 @@ def test_an_untrained_model_may_have_another_tokenizer_on_another_text(tmp_path:
 
 def test_where_the_numbers_came_from_is_recorded(tmp_path: Path) -> None:
     run(make_plan(), tmp_path, make_tools()[0], command="howsmooth measure small")
-    with Store.open(tmp_path, write=False) as store:
-        contents = store.contents()
+    contents = contents_of(tmp_path)
     assert contents.runs["command"].tolist() == ["howsmooth measure small"]
     assert contents.runs["finished"].notna().all()
     assert '"torch":' in contents.runs["environment"][0]
     assert contents.inputs["tokens"].tolist() == [4000]
     assert contents.study["special_tokens"] == "none"
-
-
-def test_an_interrupt_between_writing_and_telling_is_counted_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = Store.add, 0
-
-    def add(self: Store, *arguments: Any, **options: Any) -> None:
-        nonlocal calls
-        real(self, *arguments, **options)
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Store, "add", add)
-    told: list[Progress] = []
-    with pytest.raises(KeyboardInterrupt):
-        run(make_plan(), tmp_path, make_tools()[0], on_progress=told.append)
-    assert told[-2].done == 15
-    assert told[-1].done == len(rows_of(tmp_path)) == 20

@@ -14,18 +14,11 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.run import run
-from howsmooth.study.store import Contents, Store
-from howsmooth.study.tools import default_tools
+from howsmooth.study.run import run as carry_out
 from howsmooth.study.words import pieces
-from tests._study import FakeModel, FakeTokenizer, make_plan, make_tools, words
+from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words
 
 ODD = "Größe naïve 漢字かな 🙂🙃 e\u0301\u200d x\u00a0y\n\n  tab\tend  " * 3
-
-
-def contents_of(folder: Path) -> Contents:
-    with Store.open(folder, write=False) as store:
-        return store.contents()
 
 
 def test_the_first_sample_of_every_scope_layer_and_head_is_told(tmp_path: Path) -> None:
@@ -94,9 +87,9 @@ def test_the_shares_are_those_of_a_dense_decomposition(tmp_path: Path, scope: st
     )
     plan = make_plan(
         models=(ModelSpec("builtin-decoder"),), texts=(str(tmp_path / "prose.txt"),), lengths=(5,), samples=1,
-        scopes=(scope,), rtol=1e-8, dtype="float64", bounds=False,
+        scopes=(scope,), rtol=1e-8, dtype="float64", bounds="none",
     )  # fmt: skip
-    run(plan, tmp_path / "out", default_tools())
+    carry_out(plan, tmp_path / "out")
     table = contents_of(tmp_path / "out").sensitivities
     row = table[table["layer"] == 1].iloc[0]
     model = hs.load_model("builtin-decoder", dtype=torch.float64)

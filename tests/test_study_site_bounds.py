@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,20 +15,14 @@ import torch
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.study import publish as publishing
-from howsmooth.study import site_bounds
-from howsmooth.study.progress import Progress
-from howsmooth.study.run import run
-from howsmooth.study.site_bounds import bound_site, bounded_lengths
+from howsmooth.study.records import Bounding, Run
 from howsmooth.study.status import status
-from howsmooth.study.store import Contents, Store
-from tests._study import make_plan, make_tools
+from howsmooth.study.store import Store
+from howsmooth.study.tasks import site_bounds
+from howsmooth.study.tasks.bounds import bounded_lengths
+from howsmooth.study.tasks.site_bounds import bound_site
+from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, run
 from tests._tiny_models import tiny
-
-
-def contents_of(folder: Path) -> Contents:
-    with Store.open(folder, write=False) as store:
-        return store.contents()
 
 
 @pytest.mark.parametrize(
@@ -40,9 +36,10 @@ def test_three_lengths_are_bounded(lengths: tuple[int, ...], picked: tuple[int, 
 def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_path: Path) -> None:
     tools, work = make_tools()
     lengths = (2, 3, 4, 5, 8)
-    told: list[Progress] = []
+    heard = Heard()
     plan = make_plan(scopes=("attention", "head", "block", "residual"), lengths=lengths)
-    run(plan, tmp_path, tools, on_progress=told.append)
+    outcome = run(plan, tmp_path, tools, listener=heard)
+    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (27, 0, 0)
     contents = contents_of(tmp_path)
     table = contents.bounds
     assert len(work.bounded) == len(set(work.bounded)) == 3 * (3 + 6)
@@ -61,23 +58,23 @@ def test_the_first_sample_of_three_lengths_of_every_attention_is_bounded(tmp_pat
     rows = contents.measurements.query("sample == 0")
     assert starts <= {(row.n, row.start) for row in rows.itertuples()}
     assert starts == {(n, first) for _, _, _, n, first in work.bounded}
-    assert [one.bounding for one in told] == sorted(one.bounding for one in told)
-    assert told[-1].bounding
-    assert told[-1].cost_done == pytest.approx(told[-1].cost_planned)
+    assert heard.phases[-1] == "Computing 27 attentions' bounds"
+    assert heard.told[-1][2].endswith(", bounds")
+    assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
 
 
 def test_bounds_are_added_once_and_can_be_left_out(tmp_path: Path) -> None:
     tools, work = make_tools()
-    run(make_plan(bounds=False), tmp_path, tools)
+    run(make_plan(bounds="none"), tmp_path, tools)
     assert contents_of(tmp_path).bounds.empty
     outcome = run(make_plan(), tmp_path, tools)
-    assert (outcome.measured, outcome.kept) == (0, 45)
+    assert (outcome.measured, outcome.there, outcome.made["bounds"]) == (0, 45, 9)
     before = contents_of(tmp_path)
     assert len(before.bounds) == 2 * 9
     assert len(before.runs) == 2
     work.bounded.clear()
-    run(make_plan(), tmp_path, tools)
-    assert work.bounded == []
+    outcome = run(make_plan(), tmp_path, tools)
+    assert (work.bounded, outcome.made["bounds"], outcome.kept["bounds"]) == ([], 0, 9)
     run(make_plan(lengths=(2, 4, 8, 16, 32)), tmp_path, tools)  # 8 is the median, 32 the longest
     assert {n for *_, n, _ in work.bounded} == {32}
     after = contents_of(tmp_path).bounds
@@ -105,7 +102,7 @@ def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
     assert found.reasons == (("No room.", 3),)
     assert run(make_plan(), tmp_path, tools, keep_going=True).failed == 0
     contents = contents_of(tmp_path)
-    assert contents.failures["resolved"].notna().all()
+    assert contents.failures.empty
     assert len(contents.bounds) == 18
 
 
@@ -120,7 +117,7 @@ def test_what_was_not_measured_is_not_bounded(tmp_path: Path) -> None:
     outcome = run(make_plan(), tmp_path, replace(tools, measure=measure), keep_going=True)
     assert (outcome.measured, outcome.failed) == (30, 15)
     assert {layer for _, layer, *_ in work.bounded} == {0, 2}
-    assert set(contents_of(tmp_path).failures["what"]) == {"measurement"}
+    assert set(contents_of(tmp_path).failures["what"]) == {"measurements"}
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_bounds(tmp_path: Path) -> None:
@@ -136,6 +133,100 @@ def test_a_run_that_is_stopped_goes_on_with_the_bounds(tmp_path: Path) -> None:
     assert len(contents_of(tmp_path).bounds) == 2 * 4
     run(make_plan(), tmp_path, tools)
     assert len(work.bounded) == len(set(work.bounded)) == 9
+
+
+# ---- for how long
+
+
+class Clock:
+    """A clock that only the stand-ins move."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in ("runner", "run", "tasks.bounds", "tasks.constants"):
+        times = SimpleNamespace(monotonic=made, perf_counter=made)
+        monkeypatch.setattr(f"howsmooth.study.{module}.time", times)
+    return made
+
+
+def timed(clock: Clock, bound: float) -> Tools:
+    """Stand-ins whose measurements take a second each, and whose bounds take ``bound`` times n seconds."""
+    tools, _ = make_tools()
+
+    def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
+        clock.now += x.shape[0]
+        return tools.measure(function, x, **options)
+
+    def bounded(site: Any) -> Any:
+        clock.now += bound * site.x.shape[1]
+        return tools.bound(site)
+
+    return replace(tools, measure=measure, bound=bounded)
+
+
+def spent(folder: Path) -> tuple[float, float]:
+    """The seconds of all runs, and those of them that went into bounds."""
+    with Store.open(folder, write=False) as store:
+        on_bounds = store.table(Bounding).drop_duplicates(["scope", "layer", "head", "n"])["seconds"].sum()
+        return store.total(Run, "worked"), float(on_bounds)
+
+
+def test_by_default_bounds_take_a_fifth_of_the_time_of_the_measurements(tmp_path: Path, clock: Clock) -> None:
+    """45 seconds of measurements leave 9 for bounds: three of two tokens at one each, two of four at two."""
+    plan = make_plan(bounds="auto")
+    outcome = run(plan, tmp_path, timed(clock, 0.5))
+    assert (outcome.made["bounds"], outcome.left_out) == (5, 4)
+    assert spent(tmp_path) == (52.0, 7.0)
+    # Going on, too little is left of the fifth; once more was measured, there is room for more.
+    outcome = run(plan, tmp_path, timed(clock, 0.5))
+    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (0, 5, 4)
+    outcome = run(replace(plan, samples=10), tmp_path, timed(clock, 0.5))
+    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (3, 5, 1)
+    worked, on_bounds = spent(tmp_path)
+    assert (worked, on_bounds) == (107.0, 17.0)
+    assert on_bounds <= (worked - on_bounds) / 5
+    outcome = run(replace(plan, bounds="all"), tmp_path, timed(clock, 0.5))
+    assert (outcome.made["bounds"], outcome.left_out) == (1, 0)
+
+
+def test_a_first_bound_that_takes_long_is_the_last(tmp_path: Path, clock: Clock) -> None:
+    outcome = run(make_plan(bounds="auto"), tmp_path, timed(clock, 50.0))
+    assert (outcome.made["bounds"], outcome.left_out) == (1, 8)
+    outcome = run(make_plan(bounds="auto"), tmp_path, timed(clock, 50.0))
+    assert (outcome.made["bounds"], outcome.left_out) == (0, 8)
+
+
+def test_all_and_none_are_taken_literally(tmp_path: Path, clock: Clock) -> None:
+    outcome = run(make_plan(bounds="none"), tmp_path, timed(clock, 50.0))
+    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (0, 0, 0)
+    outcome = run(make_plan(bounds="all"), tmp_path, timed(clock, 50.0))
+    assert (outcome.made["bounds"], outcome.kept["bounds"], outcome.left_out) == (9, 0, 0)
+
+
+def test_the_command_says_what_was_left_out_and_how_to_have_it(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+
+    def typed(*words: str) -> str:
+        command = ["measure", "small", "--text", "prose", "--lengths", "2,4,8", "--samples", "5"]
+        with installed(timed(clock, 0.5)):
+            assert main([*command, *words, "--out", str(tmp_path)]) == 0
+        return capsys.readouterr().out
+
+    assert "were left out" not in typed("--bounds", "none")
+    said = " ".join(typed().split())
+    assert "Bounds of 4 attentions were left out, as they would take more than a fifth of" in said
+    assert "--bounds all computes them, --bounds none leaves all out." in said
+    assert json.loads(typed("--json"))["bounds"] == {"made": 0, "kept": 5, "left_out": 4}
+    assert "were left out" not in typed("--bounds", "all")
 
 
 # ---- which
@@ -230,13 +321,3 @@ def test_what_cannot_be_bounded_says_so(
     nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan))).bounds
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")
-
-
-def test_the_command_leaves_bounds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
-    monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: make_tools()[0])
-    command = ["measure", "small", "--text", "prose", "--lengths", "2,4", "--samples", "2", "-q"]
-    assert main([*command, "--no-bounds", "--out", str(tmp_path / "a")]) == 0
-    assert contents_of(tmp_path / "a").bounds.empty
-    assert main([*command, "--out", str(tmp_path / "b")]) == 0
-    assert len(contents_of(tmp_path / "b").bounds) == 2 * 2 * 3

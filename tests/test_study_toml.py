@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.study import publish as publishing
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plan import Execution, ModelSpec, Plan
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
-from tests._study import FakeModel, digest, make_tools, rows_of
+from tests._study import FakeModel, digest, installed, make_tools, rows_of
 
 FULL = """
 models = ["small", {name = "other", as_decoder = true, layers = "0:1", heads = [0], lengths = 8}]
@@ -30,6 +31,9 @@ samples = 3
 scopes = ["attention", "head"]
 layers = [0, "-1"]
 heads = 1
+random_init = false
+as_decoder = false
+part = "text"
 rtol = 0.001
 confidence = 0.99
 max_iterations = 50
@@ -38,9 +42,11 @@ device = "cpu"
 dtype = "float64"
 threads = 2
 memory = "3GiB"
-bounds = false
+bounds = "none"
 as_published = ["output", "stopping"]
 out = "results"
+executor = "processes"
+workers = 3
 """
 
 SMALL = 'models = ["small"]\ntexts = ["prose"]\nlengths = [2, 4, 8]\nsamples = 5\n'
@@ -60,13 +66,14 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     study = read_plan(written(tmp_path, FULL))
     assert study.plan == Plan(
         models=(
-            ModelSpec("small"),
+            ModelSpec("small", part="text"),
             ModelSpec(
                 "other",
                 as_decoder=True,
-                layers=Ranges.parse("0:1", "models: layers"),
-                heads=Ranges.parse("0", "models: heads"),
+                layers=Ranges.parse("0:1", "layers"),
+                heads=Ranges.parse("0", "heads"),
                 lengths=(8,),
+                part="text",
             ),
         ),
         texts=("prose", str(tmp_path / "notes.txt")),
@@ -81,17 +88,36 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         seed=7,
         dtype="float64",
         memory=3 << 30,
-        bounds=False,
+        part="text",
+        bounds="none",
+        as_published="output,stopping",
     )
-    assert (study.out, study.threads) == (tmp_path / "results", 2)
-    assert study.as_published == "output,stopping"
-    assert all(f"\n{key} =" in FULL for key in KEYS)
+    assert study.execution == Execution(tmp_path / "results", "processes", 3, threads=2)
+    others = {"images", "audio", "tokens", "embeddings", "scheduler"}
+    assert {key for key in KEYS if f"\n{key} =" not in FULL} == others
 
 
 def test_a_model_is_all_that_a_plan_needs(tmp_path: Path) -> None:
     study = read_plan(written(tmp_path, 'models = "small"'))
     assert study.plan == Plan(models=(ModelSpec("small"),))
-    assert (study.out, study.threads) == (tmp_path / "plan-out", None)
+    assert study.execution == Execution(tmp_path / "plan-out")
+
+
+def test_what_a_plan_says_of_all_models_holds_for_those_that_do_not_say_it(tmp_path: Path) -> None:
+    content = 'models = ["a", {name = "b", random_init = false, part = "text"}]\nrandom_init = true'
+    models = read_plan(written(tmp_path, content)).plan.models
+    assert models == (ModelSpec("a", random_init=True), ModelSpec("b", part="text"))
+
+
+def test_a_plan_is_written_the_same_way_in_python_and_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "sound.wav").write_bytes(b"")
+    content = 'models = "a"\naudio = ["sound.wav"]\nlayers = "0,-1"\nlengths = [8, "2:4:2"]\nmemory = "1kB"'
+    plan = Plan("a", audio=str(tmp_path / "sound.wav"), layers=[0, -1], lengths="2:4:2,8", memory=1000)
+    assert read_plan(written(tmp_path, content)).plan == plan
+    assert replace(plan) == plan
+    assert (plan.texts, plan.lengths, plan.models[0].label) == ((), (2, 4, 8), "a")
+    assert [source.kind for source in plan.sources] == ["audio"]
+    assert json.loads(json.dumps(plan.described()))["layers"] == "0,-1"
 
 
 def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +127,7 @@ def test_paths_are_those_beside_the_plan(tmp_path: Path, monkeypatch: pytest.Mon
     study = read_plan(Path(tmp_path.name) / "plan.toml")
     assert [model.label for model in study.plan.models] == ["my-model", "small"]
     assert study.plan.models[0].name == f"{tmp_path.name}/my-model"
-    assert study.out == Path(tmp_path.name) / "../there"
+    assert study.execution.out == Path(tmp_path.name) / "../there"
 
 
 BAD: dict[str, tuple[str, str]] = {
@@ -110,23 +136,23 @@ BAD: dict[str, tuple[str, str]] = {
     "layers of a model": ('models = [{name = "a", layers = "x"}]', "plan.toml: models: layers: expected num"),
     "lengths of a model": ('models = [{name = "a", lengths = 0}]', "models: lengths: expected numbers of"),
     "heads of a model": ('models = [{name = "a", heads = 0}]', "plan.toml: heads: expected heads only tog"),
-    "bounds": ('models = ["a"]\nbounds = 1', "plan.toml: bounds: expected true or false, got 1"),
+    "bounds": ('models = ["a"]\nbounds = 1', "plan.toml: bounds: expected one of auto, all, none, got 1"),
     "items": ('models = ["a"]\nas_published = ["x"]', "plan.toml: as_published: expected all, or some of"),
     "items twice": ('models = ["a"]\nas_published = "output,output"', "as_published: expected each item"),
-    "items of true": ('models = ["a"]\nas_published = true', "plan.toml: as_published: expected a list"),
+    "items of true": ('models = ["a"]\nas_published = true', "plan.toml: as_published: expected words"),
     "items without attention": (
         'models = ["a"]\nas_published = "all"\nscopes = ["block"]',
         "plan.toml: as_published: expected the scope attention beside it",
     ),
     "no models": ("samples = 1", "plan.toml: models: expected at least one model, got no such key"),
-    "empty models": ("models = []", "models: expected a list of names"),
+    "empty models": ("models = []", "models: expected at least one, got none"),
     "model of a number": ("models = [1]", "models: expected names or tables"),
     "model without a name": ("models = [{random_init = true}]", "models: name: expected a name"),
     "model with a flag of words": ('models = [{name = "a", as_decoder = "yes"}]', "as_decoder: expected"),
     "model twice": ('models = ["a", "a"]', "models: expected each only once, got 'a' twice"),
     "text of a number": ('models = ["a"]\ntexts = [1]', "texts: expected words"),
     "null in a text": ('models = ["a"]\ntexts = ["a\\u0000"]', "texts: expected words"),
-    "empty name": ('models = [" "]', "models: expected words"),
+    "empty name": ('models = [" "]', "models: name: expected words"),
     "lengths of a fraction": ('models = ["a"]\nlengths = 1.5', "lengths: expected a number, words"),
     "lengths of true": ('models = ["a"]\nlengths = [true]', "lengths: expected a number, words"),
     "lengths backwards": ('models = ["a"]\nlengths = "9:2"', "lengths: expected ranges that are not"),
@@ -142,11 +168,14 @@ BAD: dict[str, tuple[str, str]] = {
     "rtol of words": ('models = ["a"]\nrtol = "small"', "rtol: expected a number"),
     "confidence": ('models = ["a"]\nconfidence = 2', "plan.toml: confidence: expected"),
     "max_iterations": ('models = ["a"]\nmax_iterations = 0', "plan.toml: max_iterations: expected"),
-    "seed": ('models = ["a"]\nseed = -1', "plan.toml: seed: expected an integer"),
-    "dtype": ('models = ["a"]\ndtype = "half"', "plan.toml: dtype: expected float32 or float64"),
-    "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected at least 1"),
-    "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected"),
+    "seed": ('models = ["a"]\nseed = -1', "plan.toml: seed: expected a number from 0"),
+    "dtype": ('models = ["a"]\ndtype = "half"', "plan.toml: dtype: expected one of float32, float64"),
+    "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected a number from 1"),
+    "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected at least 1"),
     "memory in words": ('models = ["a"]\nmemory = "much"', "plan.toml: memory: expected a number of bytes"),
+    "workers alone": ('models = ["a"]\nworkers = 2', "plan.toml: workers: expected the executor processes"),
+    "sound and text": ('models = ["a"]\ntexts = "a"\naudio = "b"', "plan.toml: inputs: expected texts"),
+    "part": ('models = [{name = "a", part = 1}]', "plan.toml: models: part: expected words, got 1"),
     "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected words"),
     "syntax": ("models = [", "plan: expected a plan file in TOML, got .*plan.toml"),
     "endless number": ("samples = " + "9" * 9000, "plan: expected a plan file in TOML"),
@@ -186,7 +215,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     entries=st.dictionaries(st.sampled_from([*KEYS, "other"]), VALUES, max_size=5), tail=st.text(max_size=5)
 )
@@ -215,10 +244,9 @@ def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     def command(*arguments: str, tools: Any = None) -> Result:
         monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
         chosen = tools or make_tools()[0]
-        monkeypatch.setattr("howsmooth.study.tools.default_tools", lambda: chosen)
-        monkeypatch.setattr("howsmooth.texts.load_text", chosen.load_text)
         capsys.readouterr()
-        code = main(("study", *arguments))
+        with installed(chosen):
+            code = main(("study", *arguments))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -246,7 +274,7 @@ def test_a_study_is_carried_out_and_not_begun_twice(howsmooth: Howsmooth, tmp_pa
 def test_resume_begins_where_nothing_is(howsmooth: Howsmooth, tmp_path: Path) -> None:
     code, out, _ = howsmooth(str(written(tmp_path, SMALL)), "--resume", "--json")
     assert code == 0
-    assert json.loads(out)["measurements"]["measured"] == 45
+    assert json.loads(out)["measurements"]["made"] == 45
 
 
 def test_out_on_the_command_line_comes_first(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -292,7 +320,7 @@ def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) 
     plan = str(written(tmp_path, SMALL))
     code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
     assert code == 130
-    assert "interrupted: 20 of 45 measurements are kept" in err
+    assert "interrupted: 20 measurements are kept" in err
     command = shlex.split(err.splitlines()[-1])
     assert command == ["howsmooth", "study", plan, "--resume"]
     code, out, _ = howsmooth(plan, "--status", "--json")
@@ -391,7 +419,7 @@ def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path
     howsmooth(str(written(tmp_path, SMALL)))
     code, _, err = howsmooth(str(written(tmp_path, f"{SMALL}seed = 3")), "--status")
     assert code == 2
-    assert "made with seed 0, not 3" in err
+    assert "made with --seed 0, not 3" in err
 
 
 MISUSES: dict[str, tuple[tuple[str, ...], str]] = {

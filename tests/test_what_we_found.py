@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -14,26 +11,18 @@ import pytest
 import torch
 from scipy import stats
 
+import howsmooth as hs
 from howsmooth.study.plan import ModelSpec
-from tests._shared import shared_data
+from howsmooth.texts import load_text
+from tests._shared import script, shared_data
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "what-we-found.md").read_text(encoding="utf-8")
 TABLES = ROOT / "docs" / "_static" / "what-we-found"
 
 
-def _script(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
-
-
-page = _script("what_we_found_page")
-measuring = _script("what_we_found")
+page = script("scripts/what_we_found_page.py")
+measuring = script("scripts/what_we_found.py")
 
 
 def table(name: str) -> list[list[str]]:
@@ -56,7 +45,7 @@ def test_the_page_is_what_the_tables_give() -> None:
 def test_every_exponent_of_the_page_is_in_the_table_and_the_other_way_round() -> None:
     fits = attention()
     fits = fits[fits["quantity"].isin(["corrected", "as published"])]
-    texts = ["alice", "ag_news", "python-docs"]
+    texts = ["alice", "ag_news"]
     shown = []
     for model, layer, quantity, *cells in table("layers"):
         on = ["parts"] if model.endswith("on its parts") else texts
@@ -79,7 +68,7 @@ def _numbers(words: str) -> list[float]:
 
 def test_counts_of_the_summary() -> None:
     fits = attention()
-    names = {"Alice": "alice", "AG_NEWS": "ag_news", "python-docs": "python-docs", "parts": "parts"}
+    names = {"Alice": "alice", "AG_NEWS": "ag_news", "parts": "parts"}
     rows = table("summary")
     assert len(rows) == 2 * fits["text"].nunique()
     for text, quantity, layers, ends, median, _, inside, refused in rows:
@@ -265,9 +254,8 @@ def test_the_script_measures_goes_on_and_writes_tables(
         measuring.Job(spec, str(prose), (2, 4, 8), 2, layers="0", items=("output",)),
         measuring.Job(spec, str(prose), (2, 4, 8), 2, layers="0", scopes=("attention",)),
     ]
-    tools = measuring.tools_with(None)
     for job in jobs:
-        measuring.carry_out(job, tmp_path / "work", tools)
+        measuring.carry_out(job, tmp_path / "work")
     measuring.collect(tmp_path / "work", tmp_path / "tables")
     fits = pd.read_csv(tmp_path / "tables" / "attention.csv").set_index("quantity")
     assert list(fits.index) == ["corrected", "as published"]
@@ -277,16 +265,15 @@ def test_the_script_measures_goes_on_and_writes_tables(
     assert scopes["slope"].item() == fits.loc["corrected", "slope"]
     capsys.readouterr()
     for job in jobs:
-        measuring.carry_out(job, tmp_path / "work", tools)
+        measuring.carry_out(job, tmp_path / "work")
     told = capsys.readouterr().out
-    assert re.findall(r"(\d+) measured, (\d+) there", told) == [("0", "12"), ("0", "6")]
+    assert re.findall(r"(\d+) measured, (\d+) there", told) == [("0", "18"), ("0", "6")]
 
 
-def test_parts_are_sequences_of_the_models_own_language() -> None:
-    folder = shared_data("capp_gpt")
-    text = measuring.parts_of(folder, count=20)
-    tools = measuring.tools_with(folder)
-    tokens = tools.load_model(str(folder)).tokenizer(text.content)
+def test_parts_are_sequences_of_the_models_own_language(tmp_path: Path) -> None:
+    folder = measuring.with_own_words(shared_data("capp_gpt"), tmp_path)
+    measuring.write_parts(folder, tmp_path / "parts.txt", count=20)
+    tokens = hs.load_model(str(folder)).tokenizer(load_text(str(tmp_path / "parts.txt")).content)
     start, end = 49, 51
     assert max(tokens) < 52
     assert tokens.count(start) == tokens.count(end) == 20

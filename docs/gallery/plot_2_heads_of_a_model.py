@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.texts import load_text
 
 model = hs.load_model("builtin-encoder")
-text = load_text("python-docs")
+text = load_text("alice")
 ids = torch.tensor([model.tokenizer.encode(text.content)[:48]])
 sites = hs.capture(model, ids, scope="head")
 print(len(sites), "heads;", sites[0].map)

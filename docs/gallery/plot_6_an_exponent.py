@@ -12,21 +12,19 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plan import Plan
 from howsmooth.study.publish import publish
-from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
-from howsmooth.study.tools import default_tools
 
 plan = Plan(
-    models=(ModelSpec("builtin-encoder"),),
-    texts=("python-docs",),
+    models="builtin-encoder",
+    texts="alice",
     lengths=(8, 12, 16, 24, 32, 48, 64),
     samples=8,
-    layers=Ranges.parse("0", "layers"),
+    layers=0,
 )
 with tempfile.TemporaryDirectory() as folder:
-    run(plan, Path(folder), default_tools())
+    run(plan, Path(folder))
     published = publish(Path(folder))
 
 # %%

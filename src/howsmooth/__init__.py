@@ -3,10 +3,10 @@
 The local Lipschitz constant of a map f at tokens X is the spectral norm of its Jacobian, ‖D_X f‖₂.
 ``local_lipschitz`` measures it with an interval; ``SelfAttention`` is the map of the paper *How Smooth
 Is Attention?* (Castin, Ablin, Peyré, ICML 2024); ``capture`` takes such maps out of real models; ``bounds``
-holds the theorems, ``adversarial`` the worst inputs, ``published`` what the paper's own code computes;
-``measures`` holds attention on probability measures, ``dynamics`` attention through depth; ``distributed``
-shares one long sequence among processes; ``functional`` is attention as a function, with derivatives of
-every order; ``nn`` holds layers that are Lipschitz, penalties and monitors.
+holds the theorems, ``adversarial`` the worst inputs; ``measures`` holds attention on probability measures,
+``dynamics`` attention through depth; ``distributed`` shares one long sequence among processes; ``functional``
+is attention as a function, with derivatives of every order; ``nn`` holds layers that are Lipschitz, penalties
+and monitors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, nn, published
+    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, nn
     from howsmooth.attention import (
         Compose,
         L2Attention,
@@ -57,7 +57,6 @@ __all__ = [
     "local_lipschitz",
     "measures",
     "nn",
-    "published",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -85,7 +84,6 @@ _WHOLE_ROOMS = (
     "functional",
     "measures",
     "nn",
-    "published",
 )
 
 

@@ -7,25 +7,11 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.options import (
-    HOW,
-    OUTPUT,
-    WHAT,
-    AsDecoderOption,
-    HeadsOption,
-    JsonOption,
-    LayersOption,
-    RandomInitOption,
-    Scope,
-    ScopeOption,
-    SourceArgument,
-    TextOption,
-    ThreadsOption,
-)
+from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.cli.progress import choose
+from howsmooth.study.plan import BoundPlan, Execution
 
 __all__ = ["bound"]
-
 
 _EXAMPLES = (
     "One table a layer: bounds at the tokens of the text, beside the measured constant; and bounds over all "
@@ -40,37 +26,10 @@ _EXAMPLES = (
 )
 
 
+@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
 def bound(
-    source: SourceArgument,
-    text: TextOption = "python-docs",
-    layers: LayersOption = "all",
-    heads: HeadsOption = "all",
-    scope: ScopeOption = Scope["attention"],
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANGES",
-            help="Numbers of tokens: start:stop:step or a list. Default: 64, or that of the X of a file.",
-            show_default=False,
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    radius: Annotated[
-        str,
-        typer.Option(
-            metavar="R|auto",
-            help="Of the ball that the tokens lie in. auto: the largest norm that the norm layer before the "
-            "attention can give, or else that of the tokens at hand.",
-            rich_help_panel=WHAT,
-        ),
-    ] = "auto",
-    random_init: RandomInitOption = False,
-    as_decoder: AsDecoderOption = False,
-    seed: Annotated[
-        int,
-        typer.Option(help="Of the sequence that is picked, and of random weights.", rich_help_panel=HOW),
-    ] = 0,
-    threads: ThreadsOption = None,
+    plan: BoundPlan,
+    execution: Execution,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -81,54 +40,25 @@ def bound(
         ),
     ] = None,
     json: JsonOption = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)
-    ] = False,
+    quiet: SilentOption = False,
 ) -> int:
     """Bound the Lipschitz constant of attention by every theorem there is, beside the measured constant."""
-    from howsmooth.bounds import table
-    from howsmooth.cli.parsing import parse_radius, use_threads
+    from howsmooth.cli.parsing import use_threads
     from howsmooth.cli.tables import bounds_as_json, show_bounds
     from howsmooth.study.bounding import bound_all, bounds_frame
     from howsmooth.study.files import write_table
-    from howsmooth.study.ranges import Ranges
-    from howsmooth.study.sources import Request, open_source
-    from howsmooth.study.tools import default_tools
+    from howsmooth.study.sources import open_source
 
-    request = Request(
-        name=source,
-        text=text,
-        layers=Ranges.parse(layers, "layers"),
-        heads=Ranges.parse(heads, "heads"),
-        scope=str(scope),
-        random_init=random_init,
-        as_decoder=as_decoder,
-        seed=seed,
-    )
-    asked = Ranges.parse(lengths, "lengths").values() if lengths is not None else ()
-    ball = parse_radius(radius, words=("auto",))
-    use_threads(threads)
+    use_threads(execution.threads)
     display = choose(quiet=quiet)
     with display:
         display.phase("Reading")
-        opened = open_source(request, default_tools())
+        source = open_source(plan)
         display.phase("Bounding")
-        bounded = list(
-            bound_all(
-                opened,
-                asked,
-                None if isinstance(ball, str) else ball,
-                table,
-                display.advance,
-            )
-        )
-    frame = bounds_frame(opened.label, bounded)
-    written = None if out is None else write_table(frame, out, "bounds.csv")
+        bounded = list(bound_all(plan, source, display))
+    written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")
     if json:
-        typer.echo(bounds_as_json(opened, bounded, written))
+        typer.echo(bounds_as_json(source, bounded, written))
     else:
-        show_bounds(opened, bounded, written)
+        show_bounds(source, bounded, written)
     return 0
-
-
-bound.__dict__["examples"] = "\n\n".join(_EXAMPLES)

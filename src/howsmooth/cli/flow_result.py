@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -14,8 +15,10 @@ from rich.text import Text
 from howsmooth.cli.result import package_version, records
 from howsmooth.study.flows.opening import System
 from howsmooth.study.flows.publish import PublishedFlow
-from howsmooth.study.flows.run import FlowOutcome
 from howsmooth.study.names import encodable, readable, sentence
+from howsmooth.study.progress import Outcome
+from howsmooth.study.records import Ending, FrameRow
+from howsmooth.study.store import STORE_NAME
 
 __all__ = ["flow_as_json", "show_flow"]
 
@@ -29,9 +32,11 @@ _COLUMNS = {
 }
 
 
-def flow_as_json(system: System, outcome: FlowOutcome, published: PublishedFlow, folder: Path) -> str:
+def flow_as_json(
+    system: System, outcome: Outcome, ending: Ending | None, published: PublishedFlow, folder: Path
+) -> str:
     """Describe the flow as one JSON object; what is not a number is null."""
-    ending = outcome.ending
+    frames = FrameRow.table
     described = {
         "howsmooth": package_version(),
         "out": str(folder),
@@ -43,45 +48,51 @@ def flow_as_json(system: System, outcome: FlowOutcome, published: PublishedFlow,
         "tokens": system.x.shape[0],
         "dimension": system.x.shape[1],
         "fingerprint": system.fingerprint,
-        "frames": {"made": outcome.made, "kept": outcome.kept},
+        "frames": {"made": outcome.made[frames], "kept": outcome.kept[frames]},
         "status": "finished" if ending is None else ending.status,
-        "ending": None if ending is None else dict(ending.__dict__),
-        "last_time": published.last,
+        "ending": None if ending is None else asdict(ending),
+        "last_time": _last(published),
         "tolerance": published.tolerance,
         "metrics": records(published.metrics),
         "growth": records(published.growth) if len(published.growth) else None,
         "files": {
-            "store": str(folder / "flow.sqlite"),
+            "store": str(folder / STORE_NAME),
             "trajectory": str(published.trajectory),
             "metrics": str(published.table),
-            "figures": [str(published.picture.png), str(published.picture.pdf)],
+            "figures": [str(path) for path in published.figures],
             "animation": None if published.animation is None else str(published.animation),
         },
     }
     return json.dumps(described, indent=2, allow_nan=False)
 
 
-def show_flow(system: System, outcome: FlowOutcome, published: PublishedFlow, folder: Path) -> None:
+def show_flow(
+    system: System, outcome: Outcome, ending: Ending | None, published: PublishedFlow, folder: Path
+) -> None:
     """Print what was measured at some of the times, how the flow ended, and where everything is."""
     console = Console()
     n, d = system.x.shape
     words = f"{readable(system.label)}: {readable(system.title, longest=200)}"
     console.print(Text(f"\n{words}", style="bold"))
-    console.print(Text(f"{n} tokens in dimension {d}, until t = {published.last:.6g}"))
+    console.print(Text(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}"))
     console.print(Padding(_table(published), (1, 0, 0, 2), expand=False))
     if len(published.growth):
         console.print(Text(f"\n{_growth(published.growth)}"))
-    made = f"\n{outcome.made} frames made in {outcome.seconds:.1f} s"
-    made += f", {outcome.kept} were there already" if outcome.kept else ""
-    console.print(Text(f"{made}."))
-    if outcome.ending is not None:
-        ended = f"The {outcome.ending.what} {outcome.ending.status}: {outcome.ending.reason}"
+    made, kept = (count[FrameRow.table] for count in (outcome.made, outcome.kept))
+    before = f", {kept} were there already" if kept else ""
+    console.print(Text(f"\n{made} frames made in {outcome.seconds:.1f} s{before}."))
+    if ending is not None:
+        ended = f"The {ending.what} {ending.status}: {ending.reason}"
         console.print(Text(sentence(readable(ended, longest=400))))
     # Not through rich, which would break a long path in two.
-    print(encodable(f"Figure: {published.picture.png}"))
+    print(encodable(f"Figure: {published.figures[0]}"))
     if published.animation is not None:
         print(encodable(f"Animation: {published.animation}"))
-    print(encodable(f"Also in {folder}: flow.pdf, trajectory.npz, metrics.csv, flow.sqlite"))
+    print(encodable(f"Also in {folder}: flow.pdf, trajectory.npz, metrics.csv, {STORE_NAME}"))
+
+
+def _last(published: PublishedFlow) -> float:
+    return float(published.metrics["time"].iloc[-1])
 
 
 def _growth(table: pd.DataFrame) -> str:

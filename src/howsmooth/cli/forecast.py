@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,15 +16,15 @@ from rich.padding import Padding
 from rich.table import Table
 
 from howsmooth.cli.options import OUTPUT
+from howsmooth.cli.parsing import use_threads
 from howsmooth.cli.progress import choose, duration
-from howsmooth.errors import ArgumentError
 from howsmooth.study.names import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.forecast import Forecast, Part
-    from howsmooth.study.plan import Plan
+    from howsmooth.study.plan import Execution, Plan
 
-__all__ = ["CalibrateOption", "DryRunOption", "check_calibrate", "tell_forecast"]
+__all__ = ["DryRunOption", "tell_forecast"]
 
 DryRunOption = Annotated[
     bool,
@@ -33,89 +35,49 @@ DryRunOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-CalibrateOption = Annotated[
-    bool,
-    typer.Option(
-        "--calibrate",
-        help="With --dry-run: time this machine anew. Otherwise that is done once a month, and kept.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-
-
-def check_calibrate(*, calibrate: bool, dry_run: bool) -> None:
-    """Refuse ``--calibrate`` without ``--dry-run``."""
-    if calibrate and not dry_run:
-        raise ArgumentError("calibrate", expected="it together with --dry-run", got="it alone")
 
 
 def tell_forecast(
-    plan: Plan,
-    folder: Path,
-    *,
-    calibrate: bool,
-    as_json: bool,
-    quiet: bool,
-    keep_going: bool = False,
-    published: bool = False,
+    plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
 ) -> None:
     """Predict what a plan takes, and print it.
 
     Parameters
     ----------
-    plan, folder, keep_going
+    plan, execution, keep_going
         As for a run.
-    calibrate
-        Time the machine anew.
     as_json, quiet
         As the options of the command.
-    published
-        Whether published values are asked for as well, which are not predicted.
 
     """
     # Only now what takes seconds to load.
-    from howsmooth.study.calibration import calibrated
     from howsmooth.study.forecast import forecast
-    from howsmooth.study.tools import default_tools
 
+    use_threads(execution.threads)
     display = choose(quiet=quiet or as_json)
     with display:
-        display.phase("Timing this machine")
-        rates = calibrated(plan.device, fresh=calibrate)
         display.phase("Reading texts and models, and trying a little of each")
-        found = forecast(plan, folder, default_tools(), rates, keep_going=keep_going)
+        found = forecast(plan, execution.out, keep_going=keep_going)
     if as_json:
-        typer.echo(forecast_as_json(found, folder, published=published))
+        typer.echo(forecast_as_json(found, execution.out, published=bool(plan.as_published)))
     else:
-        show_forecast(found, folder, published=published)
+        show_forecast(found, execution.out, published=bool(plan.as_published))
 
 
 def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:
     """Describe a forecast as one JSON object: seconds and bytes."""
     described = asdict(found)
-    steps = [
-        {"model": model, "text": text, "scope": scope, **asdict(one)}
-        for (model, text, scope), one in found.steps.items()
-    ]
     impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
-    described |= {"steps": steps, "impossible": impossible, "without_published_values": published}
+    described |= {"impossible": impossible, "without_published_values": published}
     return json.dumps({"out": encodable(str(folder)), **described}, indent=2, allow_nan=False)
 
 
 def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
     """Print a table for each model, text and scope, then what comes beside, and the sum."""
     console = Console()
-    for (model, text, scope), steps in found.steps.items():
-        parts = [part for part in found.parts if (part.model, part.text, part.scope) == (model, text, scope)]
-        if not parts:
-            continue
-        print(
-            encodable(
-                f"{readable(model)}, {readable(text)}, {scope}: about {steps.likely:.0f} steps a "
-                f"measurement, {steps.low:.0f} to {steps.high:.0f} (from {steps.source})"
-            )
-        )
-        console.print(_table(parts))
+    for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
+        print(encodable(f"{readable(model)}, {readable(text)}, {scope}:"))
+        console.print(_table(list(parts)))
     measuring = sum(part.seconds for part in found.parts)
     print(
         f"Reading and loading {short(found.preparing)}, measuring {short(measuring)}, bounds "
@@ -144,11 +106,11 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
 
 def _table(parts: Sequence[Part]) -> Padding:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("n", "measurements", "time", "from", "to", "memory"):
+    for name in ("n", "measurements", "time", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for part in parts:
-        times = (short(seconds) for seconds in (part.seconds, part.low, part.high))
-        table.add_row(str(part.n), str(part.measurements), *times, amount_of_memory(part.memory))
+        memory = "?" if part.memory is None else amount_of_memory(part.memory)
+        table.add_row(str(part.n), str(part.measurements), short(part.seconds), memory)
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 
-from howsmooth.cli.options import (
-    HOW,
-    OUTPUT,
-    WHAT,
-    AsDecoderOption,
-    JsonOption,
-    PartOption,
-    RandomInitOption,
-    ThreadsOption,
-)
+from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import choose
+from howsmooth.study.options import HOW, Options, flag, option, whole, words
+from howsmooth.study.plan import (
+    Execution,
+    as_decoder_option,
+    part_option,
+    random_init_option,
+    seed_option,
+)
 
-__all__ = ["inspect"]
+__all__ = ["InspectionPlan", "inspect"]
 
 
 _MOST_WEIGHTS = 10**9
@@ -38,67 +37,63 @@ _EXAMPLES = (
 )
 
 
+@dataclass(frozen=True)
+class InspectionPlan(Options):
+    """Which model to inspect, and how it is built."""
+
+    model: str = option(
+        ...,
+        words(),
+        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
+        metavar="MODEL",
+        positional=True,
+    )
+    random_init: bool = random_init_option()
+    as_decoder: bool = as_decoder_option()
+    part: str | None = part_option()
+    tokens: int | None = option(
+        None,
+        whole(2),
+        "Length of the input, of token ids at random; of a text model only. A window shows in the "
+        "mask if it is shorter. Default: 16, or as many as the model takes.",
+        metavar="N",
+    )
+    all_layers: bool = option(
+        False,
+        flag(),
+        "With --random-init: build every layer. By default a configuration of more than a billion "
+        "weights is built with as few layers as show every kind that it names, at least 2, and the "
+        "result says so.",
+        panel=HOW,
+    )
+    seed: int = seed_option("Of random weights.")
+
+
+@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-            show_default=False,
-        ),
-    ],
-    random_init: RandomInitOption = False,
-    as_decoder: AsDecoderOption = False,
-    part: PartOption = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="Length of the input, of token ids at random; of a text model only. A window shows in the "
-            "mask if it is shorter. Default: 16, or as many as the model takes.",
-            show_default=False,
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    all_layers: Annotated[
-        bool,
-        typer.Option(
-            "--all-layers",
-            help="With --random-init: build every layer. By default a configuration of more than a billion "
-            "weights is built with as few layers as show every kind that it names, at least 2, and the "
-            "result says so.",
-            rich_help_panel=HOW,
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of random weights.", rich_help_panel=HOW)] = 0,
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)
-    ] = False,
+    plan: InspectionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """List the attention layers of a model: heads, mask, positions, norms, and what can be measured."""
     from howsmooth.cli.inspect_result import inspection_as_json, show_inspection
     from howsmooth.cli.parsing import use_threads
     from howsmooth.models import inspect_model, load_model
 
-    use_threads(threads)
+    use_threads(execution.threads)
     display = choose(quiet=quiet)
     with display:
         display.phase("Reading")
         loaded = load_model(
-            model,
-            random_init=random_init,
-            as_decoder=as_decoder,
-            part=part,
-            seed=seed,
-            most_weights=None if all_layers else _MOST_WEIGHTS,
+            plan.model,
+            random_init=plan.random_init,
+            as_decoder=plan.as_decoder,
+            part=plan.part,
+            seed=plan.seed,
+            most_weights=None if plan.all_layers else _MOST_WEIGHTS,
         )
         display.phase("Inspecting")
         found = inspect_model(
             loaded,
-            tokens=tokens,
+            tokens=plan.tokens,
             on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
         )
     if json:
@@ -106,6 +101,3 @@ def inspect(
     else:
         show_inspection(loaded, found)
     return 0 if any(site.scopes for site in found.sites) else 2
-
-
-inspect.__dict__["examples"] = "\n\n".join(_EXAMPLES)

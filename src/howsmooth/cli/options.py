@@ -1,144 +1,35 @@
-"""Options that several commands take, said once; what a command means differently stays with the command."""
+"""From dataclasses of options to commands: what a plan says of its fields is what can be typed."""
 
 from __future__ import annotations
 
-from copy import copy
-from enum import StrEnum
-from typing import Annotated, get_args
+import dataclasses
+import inspect
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import wraps
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.models import OptionInfo
 
 from howsmooth.errors import ArgumentError
+from howsmooth.study.names import encodable
+from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
 
 __all__ = [
-    "HOW",
     "OUTPUT",
-    "WHAT",
-    "AsDecoderOption",
-    "DeviceOption",
-    "Dtype",
-    "DtypeOption",
-    "Executor",
-    "ExecutorOption",
-    "HeadsOption",
+    "TYPED",
     "JsonOption",
-    "LayersOption",
-    "PartOption",
     "QuietOption",
-    "RandomInitOption",
-    "SchedulerOption",
-    "Scope",
-    "ScopeOption",
-    "SeedOption",
-    "SourceArgument",
-    "TextOption",
-    "ThreadsOption",
-    "WorkersOption",
+    "SilentOption",
+    "as_typed",
+    "command",
     "refuse_workers",
-    "under",
 ]
 
-WHAT = "What to measure"
-HOW = "How to measure"
-OUTPUT = "Output"
+TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
+"""The words after ``howsmooth``, as typed."""
 
-Scope = StrEnum("Scope", ["head", "heads", "attention"])
-Dtype = StrEnum("Dtype", ["float32", "float64"])
-Executor = StrEnum("Executor", ["threads", "processes", "dask"])
-
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
-        show_default=False,
-    ),
-]
-TextOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME|PATH",
-        help="The text whose tokens a model is given, as for howsmooth measure.",
-        rich_help_panel=WHAT,
-    ),
-]
-LayersOption = Annotated[
-    str,
-    typer.Option(
-        metavar="RANGES", help="all, or a list such as 0,6 or 0:4 or -1 (the last).", rich_help_panel=WHAT
-    ),
-]
-HeadsOption = Annotated[
-    str, typer.Option(metavar="RANGES", help="Like --layers; only with --scope head.", rich_help_panel=WHAT)
-]
-ScopeOption = Annotated[
-    Scope,
-    typer.Option(
-        metavar="SCOPE",
-        help="head: one head, values only; heads: all, before the output projection; attention: with it.",
-        rich_help_panel=WHAT,
-    ),
-]
-RandomInitOption = Annotated[
-    bool,
-    typer.Option(
-        "--random-init", help="Build the architecture with untrained weights.", rich_help_panel=WHAT
-    ),
-]
-AsDecoderOption = Annotated[
-    bool,
-    typer.Option(
-        "--as-decoder", help="Run an encoder as a decoder, with its causal mask.", rich_help_panel=WHAT
-    ),
-]
-PartOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PART",
-        help="Of a model made of several: text, vision or audio, or the path of a module such as encoder.",
-        show_default=False,
-        rich_help_panel=WHAT,
-    ),
-]
-SeedOption = Annotated[int, typer.Option(help="From which all randomness derives.", rich_help_panel=HOW)]
-DeviceOption = Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.", rich_help_panel=HOW)]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision.", rich_help_panel=HOW)]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="CPU threads. Default: what PyTorch chooses.",
-        show_default=False,
-        rich_help_panel=HOW,
-    ),
-]
-ExecutorOption = Annotated[
-    Executor | None,
-    typer.Option(
-        metavar="threads|processes|dask",
-        help="Measure on workers: threads or processes of this machine, or those of a Dask cluster.",
-        show_default=False,
-        rich_help_panel=HOW,
-    ),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        help="How many threads or processes. Default: one a CPU core.",
-        show_default=False,
-        rich_help_panel=HOW,
-    ),
-]
-SchedulerOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
-        show_default=False,
-        rich_help_panel=HOW,
-    ),
-]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
@@ -146,9 +37,66 @@ JsonOption = Annotated[
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
 ]
+SilentOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
 
 
-def refuse_workers(executor: Executor | None, option: str) -> None:
+def command(
+    *examples: str, without: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Make a command of a function whose parameters are plans.
+
+    A parameter whose annotation is a dataclass of options becomes one option, or argument, for each of its
+    fields, and the function gets the dataclass. One with the annotation ``Annotated[dict, dataclass]`` gets
+    those that were typed alone, by their names. Other parameters are as for typer.
+
+    Parameters
+    ----------
+    *examples
+        Paragraphs below the help.
+    without
+        Fields that cannot be typed.
+    **defaults
+        Of fields, instead of those of the dataclass.
+
+    """
+
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        hints = get_type_hints(function, include_extras=True)
+        plans = {name: plan for name, hint in hints.items() if (plan := _plan_of(hint))}
+        parameters: dict[str, inspect.Parameter] = {}
+        flags: dict[str, str] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in plans:
+                parameters[name] = parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
+                continue
+            partly = not isinstance(hints[name], type)
+            for one in _parameters(plans[name], None if partly else defaults, without):
+                parameters[one.name] = one
+            flags |= {field: _flag(field, option) for field, option in options_of(plans[name]).items()}
+
+        @wraps(function)
+        def typed(**values: Any) -> int:
+            with renamed(lambda name: flags.get(name, name)):
+                for name, plan in plans.items():
+                    given = _given(plan, values, without)
+                    values[name] = plan(**given) if isinstance(hints[name], type) else given
+                return function(**values)
+
+        # typer reads these two.
+        typed.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        typed.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
+        typed.__dict__["examples"] = "\n\n".join(examples)
+        return typed
+
+    return decorate
+
+
+def as_typed(*more: str) -> str:
+    """Return the command as it was typed, and ``more`` behind it."""
+    return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
+
+
+def refuse_workers(executor: str | None, option: str) -> None:
     """Refuse ``--executor`` beside an option with which nothing is measured.
 
     Raises
@@ -159,13 +107,55 @@ def refuse_workers(executor: Executor | None, option: str) -> None:
     """
     if executor is not None:
         raise ArgumentError(
-            "executor", expected=f"none beside {option}, which measures nothing", got=str(executor)
+            "executor", expected=f"none beside {option}, which measures nothing", got=executor
         )
 
 
-def under(panel: str | None, option: object) -> OptionInfo:
-    """Give one of these options for another panel of the help; ``None`` is the panel without a name."""
-    shared: OptionInfo = get_args(option)[1]
-    moved = copy(shared)
-    moved.rich_help_panel = panel
-    return moved
+def _plan_of(hint: Any) -> type[Options] | None:
+    """Return the dataclass of options that an annotation names, if it does."""
+    named = (hint, *get_args(hint)[1:])
+    return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
+
+
+def _flag(field: str, option: Option) -> str:
+    return option.flag or field.replace("_", "-")
+
+
+def _parameters(
+    plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
+) -> Iterator[inspect.Parameter]:
+    """Yield a parameter in typer's sense for each field; without ``defaults`` none of them has one."""
+    for field in dataclasses.fields(plan):
+        if field.name in without:
+            continue
+        option: Option = field.metadata["option"]
+        default = None if defaults is None else defaults.get(field.name, field.default)
+        needed = default is dataclasses.MISSING
+        open_ = default is None or default in ("", ())
+        told: dict[str, Any] = {
+            "help": option.help,
+            "metavar": option.metavar or None,
+            "show_default": not (needed or open_ or default is False),
+        }
+        if option.positional:
+            typed = typer.Argument(**told)
+        else:
+            flag = f"--{_flag(field.name, option)}"
+            typed = typer.Option(flag, **told, rich_help_panel=option.panel or plan.PANEL)
+        kind: Any = option.kind.typed
+        if option.kind.several:
+            kind, default = list[kind], default and list(default)
+        if open_:
+            kind, default = kind | None, None
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if needed else default,
+            annotation=Annotated[kind, typed],
+        )
+
+
+def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """Take what was typed of a dataclass out of all values; what was left out is not among it."""
+    taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
+    return {name: value for name, value in taken.items() if value is not None and value != []}

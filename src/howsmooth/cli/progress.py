@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @runtime_checkable
 class Display(Protocol):
-    """What the command tells while it works; a context manager."""
+    """A listener that is a context manager."""
 
     def __enter__(self) -> Display: ...
     def __exit__(

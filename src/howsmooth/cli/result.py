@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,16 +21,17 @@ from howsmooth.study.names import decimal, encodable, kind_in_words, readable
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.publish import Published
+from howsmooth.study.published_tables import PublishedComparison
+from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row
+from howsmooth.study.store import STORE_NAME
 
 __all__ = ["as_json", "package_version", "records", "show"]
 
 
-def as_json(
-    plan: Plan, outcome: Outcome, published: Published, folder: Path, values: Outcome | None = None
-) -> str:
+def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> str:
     """Describe the result as one JSON object.
 
-    ``measurements`` and ``published``, made of ``values``, count what this command asked for; ``exponents``,
+    ``measurements``, ``bounds`` and ``published`` count what this command asked for; ``exponents``,
     ``models`` and ``texts`` are those of the whole store.
     """
     contents = published.contents
@@ -37,40 +39,28 @@ def as_json(
         "howsmooth": package_version(),
         "out": str(folder),
         "seconds": round(outcome.seconds, 3),
+        "failed": outcome.failed,
         "measurements": {
-            "measured": outcome.measured,
-            "kept": outcome.kept,
-            "failed": outcome.failed,
+            **_counts(outcome, Measurement),
             "in_store": len(contents.measurements),
             "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
         },
+        "bounds": {**_counts(outcome, Bounding), "left_out": outcome.left_out},
         "published": None
-        if values is None
+        if published.comparison is None
         else {
-            "measured": values.measured,
-            "kept": values.kept,
-            "failed": values.failed,
+            **_counts(outcome, PublishedValue),
             "in_store": len(contents.published),
+            "exponents": records(published.comparison.exponents),
         },
-        "settings": {
-            "seed": plan.seed,
-            "rtol": plan.rtol,
-            "confidence": plan.confidence,
-            "max_iterations": plan.max_iterations,
-            "device": plan.device,
-            "dtype": plan.dtype,
-            "samples": plan.samples,
-            # On images and sound the models may have chosen them.
-            "lengths": list(plan.lengths) or sorted({int(n) for n in contents.measurements["n"]}),
-            "scopes": list(plan.scopes),
-        },
+        "settings": plan.described(),
         "models": records(contents.models),
         "texts": records(contents.texts),
         "inputs": records(contents.inputs),
         "exponents": records(published.exponents),
         "exponent_confidence": LEVEL,
         "files": {
-            "store": str(folder / "measurements.sqlite"),
+            "store": str(folder / STORE_NAME),
             "measurements": str(published.measurements),
             "exponents": str(published.exponents_file),
             "report": str(published.report),
@@ -80,10 +70,12 @@ def as_json(
     return json.dumps(written, indent=2, allow_nan=False)
 
 
-def show(
-    plan: Plan, outcome: Outcome, published: Published, folder: Path, values: Outcome | None = None
-) -> None:
-    """Print the exponents and where everything is; ``values`` counts published quantities."""
+def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, int]:
+    return {"made": outcome.made[kind.table], "kept": outcome.kept[kind.table]}
+
+
+def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> None:
+    """Print the exponents and where everything is."""
     console = Console()
     labels = {model.label for model in plan.models}
     rows = [row for row in records(published.exponents) if row["model"] in labels]
@@ -97,27 +89,59 @@ def show(
     hidden = len(published.exponents) - len(rows)
     if hidden:
         console.print(f"\nand {hidden} exponents of other models in this folder.")
-    words = f"\n{outcome.measured} measurements made in {outcome.seconds:.1f} s"
-    words += f", {outcome.kept} were there already" if outcome.kept else ""
-    words += f"; {outcome.unconverged} did not converge" if outcome.unconverged else ""
-    console.print(Text(f"{words}."))
-    if values is not None:
-        words = f"{values.measured} published values in {values.seconds:.1f} s"
-        words += f", {values.kept} were there already" if values.kept else ""
-        console.print(Text(f"{words}; their exponents are in published-exponents.csv."))
-    for one in (values, outcome):
-        if one is not None and one.failed:
-            console.print(
-                Text(
-                    f"{one.failed} failed, the first because of: {readable(one.first_failure, longest=300)} "
-                    "They are recorded, and the next run tries them again."
-                )
-            )
-    if outcome.unconverged:
-        console.print("A larger --max-iterations, with another --out, narrows their intervals.")
+    if plan.as_published and published.comparison is not None:
+        _show_comparison(console, published.comparison)
+    for sentence in _said(outcome):
+        console.print(Text(sentence))
     # Not through rich, which would break a long path in two.
     print(encodable(f"Report: {published.report}"))
-    print(encodable(f"Also in {folder}: measurements.csv, exponents.csv, measurements.sqlite, figures/"))
+    print(encodable(f"Also in {folder}: measurements.csv, exponents.csv, {STORE_NAME}, figures/"))
+
+
+def _said(outcome: Outcome) -> Iterator[str]:
+    """Say what was made, what was there, and what is missing."""
+    kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
+    words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
+    words += f", {kept} were there already" if kept else ""
+    yield words + (f"; {unsettled} did not converge." if unsettled else ".")
+    values = outcome.made[PublishedValue.table]
+    if values:
+        yield f"{values} published values made; their exponents are in published-exponents.csv."
+    if outcome.left_out:
+        yield (
+            f"Bounds of {outcome.left_out} attentions were left out, as they would take more than a fifth of "
+            "the measurements' time: --bounds all computes them, --bounds none leaves all out."
+        )
+    if outcome.failed:
+        yield (
+            f"{outcome.failed} failed, the first because of: {readable(outcome.first_failure, longest=300)} "
+            "They are recorded, and the next run tries them again."
+        )
+    if unsettled:
+        yield "A larger --max-iterations, with another --out, narrows their intervals."
+
+
+def _show_comparison(console: Console, comparison: PublishedComparison) -> None:
+    """Print the exponents of what the paper's code computes beside those of the corrected constant."""
+    place = itemgetter("model", "text", "layer")
+    for (model, text, layer), family in groupby(records(comparison.exponents), key=place):
+        words = f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}"
+        console.print(Text(words, style="bold"))
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("quantity", no_wrap=True)
+        for name in ("exponent", "95 % interval", "p of 1/4", "points", "÷ corrected"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in family:
+            fitted = not row["note"]
+            table.add_row(
+                row["quantity"],
+                decimal(row["slope"], 3) if fitted else row["note"],
+                f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}" if fitted else "",
+                f"{row['quarter']:.2g}" if fitted else "",
+                str(row["n_points"]),
+                "" if row["ratio"] is None else f"{row['ratio']:.3g}",
+            )
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

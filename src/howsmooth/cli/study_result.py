@@ -14,6 +14,7 @@ from howsmooth.cli.progress import duration
 from howsmooth.study.merge import Merged
 from howsmooth.study.names import encodable, readable
 from howsmooth.study.status import Status
+from howsmooth.study.store import STORE_NAME
 
 __all__ = ["merged_as_json", "show_merged", "show_status", "status_as_json"]
 
@@ -49,7 +50,7 @@ def show_status(found: Status, folder: Path) -> None:
             print(encodable(f"  {times}: {readable(reason, longest=300)}"))
         if len(found.reasons) > _MOST_REASONS:
             print(f"  and {len(found.reasons) - _MOST_REASONS} other reasons")
-    print(encodable(f"\nStore: {folder / 'measurements.sqlite'}"))
+    print(encodable(f"\nStore: {folder / STORE_NAME}"))
 
 
 def _now(found: Status) -> str:
@@ -75,11 +76,11 @@ def merged_as_json(merged: Merged, folder: Path) -> str:
 
 
 def show_merged(merged: Merged, written: Path) -> None:
-    """Print what was added, and the report or, without measurements, the exponents that were written."""
+    """Print what was added, and where the report is."""
     print(
         f"{merged.added} measurements added, {merged.same} were there already; {merged.total} in the store, "
         f"{merged.failures} failures not made good."
     )
     if merged.published:
         print(f"{merged.published} published values added.")
-    print(encodable(f"{'Report' if written.suffix == '.html' else 'Exponents'}: {written}"))
+    print(encodable(f"Report: {written}"))

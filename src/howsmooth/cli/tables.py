@@ -22,7 +22,9 @@ from howsmooth.study.bounding import LOCAL, Bounded
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.names import decimal, encodable, readable
 from howsmooth.study.progress import Outcome
+from howsmooth.study.records import Attack
 from howsmooth.study.sources import Source
+from howsmooth.study.store import STORE_NAME
 
 __all__ = ["amount", "attacks_as_json", "bounds_as_json", "show_attacks", "show_bounds"]
 
@@ -47,13 +49,13 @@ def _described(one: Bounded) -> dict[str, Any]:
     logs = one.rows.attrs["log_values"]
     rows = records(one.rows.reset_index())
     return {
-        "layer": one.found.layer,
-        "head": one.found.head,
-        "scope": one.found.scope,
-        "masking": one.found.masking,
+        "layer": one.target.layer,
+        "head": one.target.head,
+        "scope": one.target.scope,
+        "masking": one.target.masking,
         "n": one.n,
-        "radius": one.radius,
-        "radius_from": one.radius_from,
+        "radius": one.ball.radius,
+        "radius_from": one.ball.origin,
         "bounds": [
             row | {"log_value": log if math.isfinite(log) else None}
             for row, log in zip(rows, logs, strict=True)
@@ -65,10 +67,10 @@ def show_bounds(source: Source, bounded: Sequence[Bounded], written: Path | None
     """Print a table for each attention, measured constants first."""
     console = Console()
     for one in bounded:
-        words = f"{readable(source.label)}, {one.found.place}, scope {one.found.scope}"
-        masking = "unmasked" if one.found.masking == "none" else one.found.masking
+        words = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
+        masking = "unmasked" if one.target.masking == "none" else one.target.masking
         console.print(
-            Text(f"\n{words}, {masking}, n = {one.n}, R = {one.radius:.4g} ({one.radius_from})", "bold")
+            Text(f"\n{words}, {masking}, n = {one.n}, R = {one.ball.radius:.4g} ({one.ball.origin})", "bold")
         )
         for title, table in _tables(one):
             console.print(Padding(Text(title), (1, 0, 0, 2), expand=False))
@@ -85,13 +87,16 @@ def _tables(one: Bounded) -> Iterator[tuple[str, Table]]:
     if value is not None:
         low, high = float(measured["value"].min()), float(measured["value"].max())
         yield (
-            f"At the tokens of {'the text' if one.found.norm is not None else 'X'}: "
+            f"At the tokens of {'the text' if one.target.norm is not None else 'X'}: "
             f"measured {_ends(low, high)} ({measured['source'].iloc[0]})",
             _table(rows[local], logs[local], value),
         )
     ball = rows.index != LOCAL
     if ball.any():
-        yield f"For all n tokens of norm at most R = {one.radius:.4g}:", _table(rows[ball], logs[ball], value)
+        yield (
+            f"For all n tokens of norm at most R = {one.ball.radius:.4g}:",
+            _table(rows[ball], logs[ball], value),
+        )
 
 
 def _ends(low: float, high: float) -> str:
@@ -129,15 +134,15 @@ def attacks_as_json(published: PublishedAttacks, outcome: Outcome, folder: Path)
         "howsmooth": package_version(),
         "out": str(folder),
         "seconds": round(outcome.seconds, 3),
-        "attacked": outcome.measured,
-        "kept": outcome.kept,
+        "attacked": outcome.made[Attack.table],
+        "kept": outcome.kept[Attack.table],
         **published.identity,
         "attacks": records(published.summary),
         "exponents": records(published.exponents),
         "exponent_confidence": LEVEL,
         "heads": records(published.heads),
         "files": {
-            "store": str(folder / "attacks.sqlite"),
+            "store": str(folder / STORE_NAME),
             **{name: str(path) for name, path in published.files.items()},
             "figures": [str(path) for picture in published.pictures for path in (picture.png, picture.pdf)],
         },
@@ -166,12 +171,12 @@ def show_attacks(published: PublishedAttacks, outcome: Outcome, folder: Path) ->
         ]
         if growth:
             console.print(Text(f"  growth: {'; '.join(growth)}"))
-    words = f"\n{outcome.measured} attacks made in {outcome.seconds:.1f} s"
-    words += f", {outcome.kept} were there already" if outcome.kept else ""
+    words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"
+    words += f", {outcome.kept[Attack.table]} were there already" if outcome.kept[Attack.table] else ""
     console.print(Text(f"{words}."))
     # Not through rich, which would break a long path in two.
     print(encodable(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv, heads.csv"))
-    print(encodable(f"Also in {folder}: attacks.sqlite, figures/, and the tokens found in inputs/"))
+    print(encodable(f"Also in {folder}: {STORE_NAME}, figures/, and the tokens found in inputs/"))
 
 
 def _attack_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -7,15 +7,33 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from howsmooth.errors import ModelError
+from howsmooth.errors import ArgumentError, ModelError, NonFiniteError
 
-__all__ = ["read_arrays", "reason"]
+__all__ = ["check_range", "read_array", "read_arrays", "reason", "shown"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read the array of a .npy file.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be read, or holds pickled objects.
+
+    """
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except Exception as error:  # of a damaged header, numpy raises many kinds
+        raise ArgumentError(
+            shown(path),
+            expected="an array of numpy (.npy)",
+            got=f"a file that cannot be read ({reason(error)})",
+        ) from error
 
 
 def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
@@ -36,11 +54,11 @@ def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> 
         If there is no such file, it cannot be read, or holds what is no array of numbers.
 
     """
-    where = f"The {what} {_shown(path)}"
+    where = f"The {what} {shown(path)}"
     if path.suffix not in suffixes:
         raise ModelError(f"{where} is neither {' nor '.join(suffixes)}. Pickled formats are never read.")
     if not _is_file(path):
-        raise ModelError(f"There is no {what} {_shown(path)}.")
+        raise ModelError(f"There is no {what} {shown(path)}.")
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
@@ -48,7 +66,7 @@ def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> 
     except MemoryError as error:
         # A few bytes are enough to announce an array of any size.
         raise ModelError(f"{where} cannot be read: it does not fit into memory.") from error
-    except (OSError, SafetensorError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # of a damaged header, numpy raises many kinds
         raise ModelError(f"{where} cannot be read: {reason(error)}.") from error
 
 
@@ -74,6 +92,19 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
+def check_range(array: np.ndarray, low: float, high: float, argument: str, remedy: str = "") -> None:
+    """Raise unless floating-point values are finite and lie between two limits."""
+    if not np.isfinite(array).all():
+        raise NonFiniteError(argument, expected="finite values", got="NaN or infinity")
+    if not low <= array.min() <= array.max() <= high:
+        raise ArgumentError(
+            argument,
+            expected=f"floating-point values from {low:.4g} to {high:.4g}",
+            got=f"values from {float(array.min()):.4g} to {float(array.max()):.4g}",
+            remedy=remedy,
+        )
+
+
 def reason(error: BaseException) -> str:
     """Say in a phrase why a file cannot be read or written."""
     if isinstance(error, OSError) and error.strerror:
@@ -89,5 +120,6 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """Shorten a path for a message."""
     return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

@@ -14,7 +14,8 @@ from scipy.io import wavfile
 from scipy.signal import resample_poly
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError
+from howsmooth.models.array_files import check_range, read_array, reason, shown
 
 __all__ = ["Audio", "Waveform", "load_audio"]
 
@@ -22,6 +23,7 @@ _BUILTIN_SECONDS = 60
 _BUILTIN_RATE = 16000
 _RATES = range(1000, 768001)
 _MOST_SAMPLES = 2**28
+_MOST_CHANNELS = 32
 
 Waveform = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -95,57 +97,55 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
         raise ArgumentError("rate", expected=f"an integer from {_RATES[0]} to {_RATES[-1]}", got=repr(rate))
     if isinstance(source, str) and source == "builtin":
         return _builtin()
-    if isinstance(source, np.ndarray | Tensor):
-        array = source.detach().cpu().numpy() if isinstance(source, Tensor) else source
-        return _audio("audio", "sound given as an array", rate or _BUILTIN_RATE, array, "audio")
-    if not isinstance(source, str | Path):
-        raise ArgumentError(
-            "audio", expected="'builtin', a .wav or .npy file, or an array", got=type(source).__name__
-        )
-    path = Path(source).expanduser()
-    ending = path.suffix.lower()
-    if ending not in (".wav", ".npy"):
+    if isinstance(source, Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        return _audio("audio", "sound given as an array", rate or _BUILTIN_RATE, source, "audio")
+    path = Path(source).expanduser() if isinstance(source, str | Path) else Path()
+    if path.suffix.lower() == ".npy":
+        found, array = rate or _BUILTIN_RATE, read_array(path)
+    elif path.suffix.lower() == ".wav":
+        found, array = _wav(path)
+        if rate not in (None, found):
+            raise ArgumentError("rate", expected=f"None, or the {found} that {path.name} says", got=str(rate))
+    else:
         raise ArgumentError(
             "audio",
-            expected="'builtin', or a file that ends in .wav or .npy",
-            got=repr(str(source) if len(str(source)) <= 80 else f"{str(source)[:77]}..."),
+            expected="'builtin', a file that ends in .wav or .npy, or an array",
+            got=repr(source)[:80],
             remedy="Convert other formats to .wav first.",
         )
+    return _audio(path.stem, f"sound of {path}", found, array, shown(path))
+
+
+def _wav(path: Path) -> tuple[int, np.ndarray]:
+    """Return the rate and the samples of a .wav file."""
     try:
-        if ending == ".npy":
-            found, array = rate or _BUILTIN_RATE, np.asarray(np.load(path, allow_pickle=False))
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of chunks that hold no sound, such as a title
-                found, array = wavfile.read(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of chunks that hold no sound, such as a title
+            rate, samples = wavfile.read(path)
     except Exception as error:  # of a damaged file, scipy raises many kinds
-        strerror = getattr(error, "strerror", None)
-        reason = strerror or (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise ArgumentError(
-            str(path), expected=f"a {ending} file", got=f"one that cannot be read ({reason})"
+            shown(path), expected="a .wav file", got=f"one that cannot be read ({reason(error)})"
         ) from error
-    if rate is not None and ending == ".wav" and rate != found:
-        raise ArgumentError("rate", expected=f"None, or the {found} that {path.name} says", got=str(rate))
-    if found not in _RATES:
+    if rate not in _RATES:
         raise ArgumentError(
-            str(path), expected=f"from {_RATES[0]} to {_RATES[-1]} samples a second", got=str(found)
+            shown(path), expected=f"from {_RATES[0]} to {_RATES[-1]} samples a second", got=str(rate)
         )
-    return _audio(path.stem, f"sound of {path}", int(found), np.asarray(array), str(path))
+    return int(rate), samples
 
 
 def _audio(name: str, source: str, rate: int, array: np.ndarray, argument: str) -> Audio:
-    samples = _checked(array, argument)
+    samples = _mono(array, argument)
     seconds = len(samples) / rate
     digest = hashlib.sha256(f"{rate} ".encode() + samples.tobytes()).hexdigest()
     return Audio(name, f"{source}, {seconds:.4g} seconds at {rate} samples a second", digest, rate, samples)
 
 
-def _checked(array: np.ndarray, argument: str) -> Waveform:
-    if array.ndim == 2 and 1 <= array.shape[1] <= 32:
-        channels = array
-    elif array.ndim == 1:
-        channels = array[:, None]
-    else:
+def _mono(array: np.ndarray, argument: str) -> Waveform:
+    """Check samples, and return the mean of their channels from -1 to 1."""
+    channels = array[:, None] if array.ndim == 1 else array
+    if channels.ndim != 2 or not 1 <= channels.shape[1] <= _MOST_CHANNELS:
         raise ArgumentError(
             argument,
             expected="samples of shape (samples,) or (samples, channels)",
@@ -158,13 +158,7 @@ def _checked(array: np.ndarray, argument: str) -> Waveform:
     elif channels.dtype.kind == "i":
         values = (channels.astype(np.float64) / -float(np.iinfo(channels.dtype).min)).astype(np.float32)
     elif channels.dtype.kind == "f":
-        if not np.isfinite(channels).all():
-            raise NonFiniteError(argument, expected="finite samples", got="NaN or infinity")
-        largest = float(np.abs(channels).max())
-        if largest > 1.0 + 1e-6:
-            raise ArgumentError(
-                argument, expected="floating-point samples from -1 to 1", got=f"one of size {largest:.4g}"
-            )
+        check_range(channels, -1.0 - 1e-6, 1.0 + 1e-6, argument)
         values = channels.astype(np.float32)
     else:
         raise ArgumentError(argument, expected="integer or floating-point samples", got=str(channels.dtype))

@@ -9,11 +9,9 @@ of small signs of an invented script, like a page of print).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-__all__ = ["BUILTIN_COUNT", "BUILTIN_SIDE", "builtin_image", "builtin_image_name"]
+__all__ = ["BUILTIN_SIDE", "builtin_images"]
 
 BUILTIN_SIDE = 256
 """Height and width of the built-in images, in pixels."""
@@ -23,28 +21,15 @@ _OF_EACH_KIND = 5
 Canvas = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
-def builtin_image_name(index: int) -> str:
-    """Name of a built-in image, such as ``leaves 2``."""
-    return f"{_KINDS[index % len(_KINDS)][0]} {index // len(_KINDS) + 1}"
+def builtin_images() -> list[np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
+    """Make the built-in images, of all kinds in turn, each (256, 256, 3) with colours from 0 to 255."""
+    return [_made(index) for index in range(_OF_EACH_KIND * len(_KINDS))]
 
 
-def builtin_image(index: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
-    """Make one of the built-in images.
-
-    Parameters
-    ----------
-    index
-        From 0 to :data:`BUILTIN_COUNT` - 1; images of the six kinds alternate.
-
-    Returns
-    -------
-    array (256, 256, 3)
-        Red, green and blue from 0 to 255.
-
-    """
+def _made(index: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
     # The old generator: its numbers are promised never to change.
     random = np.random.RandomState(1000 + index)
-    drawn = _KINDS[index % len(_KINDS)][1](random)
+    drawn = _KINDS[index % len(_KINDS)](random)
     return np.rint(255.0 * np.clip(drawn, 0.0, 1.0)).astype(np.uint8)
 
 
@@ -131,14 +116,4 @@ def _letters(random: np.random.RandomState) -> Canvas:
     return drawn
 
 
-_KINDS: tuple[tuple[str, Callable[[np.random.RandomState], Canvas]], ...] = (
-    ("gratings", _gratings),
-    ("noise", _noise),
-    ("leaves", _leaves),
-    ("shapes", _shapes),
-    ("blobs", _blobs),
-    ("letters", _letters),
-)
-
-BUILTIN_COUNT = _OF_EACH_KIND * len(_KINDS)
-"""How many built-in images there are."""
+_KINDS = (_gratings, _noise, _leaves, _shapes, _blobs, _letters)

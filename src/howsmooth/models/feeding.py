@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
@@ -21,6 +20,7 @@ from howsmooth.models.audio import Audio, load_audio
 from howsmooth.models.borrow import borrowed
 from howsmooth.models.capture import capture
 from howsmooth.models.images import Images, load_images
+from howsmooth.models.inputs import dtype_of, in_dtype
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.parts import token_width
 from howsmooth.models.preparation import AudioPreparation, ImagePreparation
@@ -29,7 +29,6 @@ from howsmooth.models.token_files import TokenStream, load_embeddings, load_toke
 __all__ = [
     "AudioFeed",
     "ChunkFeed",
-    "Feed",
     "ImageFeed",
     "StreamFeed",
     "audio_inputs",
@@ -42,41 +41,6 @@ _MOST_LENGTHS = 8
 _LARGEST_GRID = 64
 
 Opened = Images | Audio | TokenStream
-
-
-@runtime_checkable
-class Feed(Protocol):
-    """A source brought together with a model."""
-
-    @property
-    def count(self) -> int:
-        """How many tokens, frames or images there are for this model."""
-
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images."""
-
-    @property
-    def beyond(self) -> int:
-        """How many tokens' room a window takes beyond its own."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths that there are; empty for all."""
-
-    @property
-    def usual(self) -> tuple[int, ...]:
-        """The lengths to take if none are asked for; empty if it is not for the model to say."""
-
-    @property
-    def preparation(self) -> str:
-        """How the source becomes inputs, in words."""
-
-    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
-
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a word for each token of a sequence."""
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
@@ -100,7 +64,9 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
     return loaders[kind](places[0])
 
 
-def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
+def feed_of(
+    opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None
+) -> StreamFeed | ImageFeed | AudioFeed | ChunkFeed:
     """Bring a source and a model together.
 
     Parameters
@@ -161,7 +127,7 @@ def image_inputs(
     preparation = _image_preparation(model)
     found = load_images(images)
     pair = (size, size) if isinstance(size, int) else size
-    return _in_dtype(preparation.prepared([found[index] for index in range(len(found))], pair), model)
+    return in_dtype(model.model, preparation.prepared([found[index] for index in range(found.size)], pair))
 
 
 def audio_inputs(
@@ -202,39 +168,31 @@ def audio_inputs(
         raise ArgumentError(
             "seconds", expected=f"more than 0 and at most {found.seconds:.4g}", got=f"{seconds}"
         )
-    return _in_dtype(preparation.prepared([samples[:count]]), model)
+    return in_dtype(model.model, preparation.prepared([samples[:count]]))
 
 
 def _image_preparation(model: LoadedModel) -> ImagePreparation:
     if not isinstance(model.preparation, ImagePreparation):
-        raise ModelError(
-            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not images. "
-            "If it has a vision part, choose it with part (--part vision)."
-        )
+        raise _refusal(model, "images", "vision")
     return model.preparation
 
 
 def _audio_preparation(model: LoadedModel) -> AudioPreparation:
     if not isinstance(model.preparation, AudioPreparation):
-        raise ModelError(
-            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not sound. "
-            "If it has an audio part, choose it with part (--part audio)."
-        )
+        raise _refusal(model, "sound", "audio")
     return model.preparation
+
+
+def _refusal(model: LoadedModel, given: str, part: str) -> ModelError:
+    return ModelError(
+        f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
+        f"If it has a part for that, choose it with part (--part {part})."
+    )
 
 
 def _taken(model: LoadedModel) -> str:
     words = {"image": "images", "audio": "sound", "embeddings": "embedded tokens", "other": "other inputs"}
     return words.get(model.modality, model.modality)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _in_dtype(named: dict[str, Tensor], model: LoadedModel) -> dict[str, Tensor]:
-    dtype = _dtype(model.model)
-    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
 
 
 def _tokens_at(
@@ -311,7 +269,7 @@ class StreamFeed:
         windows = torch.stack([self.stream.tokens[start : start + n] for start in starts])
         if not windows.is_floating_point():
             return windows
-        embedded = windows.to(_dtype(self.model.model))
+        embedded = windows.to(dtype_of(self.model.model))
         return {"inputs_embeds": embedded} if isinstance(self.model.model, PreTrainedModel) else embedded
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
@@ -359,11 +317,11 @@ class ImageFeed:
         self.lengths = tuple(sorted(self._sizes))
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Whether the model runs on images of another size: it may have positions for its own only."""
+        """Whether images can be made of another size, and the model has positions for that many patches."""
         model = self._model.model
         device = next(model.parameters()).device
-        inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
         try:
+            inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
             with borrowed(model), torch.no_grad():
                 model(**inputs)
         except Exception:  # whatever it raises, it does not take them
@@ -371,7 +329,9 @@ class ImageFeed:
         return True
 
     def _inputs(self, starts: Sequence[int], size: tuple[int, int]) -> dict[str, Tensor]:
-        return _in_dtype(self._preparation.prepared([self._images[one] for one in starts], size), self._model)
+        return in_dtype(
+            self._model.model, self._preparation.prepared([self._images[one] for one in starts], size)
+        )
 
     @property
     def count(self) -> int:
@@ -458,7 +418,7 @@ class AudioFeed:
         """Return the model's inputs for n frames each."""
         length = self._field + (n - 1) * self._hop
         cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
-        return _in_dtype(self._preparation.prepared(cut), self._model)
+        return in_dtype(self._model.model, self._preparation.prepared(cut))
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Name the frames by their time in seconds."""
@@ -485,7 +445,7 @@ class ChunkFeed:
         self.count = len(self._chunks) * self._n
 
     def _inputs(self, chunks: Sequence[int]) -> dict[str, Tensor]:
-        return _in_dtype(self._preparation.prepared([self._chunks[one] for one in chunks]), self._model)
+        return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
 
     @property
     def preparation(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.inputs import check_inputs, check_model
+from howsmooth.models.inputs import check_inputs, check_model, takes_decoder_ids
 
 __all__ = ["ModelInputs", "model_inputs"]
 
@@ -36,13 +36,8 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
     check_model(model)
     if isinstance(model, PreTrainedModel):
         named = check_inputs(model, inputs)
-        known = inspect.signature(model.forward).parameters
-        whole = getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in known
-        if (
-            whole
-            and "input_ids" in named
-            and not {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
-        ):
+        decoded = {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
+        if takes_decoder_ids(model) and "input_ids" in named and not decoded:
             named["decoder_input_ids"] = named["input_ids"]
         names = ("input_ids", "inputs_embeds", str(model.main_input_name), *named)
         main = next(name for name in names if name in named)

@@ -14,6 +14,8 @@ from howsmooth.errors import ArgumentError
 __all__ = [
     "check_inputs",
     "check_model",
+    "dtype_of",
+    "in_dtype",
     "max_length",
     "takes_decoder_ids",
     "vocabulary_size",
@@ -34,6 +36,17 @@ def check_model(model: nn.Module) -> None:
             got=found,
             remedy="Convert it with model.float(): half precision cannot carry a derivative's interval.",
         )
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the floating-point type of the model's parameters, float32 if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return named inputs, the floating-point ones in the type of the model's parameters."""
+    dtype = dtype_of(model)
+    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
 
 
 def takes_decoder_ids(model: nn.Module) -> bool:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
+from howsmooth.memory import free_memory
 from howsmooth.models.borrow import borrowed, quiet
 from howsmooth.models.builtin import BUILTIN_MODELS
 from howsmooth.models.given import model_inputs
 from howsmooth.models.inputs import check_model, max_length, takes_decoder_ids, vocabulary_size
-from howsmooth.models.parts import choose_part, modality_of, named_parts, token_width
+from howsmooth.models.parts import choose_part, modality_of, named_parts
 from howsmooth.models.passes import attention_layers
 from howsmooth.models.places import Place, find
 from howsmooth.models.preparation import (
@@ -30,6 +30,7 @@ from howsmooth.models.preparation import (
     image_preparation,
 )
 from howsmooth.models.recording import AttentionLayer
+from howsmooth.models.sample import sample_inputs
 from howsmooth.models.shortened import count_weights, shorten
 from howsmooth.models.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.trust import check_files, forget_implementations
@@ -195,11 +196,6 @@ def _device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
 def _config(place: Place) -> Any:
     """Return the model's configuration; refuse what needs code of its own."""
     if place.location is None:
@@ -265,13 +261,12 @@ def _built(
     check_model(chosen)
     modality = modality_of(chosen)
     _refuse_whole(place, chosen, modality)
-    own = getattr(chosen, "config", config)
     preparation: ImagePreparation | AudioPreparation | None = None
     if modality == "image":
-        preparation = image_preparation(place, own, chosen)
+        preparation = image_preparation(place, config, chosen)
     elif modality == "audio":
-        preparation = audio_preparation(place, config)
-    layers, obstacle = _layers(chosen, modality, preparation)
+        preparation = audio_preparation(place, config, chosen)
+    layers, obstacle = _layers(chosen, preparation)
     return _Built(chosen, path, unread, modality, preparation, layers, obstacle)
 
 
@@ -305,41 +300,16 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 
 
 def _layers(
-    model: nn.Module, modality: str, preparation: ImagePreparation | AudioPreparation | None
+    model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
     """Look at the attention layers on a short input, or say why none can be seen."""
-    inputs = _short(model, modality, preparation)
-    if inputs is None:
-        return [], f"{type(model).__name__} takes inputs that are not known, so it was not tried on any"
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     try:
-        named = model_inputs(model, made.get("", made)).named
+        named = model_inputs(model, sample_inputs(model, preparation)).named
         with borrowed(model):
             found = attention_layers(model, named)
         return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
     except (ArgumentError, CaptureError) as error:
         return [], str(error)
-
-
-def _short(
-    model: nn.Module, modality: str, preparation: ImagePreparation | AudioPreparation | None
-) -> dict[str, Tensor] | None:
-    """Make up an input; what has no name is the first argument."""
-    if modality == "text":
-        return {"input_ids": torch.zeros(1, min(3, max_length(model) or 3), dtype=torch.long)}
-    generator = torch.Generator("cpu").manual_seed(0)
-    d = token_width(model)
-    if modality == "embeddings" and d is not None:
-        name = "inputs_embeds" if isinstance(model, PreTrainedModel) else ""
-        return {name: torch.randn(1, 3, d, generator=generator)}
-    if isinstance(preparation, ImagePreparation):
-        return preparation.prepared([torch.rand(3, *preparation.size, generator=generator)])
-    if isinstance(preparation, AudioPreparation):
-        seconds = 1.0 if preparation.raw else preparation.seconds
-        noise = 0.1 * torch.randn(int(seconds * preparation.rate), generator=generator)
-        return preparation.prepared([noise.numpy()])
-    return None
 
 
 def _as_decoder(
@@ -380,9 +350,7 @@ def _shortened(place: Place, config: Any, most: int | None) -> str:
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
     """Refuse to build what does not fit: some types' default configurations have billions of weights."""
-    free = _available_memory()
-    if free is None:
-        return
+    free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
     needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
     if needed > free:
@@ -391,19 +359,6 @@ def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
             f"{needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB of memory are free. "
             "Give a folder with a smaller config.json."
         )
-
-
-def _available_memory() -> int | None:
-    """Return how many bytes could be had without swapping; None where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _tokenizer(

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.models.array_files import reason
 from howsmooth.models.masking import hides_later_keys
 from howsmooth.models.recording import (
     AttentionLayer,
@@ -125,11 +126,10 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     except Exception as error:
         named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in named.items() if isinstance(v, Tensor))
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise ArgumentError(
             "inputs",
             expected=f"inputs that {type(model).__name__} accepts",
-            got=f"{shapes}, for which it raises {type(error).__name__}: {reason}",
+            got=f"{shapes}, for which it raises {type(error).__name__}: {reason(error)}",
             remedy="Run the model on them once by hand.",
         ) from error
 

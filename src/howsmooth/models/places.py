@@ -9,8 +9,10 @@ from pathlib import Path
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import cached_file
 
 from howsmooth.errors import ModelError
+from howsmooth.models.array_files import reason
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 
 __all__ = ["Place", "find", "hub_reachable"]
@@ -29,12 +31,36 @@ class Place:
     #: Whether only files on this machine may be used.
     local_files_only: bool
 
+    def file(self, name: str) -> Path | None:
+        """Find a file of the model, None if it has none of this name.
+
+        Raises
+        ------
+        ModelError
+            If the Hub cannot say.
+
+        """
+        if self.location is None:
+            return None
+        try:
+            found = cached_file(
+                self.location,
+                name,
+                local_files_only=self.local_files_only,
+                _raise_exceptions_for_missing_entries=False,
+                # Offline, what is not in the cache cannot be read later either.
+                _raise_exceptions_for_connection_errors=not self.local_files_only,
+            )
+        except Exception as error:  # as when the model itself is read
+            raise self.failure(error) from error
+        return None if found is None else Path(found)
+
     def failure(self, error: Exception) -> ModelError:
         """Return the error to raise when transformers cannot read the model here."""
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        first = f"{type(error).__name__}: {reason(error)}"
         causes = [error, error.__cause__, error.__context__]
         if self.location is None or Path(self.location).is_dir():
-            return ModelError(f"The model {self.name!r} cannot be read: {type(error).__name__}: {reason}")
+            return ModelError(f"The model {self.name!r} cannot be read: {first}")
         if any(isinstance(cause, GatedRepoError) for cause in causes):
             return ModelError(
                 f"The Hub model {self.name!r} is gated: log in with `hf auth login` and accept its terms."
@@ -48,7 +74,7 @@ class Place:
                 f"The model {self.name!r} is neither built in nor a local folder, and the Hugging Face Hub "
                 f"cannot be reached (no network), nor does its cache here hold the model. {_REMEDY}"
             )
-        return ModelError(f"The Hub model {self.name!r} cannot be read: {type(error).__name__}: {reason}")
+        return ModelError(f"The Hub model {self.name!r} cannot be read: {first}")
 
 
 _REMEDY = (
@@ -74,9 +100,8 @@ def find(name: str, *, random_init: bool) -> Place:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:  # such as a name that is too long, or has a null character
-        reason = getattr(error, "strerror", None) or str(error)
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
-        raise ModelError(f"There is no model {shown}: {reason}. {_REMEDY}") from None
+        raise ModelError(f"There is no model {shown}: {reason(error)}. {_REMEDY}") from None
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
     if path.is_dir() and (folder := _model_folder(path)) is not None:
         _check_weights(name, folder, random_init)

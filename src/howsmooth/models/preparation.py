@@ -1,31 +1,37 @@
-"""From images and sound to the inputs of a model: sizes, means and spreads as its files or its type say."""
+"""From images and sound to the inputs of a model: by the processor of its files, or of its type."""
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
-from transformers import FEATURE_EXTRACTOR_MAPPING, AutoFeatureExtractor
-from transformers.utils import cached_file
+from transformers import (
+    FEATURE_EXTRACTOR_MAPPING,
+    IMAGE_PROCESSOR_MAPPING,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    ViTImageProcessorPil,
+)
 
 from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.models.array_files import reason
 from howsmooth.models.audio import Waveform
 from howsmooth.models.places import Place
 
 __all__ = ["AudioPreparation", "ImagePreparation", "audio_preparation", "image_preparation"]
 
-_FILE = "preprocessor_config.json"
+_FILES = ("preprocessor_config.json", "processor_config.json")
 _LARGEST_SIDE = 4096
-_USUAL_SIDE = 224
 _USUAL_SECONDS = 10.0
 _MOST_SECONDS = 120.0
+_MODES = {1: "L", 3: "RGB"}
 
 
 @dataclass(frozen=True)
@@ -35,73 +41,188 @@ class ImagePreparation:
     Attributes
     ----------
     size
-        Height and width that the model was made for.
+        Height and width of what the processor makes of an image.
     channels
         1 or 3.
     patch
         Height and width of a patch, None if the model's configuration names none.
-    mean, std
-        Of each channel, subtracted and divided by.
-    factor
-        What values from 0 to 1 are multiplied with before.
-    interpolates
-        Whether the model takes ``interpolate_pos_encoding`` for images of other sizes.
     sentence
-        All that in words.
+        What is done, in words.
 
     """
 
     size: tuple[int, int]
     channels: int
     patch: tuple[int, int] | None
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    factor: float
-    interpolates: bool
     sentence: str
+    _positions: tuple[int, int] | None
+    """The size that the model has positions for, None if it does not say or takes no other."""
+    _processor: Any = field(repr=False)
+    _options: dict[str, Any] = field(repr=False)
+    """What the processor is told so that its images have the size above."""
 
-    def prepared(self, images: Sequence[Tensor], size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def prepared(
+        self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Return the inputs for some images.
 
         Parameters
         ----------
         images
-            Each (3, height, width), from 0 to 1.
+            Of Pillow, in colour.
         size
-            Height and width of the model's input; its own by default.
+            Height and width of the model's input; what the processor makes by default.
 
         Returns
         -------
         dict
-            ``pixel_values`` (batch, channels, height, width), float32. Images keep their proportions: the
-            shorter side is fitted, and what the longer one has too much is cut off on both ends.
+            ``pixel_values`` (batch, channels, height, width), float32, as the processor makes them, and
+            whether positions are to be interpolated.
+
+        Raises
+        ------
+        ArgumentError
+            If the processor makes no images of that size.
 
         """
-        height, width = self.size if size is None else size
-        if not 1 <= min(height, width) <= max(height, width) <= _LARGEST_SIDE:
+        size = self.size if size is None else size
+        if not 1 <= min(size) <= max(size) <= _LARGEST_SIDE:
             raise ArgumentError(
-                "size", expected=f"height and width from 1 to {_LARGEST_SIDE}", got=f"{height} x {width}"
+                "size", expected=f"height and width from 1 to {_LARGEST_SIDE}", got=f"{size[0]} x {size[1]}"
             )
-        pixels = torch.stack([_fitted(image, height, width) for image in images])
-        if self.channels == 1:
-            red, green, blue = pixels.unbind(1)
-            pixels = (0.299 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)  # as television weighs them
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        named = {"pixel_values": (pixels * self.factor - mean) / std}
-        if self.interpolates and (height, width) != self.size:
+        options = self._options if size == self.size else _sized(self._processor, *size)
+        pixels = _pixels(self._processor, images, (self.channels, *size), options)
+        named = {"pixel_values": pixels}
+        if self._positions is not None and size != self._positions:
             named["interpolate_pos_encoding"] = torch.tensor(True)
         return named
 
 
-def _fitted(image: Tensor, height: int, width: int) -> Tensor:
-    scale = max(height / image.shape[1], width / image.shape[2])
-    inner = (max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale)))
-    # The antialiasing filter overshoots nowhere for this mode, so values stay from 0 to 1.
-    scaled = nn.functional.interpolate(
-        image.unsqueeze(0), size=inner, mode="bilinear", antialias=True, align_corners=False
-    )[0]
-    top, left = (inner[0] - height) // 2, (inner[1] - width) // 2
-    return scaled[:, top : top + height, left : left + width]
+def _pixels(
+    processor: Any, images: Sequence[Image.Image], shape: tuple[int, int, int], options: dict[str, Any]
+) -> Tensor:
+    coloured = [one.convert(_MODES[shape[0]]) for one in images]
+    with np.errstate(all="ignore"):  # a deviation of zero is refused when the processor is tried
+        pixels: Tensor = processor(coloured, return_tensors="pt", **options)["pixel_values"]
+    if tuple(pixels.shape) != (len(images), *shape):
+        raise ArgumentError(
+            "size",
+            expected=f"one of which {type(processor).__name__} makes images",
+            got=f"{shape[1:]}, of which it makes values of shape {tuple(pixels.shape)}",
+        )
+    return pixels
+
+
+def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
+    """Return the options that make a processor's images of one size, cropped as much as by default."""
+    size = {"height": height, "width": width}
+    if not processor.do_center_crop:
+        return {"do_resize": True, "size": size}
+    crop = dict(processor.crop_size)
+    scale = max(height / crop["height"], width / crop["width"])
+    inner = {name: round(scale * side) for name, side in dict(processor.size).items()}
+    return {"do_resize": True, "size": inner, "crop_size": size}
+
+
+def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
+    """Find the processor of a model's images, and try it.
+
+    It is the one that the model's files describe; without such files that of its type, at the size of the
+    model's configuration. Where this one needs torchvision, the processor of ViT takes its place, which does
+    what most do: resize, crop and normalise.
+
+    Parameters
+    ----------
+    place, config
+        The model's files, and the configuration of the whole model.
+    model
+        The model, or the part of it that is used.
+
+    Raises
+    ------
+    ModelError
+        If the files cannot be understood, or the model takes neither one nor three channels.
+
+    """
+    own = getattr(model, "config", config)
+    channels = _channels(place, own)
+    positions = _pair(getattr(own, "image_size", None))
+    has_files = _has_files(place)
+    failure: Exception | None = None
+    for origin, build in _processors(place, (config, own), channels, has_files=has_files):
+        try:
+            processor = build()
+            processor.do_convert_rgb = False  # images are given in the colours of the model
+            by_files = has_files and processor.do_resize
+            size, options = _tried(processor, channels, None if by_files else positions)
+        except Exception as error:  # of many kinds, one for each processor
+            failure = error
+            continue
+        spread = f", mean {processor.image_mean}, standard deviation {processor.image_std}"
+        interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+        return ImagePreparation(
+            size=size,
+            channels=channels,
+            patch=_pair(getattr(own, "patch_size", None)),
+            sentence=f"{type(processor).__name__} ({origin}){spread if processor.do_normalize else ''}",
+            _positions=(positions or size) if interpolates else None,
+            _processor=processor,
+            _options=options,
+        )
+    raise _unusable("images", place, failure)
+
+
+def _channels(place: Place, config: Any) -> int:
+    stated = (getattr(config, key, None) for key in ("num_channels", "in_channels", "in_chans"))
+    channels = next((value for value in stated if value), 3)
+    if channels not in _MODES:
+        raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
+    return int(channels)
+
+
+def _processors(
+    place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
+) -> list[tuple[str, Callable[[], Any]]]:
+    """List the processors to try, each with a phrase on where its settings are from."""
+    if has_files:
+        options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
+        named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
+        general = partial(ViTImageProcessorPil.from_pretrained, **options)
+        origin = "settings of the model's files"
+        return [
+            (origin, partial(named, place.location)),
+            (f"{origin}; the processor that they name cannot be used", partial(general, place.location)),
+        ]
+    grey = {"image_mean": [0.5], "image_std": [0.5]} if channels == 1 else {}
+    kinds = [IMAGE_PROCESSOR_MAPPING[type(one)] for one in configs if type(one) in IMAGE_PROCESSOR_MAPPING]
+    known = [kind["pil"] for kind in kinds if "pil" in kind]
+    return [
+        *(("the defaults of the model's type", partial(kind, **grey)) for kind in known),
+        ("the model's type has no processor that can be used", partial(ViTImageProcessorPil, **grey)),
+    ]
+
+
+def _tried(
+    processor: Any, channels: int, wanted: tuple[int, int] | None
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the size that a processor gives to all images, and the options with which it does so.
+
+    The size is the one wanted, otherwise the processor's own: that of a square image, should the size depend
+    on proportions.
+    """
+    stated = (getattr(processor, name, None) for name in ("size", "crop_size", "pad_size"))
+    sides = [*(wanted or ()), *(side for size in stated for side in dict(size or {}).values())]
+    if any(side > _LARGEST_SIDE for side in sides):
+        raise ValueError(f"{' x '.join(map(str, sides))} pixels are more than {_LARGEST_SIDE} a side")
+    # Two pictures of different proportions tell whether the processor makes all of one size.
+    trials = [Image.new(_MODES[channels], size, "gray") for size in ((96, 96), (128, 96))]
+    square, wide = (processor(one, return_tensors="pt")["pixel_values"].shape[2:] for one in trials)
+    height, width = square
+    size = wanted or (height, width)
+    options = {} if size == square == wide else _sized(processor, *size)
+    if not bool(_pixels(processor, trials, (channels, *size), options).isfinite().all()):
+        raise ValueError("it makes NaN or infinity of an image")
+    return size, options
 
 
 @dataclass(frozen=True)
@@ -126,137 +247,70 @@ class AudioPreparation:
     raw: bool
     sentence: str
     _extractor: Any = field(repr=False)
+    _taken: frozenset[str] = field(repr=False)
+    """The names of what the model takes; some extractors return more."""
 
     def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
         """Return the inputs for some sounds of one length, at the model's rate."""
-        made = self._extractor(
-            [np.asarray(one) for one in waves], sampling_rate=self.rate, return_tensors="pt"
-        )
-        padding = made.get("attention_mask")
+        made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
+        # A mask that hides nothing is left out.
         return {
             name: value
             for name, value in made.items()
-            if name != "attention_mask" or not bool((padding == 1).all())
+            if name in self._taken and (name != "attention_mask" or not bool((value == 1).all()))
         }
 
 
-def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
-    """Read how a model wants its images.
+def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
+    """Find the feature extractor of a model's sound, and try it.
+
+    Parameters
+    ----------
+    place, config
+        The model's files, and the configuration of the whole model.
+    model
+        The model, or the part of it that is used.
 
     Raises
     ------
     ModelError
-        If ``preprocessor_config.json`` cannot be understood, or the model takes neither one nor three
-        channels.
+        If transformers has no feature extractor for this model, or its files cannot be understood.
 
     """
-    found = _file_of(place)
-    stated = (getattr(config, key, None) for key in ("num_channels", "in_channels", "in_chans"))
-    channels = next((value for value in stated if value), 3)
-    if channels not in (1, 3):
-        raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
-    own = _pair(getattr(config, "image_size", None))
-    size = own or _size(found.get("crop_size")) or _size(found.get("size")) or (_USUAL_SIDE, _USUAL_SIDE)
-    if max(size) > _LARGEST_SIDE:
-        raise ModelError(
-            f"{place.name!r} wants images of {size[0]} x {size[1]} pixels, more than {_LARGEST_SIDE}."
-        )
-    mean, std, factor = (0.5,) * channels, (0.5,) * channels, 1.0
-    said = "mean 0.5 and standard deviation 0.5 (the model says none)"
-    if found:
-        try:
-            factor = 255.0 * (
-                float(found.get("rescale_factor", 1 / 255)) if found.get("do_rescale", True) else 1
-            )
-            if found.get("do_normalize", True):
-                mean = _channels(found.get("image_mean", mean), channels)
-                std = _channels(found.get("image_std", std), channels)
-            else:
-                mean, std = (0.0,) * channels, (1.0,) * channels
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"The {_FILE} of {place.name!r} cannot be understood: {error}.") from error
-        if not (np.isfinite(factor) and factor > 0 and min(std) > 0):
-            raise ModelError(
-                f"The {_FILE} of {place.name!r} has a factor or deviation that is not above zero."
-            )
-        means, stds = (", ".join(f"{value:.4g}" for value in values) for values in (mean, std))
-        said = f"mean {means} and standard deviation {stds} (its {_FILE})"
-    return ImagePreparation(
-        size=size,
-        channels=channels,
-        patch=_pair(getattr(config, "patch_size", None)),
-        mean=mean,
-        std=std,
-        factor=factor,
-        interpolates="interpolate_pos_encoding" in inspect.signature(model.forward).parameters,
-        sentence=f"the shorter side fitted (bilinear), the rest cut off, {said}",
-    )
-
-
-def audio_preparation(place: Place, config: Any) -> AudioPreparation:
-    """Read how a model wants its sound.
-
-    Raises
-    ------
-    ModelError
-        If transformers knows no way for this model, or its files cannot be understood.
-
-    """
-    found = _file_of(place)
     try:
-        if found:
+        if _has_files(place):
+            origin = "settings of the model's files"
             extractor = AutoFeatureExtractor.from_pretrained(
                 place.location, trust_remote_code=False, local_files_only=place.local_files_only
             )
         else:
+            origin = "the defaults of the model's type"
             extractor = FEATURE_EXTRACTOR_MAPPING[type(config)]()
         rate = int(extractor.sampling_rate)
         seconds = float(getattr(extractor, "chunk_length", None) or _USUAL_SECONDS)
         if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
             raise ValueError(f"{seconds:.4g} seconds at {rate} samples a second")  # noqa: TRY301 - as others
         tried = extractor([np.zeros(rate, np.float32)], sampling_rate=rate, return_tensors="pt")
-        values = tried.get("input_values")
     except Exception as error:  # of many kinds, one for each model
-        raise ModelError(
-            f"transformers has no usable way from sound to the inputs of {place.name!r}: "
-            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-        ) from error
-    raw = values is not None and values.ndim == 2
-    origin = f"its {_FILE}" if found else "the defaults of its type"
-    sentence = f"{type(extractor).__name__} at {rate} samples a second ({origin})"
-    return AudioPreparation(rate, seconds, raw, sentence, extractor)
+        raise _unusable("sound", place, error) from error
+    values = tried.get("input_values")
+    return AudioPreparation(
+        rate=rate,
+        seconds=seconds,
+        raw=values is not None and values.ndim == 2,
+        sentence=f"{type(extractor).__name__} at {rate} samples a second ({origin})",
+        _extractor=extractor,
+        _taken=frozenset(inspect.signature(model.forward).parameters),
+    )
 
 
-def _file_of(place: Place) -> dict[str, Any]:
-    """Return what the model's files say of its inputs; nothing if there is no such file."""
-    if place.location is None:
-        return {}
-    try:
-        found = cached_file(
-            place.location,
-            _FILE,
-            local_files_only=place.local_files_only,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=not place.local_files_only,
-        )
-    except Exception as error:  # as when the model itself is read
-        raise place.failure(error) from error
-    if found is None:
-        return {}
-    try:
-        read = json.loads(Path(found).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"The {_FILE} of {place.name!r} cannot be read ({type(error).__name__}).") from error
-    if not isinstance(read, dict):
-        raise ModelError(f"The {_FILE} of {place.name!r} is no table of settings.")
-    return read
+def _has_files(place: Place) -> bool:
+    return any(place.file(name) is not None for name in _FILES)
 
 
-def _channels(values: Any, channels: int) -> tuple[float, ...]:
-    given = [float(values)] * channels if isinstance(values, int | float) else [float(one) for one in values]
-    if len(given) != channels or not all(np.isfinite(given)):
-        raise ValueError(f"its means and spreads are not of {channels} channels")
-    return tuple(given)
+def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
+    why = "" if error is None else f"{type(error).__name__}: {reason(error)}"
+    return ModelError(f"transformers has no usable way from {what} to the inputs of {place.name!r}: {why}.")
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
@@ -265,11 +319,3 @@ def _pair(value: Any) -> tuple[int, int] | None:
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]
     return None
-
-
-def _size(value: Any) -> tuple[int, int] | None:
-    if isinstance(value, dict):
-        if "height" in value and "width" in value:
-            return _pair([value["height"], value["width"]])
-        return _pair(value.get("shortest_edge"))
-    return _pair(value)

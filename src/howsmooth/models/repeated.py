@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.array_files import reason
 from howsmooth.models.passes import Call
 from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import relative_error
@@ -103,13 +104,13 @@ class Repeated:
         if self.batch == 1:
             return self
         wanted = None if self._output is None else first_tensor(self._output)
-        reason = "its output differs then"
+        why = "its output differs then"
         for multiples in (False, True):
             alone = self._sliced(multiples=multiples)
             try:
                 output = first_tensor(alone(alone.x))
             except Exception as error:  # whatever a module raises for arguments that do not fit
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                why = reason(error)
                 continue
             if wanted is None:
                 return alone
@@ -118,7 +119,7 @@ class Repeated:
                 return alone
         raise CaptureError(
             f"{self.name} ({type(self.module).__name__}) cannot be run on one sequence of the "
-            f"{self.batch} alone ({reason}); give one sequence at a time."
+            f"{self.batch} alone ({why}); give one sequence at a time."
         )
 
     def _sliced(self, *, multiples: bool) -> Repeated:

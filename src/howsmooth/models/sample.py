@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError
 from howsmooth.models.audio import load_audio
 from howsmooth.models.images import load_images
-from howsmooth.models.inputs import max_length, vocabulary_size
+from howsmooth.models.inputs import dtype_of, in_dtype, max_length, vocabulary_size
 from howsmooth.models.parts import modality_of, token_width
 from howsmooth.models.preparation import AudioPreparation, ImagePreparation
 
@@ -43,29 +43,29 @@ def sample_inputs(
         raise ArgumentError(
             "tokens", expected=f"None: the model takes {modality} of a size of its own", got=repr(tokens)
         )
+    d = token_width(model)
     if modality == "text":
         return _ids(model, _length(model, tokens))
-    d = token_width(model)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if modality == "embeddings" and d is not None:
         generator = torch.Generator("cpu").manual_seed(0)
-        made = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu").to(dtype)
+        made = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu").to(
+            dtype_of(model)
+        )
         return {"inputs_embeds": made} if isinstance(model, PreTrainedModel) else made
     if isinstance(preparation, ImagePreparation):
-        inputs = preparation.prepared([load_images()[0]])
-    elif isinstance(preparation, AudioPreparation):
+        return in_dtype(model, preparation.prepared([load_images()[0]]))
+    if isinstance(preparation, AudioPreparation):
         sound = load_audio()
         seconds = 1.0 if preparation.raw else min(preparation.seconds, sound.seconds)
-        inputs = preparation.prepared([sound.at(preparation.rate)[: int(seconds * preparation.rate)]])
-    else:
-        taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
-        raise ArgumentError(
-            "inputs",
-            expected=f"the inputs of {type(model).__name__}, for which none can be made up",
-            got="None",
-            remedy=f"Give a tensor or a dict with {taken}.",
-        )
-    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+        samples = sound.at(preparation.rate)[: int(seconds * preparation.rate)]
+        return in_dtype(model, preparation.prepared([samples]))
+    taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
+    raise ArgumentError(
+        "inputs",
+        expected=f"the inputs of {type(model).__name__}, for which none can be made up",
+        got="None",
+        remedy=f"Give a tensor or a dict with {taken}.",
+    )
 
 
 def _length(model: nn.Module, tokens: object) -> int:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.models.array_files import read_array, reason, shown
 
 __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
@@ -105,8 +106,7 @@ def load_embeddings(source: object) -> TokenStream:
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or ["?"])[0][:120]
-            raise ArgumentError(where, expected="a .safetensors file", got=f"{reason}") from error
+            raise ArgumentError(where, expected="a .safetensors file", got=reason(error)) from error
     else:
         raise ArgumentError(
             "embeddings", expected="a .safetensors file or a tensor", got=type(source).__name__
@@ -157,17 +157,17 @@ def _ids(source: object) -> tuple[str, str, Any]:
     if not isinstance(source, str | Path):
         raise ArgumentError("tokens", expected="a file, an array or a list", got=type(source).__name__)
     path = Path(source).expanduser()
-    shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."
+    where = shown(path)
+    if path.suffix.lower() == ".npy":
+        return path.stem, where, read_array(path)
     try:
-        if path.suffix.lower() == ".npy":
-            return path.stem, shown, np.load(path, allow_pickle=False)
         words = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".json":
-            return path.stem, shown, json.loads(words)
-    except Exception as error:  # of a damaged header, numpy raises many kinds
-        reason = getattr(error, "strerror", None) or (str(error).strip().splitlines() or ["?"])[0][:120]
-        raise ArgumentError("tokens", expected="a file of token ids", got=f"{shown} ({reason})") from error
-    return path.stem, shown, [line.split() for line in words.splitlines()]
+            return path.stem, where, json.loads(words)
+    except (OSError, ValueError, RecursionError) as error:
+        got = f"{where} ({reason(error)})"
+        raise ArgumentError("tokens", expected="a file of token ids", got=got) from error
+    return path.stem, where, [line.split() for line in words.splitlines()]
 
 
 def _rows(values: Any, where: str) -> list[list[int]]:

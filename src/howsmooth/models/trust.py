@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
-
 from howsmooth.errors import ModelError
 from howsmooth.models.places import Place
 
@@ -69,7 +67,7 @@ def check_files(place: Place, config: Any) -> None:
         raise ModelError(
             f"{place.name!r} cannot be loaded: its weights are quantised. Give the model in full precision."
         )
-    if _file(place, _ADAPTER) is not None:
+    if place.file(_ADAPTER) is not None:
         raise ModelError(
             f"{place.name!r} holds an adapter ({_ADAPTER}), which is not read. Merge it into the model, and "
             "give the folder of the merged one."
@@ -91,7 +89,7 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 def _parts(place: Place, index: str) -> set[object]:
     """Return the names of the files of weights, none if there is no index of them."""
-    found = _file(place, index)
+    found = place.file(index)
     if found is None:
         return set()
     try:
@@ -102,19 +100,3 @@ def _parts(place: Place, index: str) -> set[object]:
             f"{place.name!r} cannot be loaded: its {index[:100]} is not an index of weights "
             f"({type(error).__name__})."
         ) from error
-
-
-def _file(place: Place, name: str) -> Path | None:
-    """Find a file of the model, None if it has none of this name."""
-    try:
-        found = cached_file(
-            place.location,
-            name,
-            local_files_only=place.local_files_only,
-            _raise_exceptions_for_missing_entries=False,
-            # Offline, what is not in the cache cannot be read later either.
-            _raise_exceptions_for_connection_errors=not place.local_files_only,
-        )
-    except Exception as error:  # as when the model itself is read
-        raise place.failure(error) from error
-    return None if found is None else Path(found)

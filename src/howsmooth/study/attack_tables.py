@@ -1,9 +1,8 @@
-"""Tables, fits and figures of a store of attacks. Nothing here measures."""
+"""Tables, fits and figures of attacks. Nothing here measures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.errors import StoreError
-from howsmooth.study.attack_store import AttackStore
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures import AttackPicture, draw_attacks
 from howsmooth.study.files import write_table
+from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadStrength
+from howsmooth.study.store import Store
 
 __all__ = ["SERIES", "SUMMARY_COLUMNS", "PublishedAttacks", "fits", "publish_attacks", "summary"]
 
@@ -44,7 +45,7 @@ class PublishedAttacks:
     identity
         What the attacks have in common.
     summary, exponents, heads
-        As :func:`summary`, :func:`fits` and :meth:`~howsmooth.study.attack_store.AttackStore.heads`.
+        As :func:`summary` and :func:`fits` give them, and the rows of :class:`HeadStrength`.
     pictures
         The figures.
     files
@@ -66,7 +67,7 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     attacks
-        As :meth:`howsmooth.study.attack_store.AttackStore.attacks` gives them.
+        The rows of :class:`Attack`, in any order.
 
     Returns
     -------
@@ -76,41 +77,39 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
         none. ``upper`` is inf where it overflows.
 
     """
-    rows = []
-    for (layer, head, n), group in attacks.groupby(["layer", "head", "n"], dropna=False, sort=True):
-        kinds = {str(kind): part for kind, part in group.groupby("kind")}
-        built = kinds.get("construction", group.iloc[:0])
-        papers = built[built["name"].str.fullmatch(r"two_cluster(, head \d+)?")]
-        kept = group[group["file"].notna()]
-        upper = kinds.get("upper", group.iloc[:0])
-        log_upper = float(upper["log_value"].iloc[0]) if len(upper) else math.nan
-        found = float(kept["value"].iloc[0]) if len(kept) else math.nan
-        paper = _largest(papers)
-        rows.append(
-            {
-                "layer": layer,
-                "head": head,
-                "scope": group["scope"].iloc[0],
-                "masking": group["masking"].iloc[0],
-                "n": n,
-                "radius": group["radius"].iloc[0],
-                "tokens": _largest(kinds.get("tokens", group.iloc[:0])),
-                "paper": paper,
-                "construction": _largest(built),
-                "construction_by": _by(built),
-                "ascent": _largest(kinds.get("ascent", group.iloc[:0])),
-                "found": found,
-                "found_by": str(kept["name"].iloc[0]) if len(kept) else "",
-                "converged": bool(kept["converged"].iloc[0]) if len(kept) else False,
-                "upper": _exp(log_upper),
-                "upper_by": str(upper["name"].iloc[0]) if len(upper) else "",
-                "found_to_paper": found / paper if paper > 0 else math.nan,
-                "found_to_upper": math.exp(math.log(found) - log_upper) if found > 0 else math.nan,
-                "log_upper": log_upper,
-                "file": kept["file"].iloc[0] if len(kept) else "",
-            }
-        )
+    rows = [
+        {**dict(zip(ATTACK_PLACE, place, strict=True)), **_beside(group)}
+        for place, group in attacks.groupby(list(ATTACK_PLACE), dropna=False, sort=True)
+    ]
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS)).astype({"head": "Int64"})
+
+
+def _beside(group: pd.DataFrame) -> dict[str, Any]:
+    """Put the rows of one attention and length side by side."""
+    tokens, built, ascent, uppers = (group[group["kind"] == kind] for kind in ATTACK_KINDS)
+    kept = group[group["file"].notna()].iloc[0]
+    log_upper = float(uppers["log_value"].max())
+    found = float(kept["value"])
+    paper = float(built[built["name"].str.fullmatch(r"two_cluster(, head \d+)?")]["value"].max())
+    return {
+        "scope": kept["scope"],
+        "masking": kept["masking"],
+        "radius": kept["radius"],
+        "tokens": float(tokens["value"].max()),
+        "paper": paper,
+        "construction": float(built["value"].max()),
+        "construction_by": str(built["name"].iloc[int(built["value"].argmax())]) if len(built) else "",
+        "ascent": float(ascent["value"].max()),
+        "found": found,
+        "found_by": str(kept["name"]),
+        "converged": bool(kept["converged"]),
+        "upper": _exp(log_upper),
+        "upper_by": str(uppers["name"].iloc[0]) if len(uppers) else "",
+        "found_to_paper": found / paper if paper > 0 else math.nan,
+        "found_to_upper": math.exp(math.log(found) - log_upper) if found > 0 else math.nan,
+        "log_upper": log_upper,
+        "file": kept["file"],
+    }
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
@@ -135,16 +134,14 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
 
 
-def publish_attacks(
-    folder: Path, on_figure: Callable[[int, int], None] = lambda done, total: None
-) -> PublishedAttacks:
-    """Write the tables and figures beside a store of attacks.
+def publish_attacks(folder: Path, listener: Listener | None = None) -> PublishedAttacks:
+    """Write the tables and figures beside a store with attacks.
 
     Parameters
     ----------
     folder
         That holds the store.
-    on_figure
+    listener
         Told how many figures are drawn, of how many.
 
     Raises
@@ -153,35 +150,28 @@ def publish_attacks(
         If the store cannot be read or a file cannot be written.
 
     """
-    with AttackStore.open(folder, write=False) as store:
-        identity, rows, heads = store.identity(), store.attacks(), store.heads()
+    listener = listener or Silent()
+    listener.phase("Drawing figures")
+    with Store.open(folder, write=False) as store:
+        identity = store.identity(ATTACK)
+        rows = store.table(Attack, (*ATTACK_PLACE, "kind", "name")).drop(columns="run")
+        heads = store.table(HeadStrength, ("layer", "head")).drop(columns="run")
     table = summary(rows)
     exponents = fits(table)
-    files = {
-        name: write_table(content, folder, f"{name}.csv")
-        for name, content in (
-            ("attacks", rows.drop(columns="run")),
-            ("summary", table),
-            ("exponents", exponents),
-            ("heads", heads),
-        )
-    }
+    tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
+    files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
+
+    def drawn(done: int, total: int) -> None:
+        listener.advance(float(done), float(total), f"{done} of {total}")
+
     try:
-        pictures = draw_attacks(str(identity.get("source", "")), table, heads, folder / "figures", on_figure)
+        pictures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", drawn)
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The attacks are kept in "
             f"{folder}; make it writable or make room, and run the same command again."
         ) from error
     return PublishedAttacks(identity, table, exponents, heads, pictures, files)
-
-
-def _largest(rows: pd.DataFrame) -> float:
-    return float(rows["value"].max()) if len(rows) else math.nan
-
-
-def _by(rows: pd.DataFrame) -> str:
-    return str(rows["name"].iloc[int(rows["value"].to_numpy().argmax())]) if len(rows) else ""
 
 
 def _exp(log: float) -> float:

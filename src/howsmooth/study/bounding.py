@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
-import torch
 
+from howsmooth import bounds
 from howsmooth.errors import ArgumentError
-from howsmooth.study.sources import Found, Source
+from howsmooth.study.plan import BoundPlan
+from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.sources import Ball, Source, Target, longest
 
 __all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame"]
 
@@ -30,44 +31,33 @@ class Bounded:
 
     Attributes
     ----------
-    found
+    target
         The attention.
     n
         The length.
-    radius, radius_from
-        Of the ball that global bounds speak of, and where it comes from.
+    ball
+        What global bounds speak of.
     rows
         As :func:`howsmooth.bounds.table` gives them.
 
     """
 
-    found: Found
+    target: Target
     n: int
-    radius: float
-    radius_from: str
+    ball: Ball
     rows: pd.DataFrame
 
 
-def bound_all(
-    source: Source,
-    lengths: Sequence[int],
-    radius: float | None,
-    tabulate: Callable[..., pd.DataFrame],
-    on_progress: Callable[[float, float, str], None] = lambda done, total, words: None,
-) -> Iterator[Bounded]:
+def bound_all(plan: BoundPlan, source: Source, listener: Listener | None = None) -> Iterator[Bounded]:
     """Tabulate the bounds of all attentions of a source.
 
     Parameters
     ----------
+    plan
+        What to bound.
     source
-        Where they come from.
-    lengths
-        Numbers of tokens; empty for that of the tokens which the source holds.
-    radius
-        Of the ball; None for that of the norm layer before the attention, or else of the tokens.
-    tabulate
-        As :func:`howsmooth.bounds.table`.
-    on_progress
+        Opened for the plan.
+    listener
         Told how many tables are made, of how many, and where.
 
     Raises
@@ -76,77 +66,54 @@ def bound_all(
         If a length or the radius is impossible, or missing.
 
     """
-    if not lengths:
-        if source.usual_length is None:
+    lengths = plan.lengths or (source.usual_length,)
+    for round_, n in enumerate(lengths):
+        if n is None:
             raise ArgumentError(
                 "lengths",
                 expected="numbers of tokens, as the file holds no X",
                 got="none",
                 remedy="Give --lengths.",
             )
-        lengths = (source.usual_length,)
-    done = 0
-    for n in lengths:
-        found = source.attentions(n)
-        for one in found:
-            on_progress(float(done), float(len(found) * len(lengths)), f"{one.place}, n = {n}")
-            yield _bounded(one, n, radius, tabulate)
-            done += 1
+        targets = source.attentions(n)
+        for place, one in enumerate(targets):
+            done = float(round_ * len(targets) + place)
+            (listener or Silent()).advance(done, float(len(targets) * len(lengths)), f"{one.place}, n = {n}")
+            ball = one.ball(plan.radius)
+            rows = _rows(one, n, ball.radius)
+            yield Bounded(one, n, Ball(float(rows.attrs["radius"]), ball.origin), rows)
 
 
 def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
     """Put all tables into one, with :data:`TABLE_COLUMNS`."""
-    rows: list[dict[str, Any]] = []
+    tables = []
     for one in bounded:
-        logs = one.rows.attrs["log_values"]
-        for (quantity, row), log in zip(one.rows.iterrows(), logs, strict=True):
-            rows.append(
-                {
-                    "source": label,
-                    "layer": one.found.layer,
-                    "head": one.found.head,
-                    "scope": one.found.scope,
-                    "masking": one.found.masking,
-                    "n": one.n,
-                    "radius": one.radius,
-                    "radius_from": one.radius_from,
-                    "quantity": str(quantity),
-                    "name": row["name"],
-                    "side": row["side"],
-                    "value": float(row["value"]),
-                    "log_value": float(log),
-                    "holds": bool(row["holds"]),
-                    "origin": row["source"],
-                }
-            )
-    return pd.DataFrame(rows, columns=list(TABLE_COLUMNS)).astype({"head": "Int64"})
+        table = one.rows.reset_index().rename(columns={"source": "origin"})
+        where = {
+            "source": label,
+            "layer": one.target.layer,
+            "head": one.target.head,
+            "scope": one.target.scope,
+            "masking": one.target.masking,
+            "n": one.n,
+            "radius": one.ball.radius,
+            "radius_from": one.ball.origin,
+            "log_value": one.rows.attrs["log_values"],
+        }
+        tables.append(table.assign(**where).astype({"head": "Int64"})[list(TABLE_COLUMNS)])
+    return pd.concat(tables, ignore_index=True)
 
 
-def _bounded(one: Found, n: int, radius: float | None, tabulate: Callable[..., pd.DataFrame]) -> Bounded:
-    from howsmooth.bounds.norms import norm_radius
-
-    words = "given" if radius is not None else None
-    if radius is None and one.norm is not None:
-        radius, words = norm_radius(one.norm), f"the {type(one.norm).__name__} before the attention"
-    if radius is None and one.x is None:
-        raise ArgumentError(
-            "radius",
-            expected="a number, as neither a norm layer nor tokens say how long tokens can be",
-            got="none",
-            remedy="Give --radius.",
-        )
-    rows = _rows(one, n, radius, tabulate)
-    return Bounded(one, n, float(rows.attrs["radius"]), words or "the longest of the tokens", rows)
-
-
-def _rows(one: Found, n: int, radius: float | None, tabulate: Callable[..., pd.DataFrame]) -> pd.DataFrame:
+def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
     if one.x is None:
-        return tabulate(one.attention, length=n, radius=radius)
-    longest = float(torch.linalg.vector_norm(one.x.double(), dim=-1).max())
-    if radius is None or radius >= longest * (1 - 1e-6):
-        return tabulate(one.attention, one.x, radius=None if radius is None else max(radius, longest))
+        return bounds.table(one.attention, length=n, radius=radius)
+    farthest = longest(one.x)
+    if radius >= farthest * (1 - 1e-6):
+        # Tokens that are all zero have the ball that the table gives them.
+        return bounds.table(one.attention, one.x, radius=max(radius, farthest) or None)
     # A ball that does not hold the tokens: what is said of it, and what is said of them.
-    ball, tokens = tabulate(one.attention, length=n, radius=radius), tabulate(one.attention, one.x)
+    ball = bounds.table(one.attention, length=n, radius=radius)
+    tokens = bounds.table(one.attention, one.x)
     local = tokens.index == LOCAL
     rows = pd.concat([tokens[local], ball])
     logs = [log for log, here in zip(tokens.attrs["log_values"], local, strict=True) if here]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Any
 
 from howsmooth.errors import ArgumentError, WorkerError
 
@@ -14,59 +13,31 @@ try:
 except ImportError as error:
     raise ArgumentError(
         "executor",
-        expected="threads or processes, as Dask is not installed",
+        expected="processes, as Dask is not installed",
         got="dask",
         remedy="Install it, here and on the workers, with: pip install 'howsmooth[dask]'",
     ) from error
 
-__all__ = ["Cluster", "connected_cluster"]
+__all__ = ["connected_cluster"]
 
 _PATIENCE = 30.0
 
 
-class Cluster(Executor):
-    """The workers of a Dask scheduler, however many there are at the time.
+@contextmanager
+def connected_cluster(scheduler: str) -> Iterator[Executor]:
+    """Connect to a scheduler, and leave it as it is afterwards.
 
     Dask gives the tasks of a lost worker to others; one that four workers in a row were lost with fails.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._executor = client.get_executor(pure=False)
-
-    @property
-    def workers(self) -> int:
-        """How many tasks the cluster carries out at a time."""
-        with _connection_needed():
-            return sum(self._client.nthreads().values())
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Let a worker call a function."""
-        with _connection_needed():
-            future: Future[Any] = self._executor.submit(fn, *args, **kwargs)
-        return future
-
-
-@contextmanager
-def _connection_needed() -> Iterator[None]:
-    """Say in words that the scheduler is gone; Dask has tried to reach it for half a minute then."""
-    try:
-        yield
-    except OSError as error:
-        raise WorkerError(
-            f"the connection to the Dask scheduler was lost ({error}). What was measured is kept: run the "
-            "same again."
-        ) from error
-
-
-@contextmanager
-def connected_cluster(scheduler: str) -> Iterator[Cluster]:
-    """Connect to a scheduler, and leave it as it is afterwards.
 
     Parameters
     ----------
     scheduler
         Its address.
+
+    Yields
+    ------
+    Executor
+        It says in ``workers`` how many processes the cluster had at the beginning.
 
     Raises
     ------
@@ -88,4 +59,6 @@ def connected_cluster(scheduler: str) -> Iterator[Cluster]:
             raise WorkerError(
                 f"the Dask scheduler at {scheduler} has no workers. Start some with: dask worker {scheduler}"
             ) from error
-        yield Cluster(client)
+        executor = client.get_executor(pure=False)
+        executor.workers = len(client.nthreads())
+        yield executor

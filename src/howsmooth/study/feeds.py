@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from howsmooth import texts
 from howsmooth.study.plan import InputSpec
 from howsmooth.study.sequences import Sequences, arrange, draw_distinct
-from howsmooth.study.tools import Model, TokenizerLike, Tools
 from howsmooth.study.words import pieces
 
-__all__ = ["Feed", "HeldFeed", "Inputs", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
+__all__ = ["Feed", "Inputs", "SequenceData", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
 
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
@@ -54,22 +54,37 @@ class Source:
 
 @runtime_checkable
 class Feed(Protocol):
-    """A source brought together with a model, see :class:`howsmooth.models.feeding.Feed`."""
+    """A source brought together with a model: it knows its lengths, and makes the model's inputs."""
 
     @property
-    def count(self) -> int: ...  # noqa: D102
+    def count(self) -> int:
+        """How many tokens, frames or images there are for this model."""
+
     @property
-    def parts(self) -> tuple[tuple[int, int], ...] | None: ...  # noqa: D102
+    def parts(self) -> tuple[tuple[int, int], ...] | None:
+        """Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images."""
+
     @property
-    def beyond(self) -> int: ...  # noqa: D102
+    def beyond(self) -> int:
+        """How many tokens' room a window takes beyond its own."""
+
     @property
-    def lengths(self) -> tuple[int, ...]: ...  # noqa: D102
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths that there are; empty for all."""
+
     @property
-    def usual(self) -> tuple[int, ...]: ...  # noqa: D102
+    def usual(self) -> tuple[int, ...]:
+        """The lengths to take if none are asked for; empty if it is not for the model to say."""
+
     @property
-    def preparation(self) -> str: ...  # noqa: D102
-    def inputs(self, starts: Sequence[int], n: int) -> Inputs: ...  # noqa: D102
-    def words(self, start: int, n: int) -> tuple[str, ...]: ...  # noqa: D102
+    def preparation(self) -> str:
+        """How the source becomes inputs, in words."""
+
+    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
+        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return a word for each token of a sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +97,7 @@ class TextFeed:
     tokens: torch.Tensor
     places: torch.Tensor
     content: str
-    tokenizer: TokenizerLike
+    tokenizer: Any
     preparation: str
 
     beyond = 0
@@ -116,82 +131,50 @@ class TextFeed:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldFeed:
-    """The inputs of some sequences of one length, taken out of another feed: what travels to a worker.
+class SequenceData:
+    """The inputs of some sequences, and the words of the first: what a task takes along to a worker.
 
-    They are NumPy's arrays, since PyTorch would send tensors between processes through shared memory, one
-    open file each.
+    The inputs are NumPy's arrays by the names of the model's inputs, with an empty name for a single one:
+    PyTorch would send tensors between processes through shared memory, one open file each.
     """
 
-    starts: tuple[int, ...]
-    n: int
     arrays: Mapping[str, Any]
-    """By the names of the model's inputs; of a single tensor the name is empty."""
-    texts: Mapping[int, tuple[int | None, tuple[str, ...]]]
-    """For some of the sequences the first letter in the text, and the words."""
-    count: int
-    parts: tuple[tuple[int, int], ...] | None
-    beyond: int
-    lengths: tuple[int, ...]
-    usual: tuple[int, ...]
-    preparation: str
+    place: int | None
+    words: tuple[str, ...]
 
     @classmethod
-    def of(cls, feed: Feed, starts: Sequence[int], n: int, worded: Sequence[int]) -> HeldFeed:
-        """Take the inputs of the sequences that begin at ``starts`` out of a feed, and the words of some."""
+    def of(cls, feed: Feed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
+        """Take the inputs of the sequences that begin at ``starts``, and the words of the first if asked."""
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
-        return cls(
-            starts=tuple(starts),
-            n=n,
-            arrays={name: value.cpu().numpy().copy() for name, value in named.items()},
-            texts={start: (_place(feed, start), feed.words(start, n)) for start in worded},
-            count=feed.count,
-            parts=feed.parts,
-            beyond=feed.beyond,
-            lengths=feed.lengths,
-            usual=feed.usual,
-            preparation=feed.preparation,
-        )
+        arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
+        place = feed.place(starts[0]) if worded and isinstance(feed, TextFeed) else None
+        return cls(arrays, place, feed.words(starts[0], n) if worded else ())
 
-    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
-        """Return what the feed returned for these sequences; there are no others."""
-        if (tuple(starts), n) != (self.starts, self.n):
-            raise ValueError(f"sequences {list(starts)} of {n} tokens were not sent along")
-        tensors = {name: torch.tensor(array) for name, array in self.arrays.items()}
+    def inputs(self, device: str) -> Inputs:
+        """Return the inputs as tensors on a device."""
+        tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return tensors.get("", tensors)
 
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the words of a sequence."""
-        return self.texts[start][1]
 
-    def place(self, start: int) -> int | None:
-        """Return the first letter of a sequence."""
-        return self.texts[start][0]
-
-
-def _place(feed: Feed, start: int) -> int | None:
-    return feed.place(start) if isinstance(feed, TextFeed) else None
-
-
-def open_source(spec: InputSpec, tools: Tools) -> Source:
+def open_source(spec: InputSpec) -> Source:
     """Read a source."""
     if spec.kind == "text":
-        text = tools.load_text(spec.places[0])
+        text = texts.load_text(spec.places[0])
         return Source("text", text.name, text.source, text.digest, len(text.content), text.content)
-    if tools.open_input is None:
-        raise TypeError(f"these tools cannot open {spec.kind}")
-    opened = tools.open_input(spec.kind, spec.places)
+    from howsmooth.models.feeding import open_input  # it brings transformers, which takes seconds
+
+    opened = open_input(spec.kind, spec.places)
     return Source(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
 
 
-def feed_of(source: Source, model: Model, layers: tuple[int, ...], tools: Tools) -> Feed:
+def feed_of(source: Source, model: Any, layers: tuple[int, ...]) -> Feed:
     """Bring a source and a model together.
 
     Parameters
     ----------
-    source, model, tools
-        What, for whom, and with what.
+    source, model
+        What, and for whom.
     layers
         Those that will be captured.
 
@@ -202,9 +185,9 @@ def feed_of(source: Source, model: Model, layers: tuple[int, ...], tools: Tools)
 
     """
     if source.kind != "text":
-        if tools.feed is None:
-            raise TypeError(f"these tools cannot feed {source.kind}")
-        feed: Feed = tools.feed(source.opened, model, layers)
+        from howsmooth.models import feeding
+
+        feed: Feed = feeding.feed_of(source.opened, model, layers)
         return feed
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(

@@ -1,37 +1,48 @@
-"""What a run would take: time and memory of each length, told before anything is measured or written.
+"""What a run would take, told before anything is measured or written: a little of the plan is tried.
 
-Texts and models are loaded and checked as for a run. Operations are counted by :mod:`howsmooth.study.cost`,
-and what cannot be counted is tried, by :mod:`howsmooth.study.trial`.
+The rule: of each model, text and scope, tasks of the plan are carried out at its shortest, its middle and its
+longest length: one layer at one sequence, and one layer at all sequences and the whole where that takes no
+more than about two seconds. From these times :class:`~howsmooth.study.pace.Pace` tells those at all lengths.
+Bounds and drawing come on top. Such a forecast is meant to be right within a factor of two, which ``low`` and
+``high`` say.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from howsmooth.study.begin import Impossible, consulted_study
-from howsmooth.study.cost import (
-    Rates,
-    bounds_seconds,
-    capture_memory,
-    capture_seconds,
-    drawing_seconds,
-    estimate_cost,
-    read,
-)
-from howsmooth.study.plan import Plan
-from howsmooth.study.prepare import Subject
-from howsmooth.study.records import Key
-from howsmooth.study.site_bounds import most_tokens
-from howsmooth.study.tools import Tools
-from howsmooth.study.trial import Steps, Trial, taken, tried
-from howsmooth.study.work import Batch, bounds_left, count_planned, work
+import torch
 
-__all__ = ["Forecast", "Part", "forecast"]
+from howsmooth.attention import SelfAttention
+from howsmooth.batching import footprint
+from howsmooth.memory import memory_budget
+from howsmooth.study.pace import Pace
+from howsmooth.study.plan import ATTENTION_SCOPES, Plan
+from howsmooth.study.records import Row
+from howsmooth.study.sequences import bounded_lengths
+from howsmooth.study.subjects import OpenStudy, opened_study
+from howsmooth.study.tasks.bounds import SHARE, BoundsTask
+from howsmooth.study.tasks.constants import ConstantsTask, constants_left
+from howsmooth.study.tasks.task import Failed, SequenceTask
+
+__all__ = ["WITHIN", "Forecast", "Part", "forecast"]
+
+WITHIN = 2.0
+"""The factor within which a forecast is meant to be right."""
+
+_TRIAL_SECONDS = 2.0
+# Where all lengths are longer, these are tried first.
+_SHORT = (16, 128, 512)
+# Seconds of tables and report, and of each figure.
+_DRAWING, _FIGURE = 2.0, 0.5
+# Vectors of one sequence that the solver holds, in numbers of n d: a usual basis and what it works with.
+_VECTORS = 40
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,10 @@ class Part:
         Which.
     measurements
         How many are left to make.
-    seconds, low, high
-        Wall time: expected, with few steps, and with many.
+    seconds
+        Wall time that is expected.
     memory
-        Bytes of the process at the peak.
+        Bytes of the process at the peak; ``None`` for a map whose needs are not known beforehand.
     fits
         Whether one measurement fits in the memory that it may use; if not, it is refused.
 
@@ -59,9 +70,7 @@ class Part:
     n: int
     measurements: int
     seconds: float
-    low: float
-    high: float
-    memory: float
+    memory: float | None
     fits: bool
 
 
@@ -73,8 +82,6 @@ class Forecast:
     ----------
     parts
         One for each model, text, scope and length with something left to measure.
-    steps
-        For each model, text and scope.
     preparing
         Seconds to read texts and load models, as it took just now.
     bounds, drawing
@@ -82,7 +89,7 @@ class Forecast:
     seconds, low, high
         Wall time of everything.
     memory
-        Bytes of the process at the peak.
+        Bytes of the process at the peak, as far as known.
     kept
         Measurements of the plan that the store has.
     impossible
@@ -91,7 +98,6 @@ class Forecast:
     """
 
     parts: tuple[Part, ...]
-    steps: dict[tuple[str, str, str], Steps]
     preparing: float
     bounds: float
     drawing: float
@@ -103,35 +109,13 @@ class Forecast:
     impossible: tuple[tuple[str, str | None, str], ...]
 
 
-class _Nothing:
-    """What a study has whose store is not there yet."""
-
-    def known(self, model: str, text: str) -> frozenset[Key]:
-        return frozenset()
-
-    def bounded(self, model: str, text: str) -> frozenset[Key]:
-        return frozenset()
-
-
-def forecast(
-    plan: Plan,
-    folder: Path,
-    tools: Tools,
-    rates: Rates,
-    *,
-    keep_going: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Forecast:
-    """Predict what :func:`howsmooth.study.run.run` takes, and writing nothing.
+def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
+    """Predict what :func:`howsmooth.study.run.run` takes, writing nothing.
 
     Parameters
     ----------
-    plan, folder, tools, keep_going
+    plan, folder, keep_going
         As for ``run``; what the store in ``folder`` has is not measured again.
-    rates
-        Of the machine, see :func:`howsmooth.study.calibration.calibrated`.
-    clock
-        Returns seconds; that of ``rates``.
 
     Raises
     ------
@@ -139,105 +123,166 @@ def forecast(
         As ``run``, before anything is measured.
 
     """
-    began = clock()
-    with consulted_study(plan, folder, tools, keep_going=keep_going) as known:
-        plan, models, placed, had = known.plan, known.models, known.placed, known.store or _Nothing()
-        preparing = clock() - began
-        baseline = _resident()
-        trials: dict[tuple[str, str, str], Trial] = {}
-        parts: list[Part] = []
-        for subject, places in placed:
-            for scope in plan.scopes:
-                batches = [b for b in work(plan, [(subject, places)], had) if b.scope == scope]
-                if not batches and not plan.bounds:
-                    continue
-                trial = tried(plan, subject, scope, places, tools, models, rates, known.store, clock)
-                trials[_name(subject, scope)] = trial
-                parts += _parts(plan, subject, batches, trial, rates, baseline)
-        bounds = 0.0
-        for task in bounds_left(plan, placed, had):
-            trial = trials[_name(task.subject, task.scope)]
-            captured = _capture(rates, trial, task.subject, task.n, 1, len(task.layers))
-            most = most_tokens(trial.layer.d, trial.layer.heads)
-            bounds += captured + len(task.missing) * bounds_seconds(rates, trial.layer, task.n, most=most)
-        planned = sum(count_planned(plan, subject) for subject, _ in placed)
-        left = sum(part.measurements for part in parts)
-        curves = sum(len(one.layers) for one, _ in placed) * len(plan.scopes)
-        drawing = drawing_seconds(rates, curves)
-        beside = preparing + bounds + drawing
+    began = time.monotonic()
+    with opened_study(plan, folder, write=False, keep_going=keep_going) as study:
+        preparing = time.monotonic() - began
+        left = constants_left(study)
+        groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}
+        for task in left.tasks:
+            assert isinstance(task, ConstantsTask)
+            groups.setdefault((task.model, task.subject.text.name, task.scope), []).append(task)
+        held, trials = _resident(), [_Trial(study, tasks) for tasks in groups.values()]
+        parts = tuple(part for trial in trials for part in trial.parts(held))
+        measuring = sum((part.seconds for part in parts), start=0.0)
+        bounds = _bounds(plan, measuring, trials)
+        figures = sum(len(one.subject.layers) for one in study.placed) * len(plan.scopes)
+        drawing = _DRAWING + _FIGURE * figures
+        seconds = preparing + measuring + bounds + drawing
         return Forecast(
-            parts=tuple(parts),
-            steps={name: trial.steps for name, trial in trials.items()},
+            parts=parts,
             preparing=preparing,
             bounds=bounds,
             drawing=drawing,
-            seconds=beside + sum(part.seconds for part in parts),
-            low=beside + sum(part.low for part in parts),
-            high=beside + sum(part.high for part in parts),
-            memory=max((part.memory for part in parts), default=baseline),
-            kept=planned - left,
-            impossible=tuple(_told(known.impossible)),
+            seconds=seconds,
+            low=seconds / WITHIN,
+            high=seconds * WITHIN,
+            memory=max((part.memory or held for part in parts), default=held),
+            kept=left.kept,
+            impossible=tuple(
+                (spec.label, text, " ".join(str(error).split())) for spec, text, error in study.impossible
+            ),
         )
 
 
-def _parts(
-    plan: Plan, subject: Subject, batches: Sequence[Batch], trial: Trial, rates: Rates, baseline: float
-) -> Iterator[Part]:
-    """Predict what is left of one subject and scope, length by length."""
-    for n in sorted({batch.n for batch in batches}):
-        here = [batch for batch in batches if batch.n == n]
-        times, memory = [0.0, 0.0, 0.0], 0.0
-        for batch in here:
-            members = len(batch.samples)
-            captured = _capture(rates, trial, subject, n, members, len(batch.layers))
-            memory = max(memory, capture_memory(trial.layer, n, members=members))
-            maps = len({(layer, head) for _, layer, head, _, _ in batch.missing})
-            for at, steps in enumerate((trial.steps.low, trial.steps.likely, trial.steps.high)):
-                cost = _estimate(plan, rates, trial, n, members, steps)
-                times[at] += captured + maps * cost[0]
-                memory = max(memory, cost[1])
-        yield Part(
-            model=subject.model.label,
-            text=subject.text.name,
-            scope=here[0].scope,
-            n=n,
-            measurements=sum(len(batch.missing) for batch in here),
-            seconds=times[1],
-            low=times[0],
-            high=times[2],
-            memory=baseline + memory,
-            fits=taken(plan, trial.map, trial.layer, trial.n, n).fits,
-        )
+def _bounds(plan: Plan, measuring: float, trials: Sequence[_Trial]) -> float:
+    match plan.bounds:
+        case "none":
+            return 0.0
+        case "all":
+            return sum((trial.bounds() for trial in trials), start=0.0)
+        case _:
+            return SHARE * measuring
 
 
-def _estimate(
-    plan: Plan, rates: Rates, trial: Trial, n: int, members: int, steps: float
-) -> tuple[float, float]:
-    steps = min(steps, float(plan.max_iterations))
-    layer = trial.layer
-    takes = taken(plan, trial.map, layer, trial.n, n)
-    cost = estimate_cost(
-        rates, layer, n, members=members, steps=steps, dtype=plan.dtype, streamed=takes.streamed
-    )
-    # More members than fit are not measured together.
-    together = 1 if takes.streamed else members
-    size = max(float(takes.size), min(float(together * takes.size), takes.budget))
-    return cost.seconds * read(trial.estimate, n), size + cost.memory
+class _Trial:
+    """A little of what is left of one model, text and scope, carried out and timed."""
+
+    def __init__(self, study: OpenStudy, tasks: Sequence[ConstantsTask]) -> None:
+        self._study = study
+        self._tasks = tasks
+        self._pace = Pace()
+        self._map: Any = None
+        self._known = (0, 0)  # shape (n, d) of the tokens of that map
+        lengths = sorted({task.n for task in tasks})
+        self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+        # What is done once in a process is not to be timed.
+        self._timed(_part_of(tasks[0], self._first()))
+        for n in [*(short for short in _SHORT if self._free and short < lengths[0]), *self._lengths]:
+            if not self._try(n):
+                break
+
+    @property
+    def _free(self) -> bool:
+        """Whether sequences can be cut to any length."""
+        return not getattr(self._tasks[0].feed, "lengths", ())
+
+    def _first(self) -> int:
+        return min(self._lengths[0], _SHORT[0]) if self._free else self._lengths[0]
+
+    def _try(self, n: int) -> bool:
+        """Time a length, at least in part; return whether there was time for it."""
+        whole = next((task for task in self._tasks if task.n == n), None)
+        part = _part_of(whole or self._tasks[0], n)
+        if (self._pace.expect(part) or 0.0) > _TRIAL_SECONDS:
+            return False
+        self._learn(part)
+        # Sequences that are measured together take less time each, so that one alone says too much.
+        for more in () if whole is None else (_layer_of(whole), whole):
+            if (self._pace.expect(more) or 0.0) <= _TRIAL_SECONDS:
+                self._learn(more)
+        return True
+
+    def _learn(self, task: ConstantsTask) -> None:
+        self._pace.learn(task.alike, task.n, task.size, self._timed(task))
+
+    def _timed(self, task: SequenceTask[Any]) -> float:
+        """Carry a task out, and return the seconds that it took; what fails raises its error."""
+        packed, began = task.packed(), time.monotonic()
+        found: list[Sequence[Row]] = []
+        for step in packed.found(self._study.models):
+            if isinstance(step, Failed):
+                raise step.error
+            found.append(step)
+        seconds = time.monotonic() - began
+        if self._map is None:
+            site = next(iter(packed.sites(self._study.models.load_for(packed.subject))))
+            self._map, self._known = site.map, tuple(site.x.shape[-2:])
+        return seconds
+
+    def parts(self, held: float) -> Iterator[Part]:
+        """Predict what is left, length by length; ``held`` bytes are in use now."""
+        for n in sorted({task.n for task in self._tasks}):
+            here = [task for task in self._tasks if task.n == n]
+            memory, fits = self._memory(n, max(len(task.starts) for task in here))
+            yield Part(
+                model=here[0].model,
+                text=here[0].subject.text.name,
+                scope=here[0].scope,
+                n=n,
+                measurements=sum(task.size for task in here),
+                seconds=sum(self._pace.expect(task) or 0.0 for task in here),
+                memory=None if memory is None else held + memory,
+                fits=fits,
+            )
+
+    def _memory(self, n: int, members: int) -> tuple[float | None, bool]:
+        """Return the bytes that some sequences of n tokens take together, and whether one fits."""
+        plan, (known, d) = self._study.plan, self._known
+        device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+        exact = isinstance(self._map, SelfAttention)
+        # Other maps know the length only at which they were captured; their probabilities grow like n².
+        how = footprint(self._map, (n if exact else known, d), dtype=dtype, device=device, memory=plan.memory)
+        if not how.size:
+            return None, True
+        size = float(how.size) if exact else how.size * (n / known) ** 2
+        budget = float(memory_budget(plan.memory, device))
+        together = size if how.streamed else min(members * size, max(size, budget))
+        return together + members * _VECTORS * n * d * dtype.itemsize, not how.streamed or size <= budget
+
+    def bounds(self) -> float:
+        """Predict all bounds, from those of one layer at the lengths that can be tried."""
+        first = self._tasks[0]
+        if first.scope not in ATTENTION_SCOPES:
+            return 0.0
+        lengths = bounded_lengths(tuple({task.n for task in self._tasks}))
+        tasks = [_bounds_of(_part_of(next(t for t in self._tasks if t.n == n), n)) for n in lengths]
+        pace = Pace()
+        for task in tasks:
+            if (pace.expect(task) or 0.0) <= _TRIAL_SECONDS:
+                pace.learn(task.alike, task.n, task.size, self._timed(task))
+        return len(first.subject.layers) * sum(pace.expect(task) or 0.0 for task in tasks)
 
 
-def _capture(rates: Rates, trial: Trial, subject: Subject, n: int, members: int, captured: int) -> float:
-    layers = subject.model.layers
-    seconds = capture_seconds(rates, trial.layer, n, members=members, layers=layers, captured=captured)
-    return seconds * read(trial.capture, n)
+def _layer_of(task: ConstantsTask) -> ConstantsTask:
+    """Return one layer of a task, with all its sequences."""
+    missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
+    return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
 
 
-def _name(subject: Subject, scope: str) -> tuple[str, str, str]:
-    return subject.model.label, subject.text.name, scope
+def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
+    """Return one layer and one sequence of a task, cut to n tokens."""
+    layer, sample = task.layers[0], next(iter(task.starts))
+    asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
+    missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
+    starts = {sample: task.starts[sample]}
+    return ConstantsTask(task.plan, task.subject, task.feed, n, task.scope, starts, missing)
 
 
-def _told(impossible: Impossible) -> Iterator[tuple[str, str | None, str]]:
-    for spec, text, error in impossible:
-        yield spec.label, text, " ".join(str(error).split())
+def _bounds_of(task: ConstantsTask) -> BoundsTask:
+    """Return the bounds at the sequence of a task, as if it were sample 0."""
+    missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
+    starts = {0: next(iter(task.starts.values()))}
+    return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)
 
 
 def _resident() -> float:

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import pandas as pd
+from typing import Any
 
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.plan import Identity
-from howsmooth.study.sequences import DISJOINT, overlapping
-from howsmooth.study.store import (
+from howsmooth.study.records import (
     Bounding,
-    Contents,
+    Failure,
+    InputRecord,
     Measurement,
     ModelRecord,
     PublishedValue,
+    Row,
+    Run,
     Sensitivity,
     SequenceRecord,
-    Store,
     TextRecord,
 )
+from howsmooth.study.sequences import overlapping
+from howsmooth.study.store import Store
+from howsmooth.study.subjects import MEASURE
 
 __all__ = ["Merged", "merge_stores"]
 
-Row = TypeVar("Row", Measurement, Bounding, PublishedValue)
+_KINDS: tuple[type[Row], ...] = (
+    ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity, Bounding, PublishedValue,
+    Failure,
+)  # fmt: skip
 
-# What must agree for two rows to be the same measurement, besides where they belong.
-_SAME = ("causal", "seed", "start", "dtype", "method", "masking")
-_SAME_PUBLISHED = ("seed", "start", "map")
-_KEY = ("model", "text", "scope", "layer", "head", "n", "sample")
-_PUBLISHED_KEY = ("model", "text", "layer", "n", "sample", "quantity", "items")
-
+# What must agree for two rows under one key to be the same thing.
+_SAME: dict[type[Row], tuple[str, ...]] = {
+    ModelRecord: ("layers", "heads", "random_init", "as_decoder"),
+    TextRecord: ("digest",),
+    InputRecord: ("fingerprint",),
+    Measurement: ("causal", "seed", "start", "dtype", "method", "masking"),
+    PublishedValue: ("seed", "start", "map"),
+}
+_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
 # The published iteration has no interval; its rule may end it a step sooner on another machine.
 _CLOSE = 1e-2
 
@@ -87,6 +94,29 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
 
     """
     folders = [path.parent if path.is_file() else path for path in sources]
+    _check_folders(folders, folder)
+    union = _Union()
+    with ExitStack() as stack:
+        target = stack.enter_context(Store.open(folder)) if Store.exists(folder) else None
+        if target is not None:
+            union.take(folder, target, there=True)
+        had = {kind: len(union.rows[kind]) for kind in (Measurement, PublishedValue)}
+        seen = sum(_taken(union, source) for source in folders)
+        # All are held against each other first, so that a conflict makes no folder.
+        union.check()
+        target = target or stack.enter_context(Store.open(folder))
+        union.write(target)
+        total = target.count(Measurement)
+        return Merged(
+            added=total - had[Measurement],
+            same=seen - (total - had[Measurement]),
+            total=total,
+            failures=target.count(Failure),
+            published=target.count(PublishedValue) - had[PublishedValue],
+        )
+
+
+def _check_folders(folders: Sequence[Path], folder: Path) -> None:
     if not folders:
         raise ArgumentError("merge", expected="at least one store", got="none")
     for place, source in enumerate(folders):
@@ -96,240 +126,155 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
             raise ArgumentError("out", expected="another folder than those merged", got=str(folder))
         if source.resolve() in (other.resolve() for other in folders[:place]):
             raise ArgumentError("merge", expected="each store once", got=f"{source} twice")
-    contents = [_contents(source) for source in folders]
-    with ExitStack() as stack:
-        if Store.exists(folder):
-            target = stack.enter_context(Store.open(folder))
-            before = target.contents()
-            union = _Union((folder, before), *zip(folders, contents, strict=True))
-        else:
-            # Held against each other first, so that a conflict makes no folder.
-            union = _Union(*zip(folders, contents, strict=True))
-            target = stack.enter_context(Store.open(folder))
-            before = target.contents()
-        had = _Had(before)
-        with target.transaction():
-            target.add_study(union.identity)
-            for record, text, given in union.inputs():
-                target.add_input(record, text, **given)
-            for one in contents:
-                had.copy(target, one)
-            target.resolve()
-        after = target.contents()
-    added = len(after.measurements) - len(before.measurements)
-    return Merged(
-        added=added,
-        same=sum(len(one.measurements) for one in contents) - added,
-        total=len(after.measurements),
-        failures=int(after.failures["resolved"].isna().sum()),
-        published=len(after.published) - len(before.published),
-    )
 
 
-def _contents(folder: Path) -> Contents:
+def _taken(union: _Union, folder: Path) -> int:
+    """Take a store into the union, and return how many measurements it has."""
     with Store.open(folder, write=False) as store:
-        return store.contents()
+        union.take(folder, store)
+        return store.count(Measurement)
 
 
-class _Had:
-    """What the target has; it grows by what is copied."""
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A row of a store: the token of its run, where it came from, and whether the target has it."""
 
-    def __init__(self, before: Contents) -> None:
-        self._measured = {_key(row) for row in _records(before.measurements)}
-        # All bounds of a sequence are written together, so that they come together too.
-        self._bounded = {_key(row) for row in _records(before.bounds)}
-        self._published = {_published_key(row) for row in _records(before.published)}
-        self._failures = {_failure_key(row) for row in _records(before.failures)}
-
-    def copy(self, target: Store, one: Contents) -> None:
-        """Write what the target does not have."""
-        runs = {row["id"]: target.adopt_run(row) for row in _records(one.runs)}
-        measured = self._new(one.measurements, self._measured, _key)
-        shares = _shares(one.sensitivities)
-        for run, rows in _by_run(measured).items():
-            found = [shares[_key(row)] for row in rows if _key(row) in shares]
-            target.add(
-                _made(Measurement, rows),
-                runs[run],
-                sensitivities=[share for share, _ in found],
-                sequences=list(
-                    {(words.n, words.sample, words.model, words.text): words for _, words in found}.values()
-                ),
-            )
-        for run, rows in _by_run(self._new(one.bounds, self._bounded, _key)).items():
-            target.add_bounds(_made(Bounding, rows), runs[run])
-        for run, rows in _by_run(self._new(one.published, self._published, _published_key)).items():
-            target.add_published(_made(PublishedValue, rows), runs[run])
-        for row in self._new(one.failures, self._failures, _failure_key):
-            target.adopt_failure(row, runs[row["run"]])
-
-    @staticmethod
-    def _new(
-        table: pd.DataFrame, had: set[tuple[Any, ...]], key: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    ) -> list[dict[str, Any]]:
-        rows = [row for row in _records(table) if key(row) not in had]
-        had.update(key(row) for row in rows)
-        return rows
-
-
-def _by_run(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["run"], []).append(row)
-    return found
-
-
-def _made(kind: type[Row], rows: Sequence[dict[str, Any]]) -> list[Row]:
-    names = [field.name for field in fields(kind)]
-    return [kind(**{name: row[name] for name in names}) for row in rows]
-
-
-def _shares(table: pd.DataFrame) -> dict[tuple[Any, ...], tuple[Sensitivity, SequenceRecord]]:
-    """Return the sensitivities of measurements, each with the words of its sequence."""
-    lists = ("tokens", "input_energy", "output_energy")
-    plain = _records(table.drop(columns=list(lists)))
-    found = {}
-    for row, (tokens, inputs, outputs) in zip(plain, table[list(lists)].itertuples(index=False), strict=True):
-        place = {name: row[name] for name in _KEY}
-        words = {name: row[name] for name in ("model", "text", "n", "sample", "start", "place")}
-        found[_key(row)] = (
-            Sensitivity(**place, input_energy=tuple(inputs), output_energy=tuple(outputs)),
-            SequenceRecord(**words, tokens=tuple(tokens)),
-        )
-    return found
+    row: Any
+    token: str
+    path: Path
+    there: bool
 
 
 class _Union:
-    """What several stores hold together, each thing once.
+    """All rows of some stores, the first of each kept and the others held against it."""
 
-    Raises
-    ------
-    StoreError
-        If two of them are in conflict.
+    def __init__(self) -> None:
+        self.identity: dict[str, Any] = {}
+        self.rows: dict[type[Row], dict[tuple[Any, ...], _Taken]] = {kind: {} for kind in _KINDS}
+        self._runs: dict[str, Run] = {}
+        self._identified_by = Path()
+        self._bounded: set[tuple[Any, ...]] = set()
 
-    """
+    def take(self, path: Path, store: Store, *, there: bool = False) -> None:
+        """Add the rows of a store; those of the target are ``there`` already.
 
-    def __init__(self, *stores: tuple[Path, Contents]) -> None:
-        self._first: dict[tuple[Any, ...], tuple[Any, Path]] = {}
-        self._models: dict[str, ModelRecord] = {}
-        self._texts: dict[str, TextRecord] = {}
-        self._inputs: dict[tuple[str, str], dict[str, Any]] = {}
-        self._identity: dict[str, Any] = {}
-        self._sequences: dict[tuple[str, str], set[tuple[int, int]]] = {}
-        names = [field.name for field in fields(Identity)]
-        for path, contents in stores:
-            if not contents.study:
-                continue  # made, and killed before anything was written
-            for name in names:
-                self._agree(path, name.replace("_", "-"), contents.study[name])
-            self._identity = self._identity or {name: contents.study[name] for name in names}
-            for row in _records(contents.models):
-                record = ModelRecord(**{**row, **{k: bool(row[k]) for k in ("random_init", "as_decoder")}})
-                for name in ("layers", "heads", "random_init", "as_decoder"):
-                    self._agree(path, f"{name} of the model {record.label!r}", getattr(record, name))
-                self._models.setdefault(record.label, record)
-            for row in _records(contents.texts):
-                self._agree(path, f"SHA-256 of the text {row['name']!r}", row["digest"])
-                self._texts.setdefault(row["name"], TextRecord(**row))
-            for row in _records(contents.inputs):
-                model, text = row.pop("model"), row.pop("text")
-                # An untrained model's tokenizer may be trained on the text; any other model is one.
-                on = f" on {text!r}" if self._models[model].random_init else ""
-                self._agree(path, f"fingerprint of the model {model!r}{on}", row["fingerprint"])
-                self._inputs.setdefault((model, text), row)
-            for row in _records(contents.measurements):
-                self._compare(path, row)
-            for row in _records(contents.published):
-                self._compare_published(path, row)
-            for table in (contents.measurements, contents.published, contents.bounds):
-                for model, text, start, n in table[["model", "text", "start", "n"]].itertuples(index=False):
-                    self._sequences.setdefault((model, text), set()).add((int(start), int(n)))
-        if not self._identity:
+        Raises
+        ------
+        StoreError
+            If a row is in conflict with an earlier one.
+
+        """
+        self._identify(path, store.identity(MEASURE))
+        runs = {run.id: run for run, _ in store.rows(Run)}
+        self._runs |= {run.token: run for run in runs.values() if run.token not in self._runs}
+        bounded = set(self._bounded)
+        for kind in _KINDS:
+            for row, number in store.rows(kind):
+                # All bounds of an attention are written together, so that they come together too.
+                if kind is Bounding and _values(row, _PLACE) in bounded:
+                    continue
+                token = runs[number].token if number in runs else ""
+                self._add(_Taken(row, token, path, there))
+        self._bounded |= {key[: len(_PLACE)] for key in self.rows[Bounding]}
+
+    def _identify(self, path: Path, identity: dict[str, Any]) -> None:
+        if not self.identity:
+            self.identity, self._identified_by = identity, path
+        for name, value in identity.items():
+            if self.identity[name] != value:
+                what = name.replace("_", "-")
+                raise _conflict(path, self._identified_by, f"its {what} is {value}", self.identity[name])
+
+    def _add(self, new: _Taken) -> None:
+        kind = type(new.row)
+        first = self.rows[kind].setdefault(_values(new.row, new.row.key), new)
+        for name in _SAME.get(kind, ()):
+            here, there = getattr(new.row, name), getattr(first.row, name)
+            if here != there:
+                what = f"{_shown(new.row)} has {name.replace('_', ' ')} {here}"
+                raise _conflict(new.path, first.path, what, there)
+        if kind in (Measurement, PublishedValue):
+            _hold(new, first)
+
+    def check(self) -> None:
+        """Refuse what no store of one study could hold.
+
+        Raises
+        ------
+        StoreError
+            If there is nothing to merge, a model is two, or sequences overlap.
+
+        """
+        if not self.identity:
             raise StoreError("there is nothing to merge: no study was begun in any of the stores.")
-        self.identity = Identity(**self._identity)
-        if self.identity.windows == DISJOINT:
-            self._keep_apart()
+        prints: dict[str, tuple[str, Path]] = {}
+        for (label, _), one in self.rows[InputRecord].items():
+            # An untrained model's tokenizer may be trained on the text; any other model is one.
+            if not self.rows[ModelRecord][(label,)].row.random_init:
+                first, where = prints.setdefault(label, (one.row.fingerprint, one.path))
+                if first != one.row.fingerprint:
+                    what = f"fingerprint of the model {label!r} is {one.row.fingerprint}"
+                    raise _conflict(one.path, where, what, first)
+        self._keep_apart()
 
     def _keep_apart(self) -> None:
-        """Refuse sequences that overlap, since no store of this kind has any."""
-        for (model, text), windows in self._sequences.items():
+        """Refuse sequences that overlap, since no store has any."""
+        places: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        for kind in (Measurement, PublishedValue, Bounding):
+            for row in (one.row for one in self.rows[kind].values()):
+                places.setdefault((row.model, row.text), set()).add((row.start, row.n))
+        for (model, text), windows in places.items():
             # Of images, what stands for the first token is the number of the image.
-            if self._texts[text].kind != "images" and overlapping(windows):
+            if self.rows[TextRecord][(text,)].row.kind != "images" and overlapping(windows):
                 raise StoreError(
                     f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
                     "store arranged its own lengths and samples. Give every machine all lengths and samples, "
                     "and share out models, texts, layers, heads or scopes. Nothing was written."
                 )
 
-    def inputs(self) -> list[tuple[ModelRecord, TextRecord, dict[str, Any]]]:
-        """List the models and texts that belong together, with what else is known of them."""
-        return [(self._models[model], self._texts[text], row) for (model, text), row in self._inputs.items()]
-
-    def _agree(self, path: Path, what: str, value: object) -> None:
-        first, where = self._first.setdefault((what,), (value, path))
-        if first != value:
-            raise StoreError(
-                f"{path} cannot be merged with {where}: its {what} is {value}, and there it is {first}. "
-                "Nothing was written."
-            )
-
-    def _compare(self, path: Path, row: dict[str, Any]) -> None:
-        head = "" if row["head"] is None else f", head {row['head']}"
-        what = f"scope {row['scope']}, layer {row['layer']}{head}"
-        first, where = self._first.setdefault(_key(row), (row, path))
-        self._hold(path, where, row, first, what, _SAME)
-
-    def _compare_published(self, path: Path, row: dict[str, Any]) -> None:
-        what = f"{row['quantity']}, layer {row['layer']}"
-        first, where = self._first.setdefault(("published", *_published_key(row)), (row, path))
-        self._hold(path, where, row, first, what, _SAME_PUBLISHED)
-
-    def _hold(
-        self,
-        path: Path,
-        where: Path,
-        row: dict[str, Any],
-        first: dict[str, Any],
-        what: str,
-        same: tuple[str, ...],
-    ) -> None:
-        """Hold two rows against each other that should be the same measurement."""
-        differing = next((name for name in same if first[name] != row[name]), None)
-        if differing is not None:
-            words = f"{differing} {row[differing]} and {first[differing]}"
-        elif row["lower"] is None or first["lower"] is None:
-            if abs(row["lipschitz"] - first["lipschitz"]) <= _CLOSE * abs(first["lipschitz"]):
-                return
-            words = f"values that differ, {row['lipschitz']} and {first['lipschitz']}"
-        else:
-            if max(first["lower"], row["lower"]) <= min(first["upper"], row["upper"]):
-                return
-            words = (
-                f"intervals that do not meet, [{row['lower']}, {row['upper']}] and "
-                f"[{first['lower']}, {first['upper']}]"
-            )
-        raise StoreError(
-            f"{path} cannot be merged with {where}: the same measurement ({row['model']}, {row['text']}, "
-            f"{what}, n = {row['n']}, sample {row['sample']}) has {words}. Nothing was written."
-        )
+    def write(self, target: Store) -> None:
+        """Write what the target does not have, in one transaction."""
+        with target.transaction():
+            target.begin(MEASURE, self.identity)
+            numbers = {run.token: run.id for run, _ in target.rows(Run)}
+            for token, run in self._runs.items():
+                if token not in numbers:
+                    numbers[token] = max(numbers.values(), default=0) + 1
+                    target.add([replace(run, id=numbers[token])])
+            for kind in _KINDS:
+                by_run: dict[int | None, list[Row]] = {}
+                for one in self.rows[kind].values():
+                    if not one.there:
+                        by_run.setdefault(numbers.get(one.token), []).append(one.row)
+                for number, rows in by_run.items():
+                    target.add(rows, number)
+            target.drop_failures_made_good()
 
 
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Tell measurements apart, in the order of the columns of the store's index."""
-    return tuple(row[name] for name in _KEY)
+def _hold(new: _Taken, old: _Taken) -> None:
+    """Hold the values of two rows against each other that should be the same measurement."""
+    row, first = new.row, old.row
+    if row.lower is None or first.lower is None:
+        if abs(row.lipschitz - first.lipschitz) > _CLOSE * abs(first.lipschitz):
+            what = f"{_shown(row)} has the value {row.lipschitz}"
+            raise _conflict(new.path, old.path, what, first.lipschitz)
+    elif max(first.lower, row.lower) > min(first.upper, row.upper):
+        what = f"{_shown(row)} has the interval [{row.lower}, {row.upper}]"
+        there = f"[{first.lower}, {first.upper}], which it does not meet"
+        raise _conflict(new.path, old.path, what, there)
 
 
-def _published_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in _PUBLISHED_KEY)
+def _conflict(path: Path, where: Path, what: str, other: object) -> StoreError:
+    return StoreError(
+        f"{path} cannot be merged with {where}: {what}, and there {other}. Nothing was written."
+    )
 
 
-def _failure_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*_key(row), row["what"], row["happened"], row["kind"], row["error"], row["detail"])
+def _shown(row: Row) -> str:
+    """Say which row it is."""
+    words = [f"{name} {getattr(row, name)}" for name in row.key if getattr(row, name) is not None]
+    return f"the same row of {row.table} ({', '.join(words)})"
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as dictionaries of plain Python values, missing ones ``None``."""
-    return [
-        {str(name): None if pd.isna(value) else value for name, value in row.items()}
-        for row in table.astype(object).to_dict("records")
-    ]
+def _values(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in names)

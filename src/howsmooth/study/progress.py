@@ -1,60 +1,62 @@
-"""What a run tells while it works and at its end; apart, so that listening needs none of its tools."""
+"""What long work tells while it goes on, and at its end; apart, so that listening needs none of its tools."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Outcome", "Progress"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is, told after every write.
-
-    ``done`` and ``planned`` count measurements of this process, ``kept`` those that the store had;
-    ``cost_done`` and ``cost_planned`` weigh them by the time they take. ``layer`` is the one just
-    measured, -1 before the first; ``failed`` counts what could not be measured. ``bounding`` says that
-    all is measured and bounds are computed.
-    """
-
-    done: int
-    planned: int
-    kept: int
-    cost_done: float
-    cost_planned: float
-    model: str
-    text: str
-    n: int
-    scope: str
-    layer: int
-    failed: int = 0
-    bounding: bool = False
+__all__ = ["Listener", "Outcome", "Silent"]
 
 
-@dataclass(frozen=True)
+@runtime_checkable
+class Listener(Protocol):
+    """Whoever is told how far long work is."""
+
+    def phase(self, words: str) -> None:
+        """Hear what begins now."""
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        """Hear how much of the present phase is done: ``done`` of ``total`` in units of time."""
+
+
+class Silent:
+    """A listener that passes nothing on."""
+
+    def phase(self, words: str) -> None:
+        """Ignore what begins now."""
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        """Ignore how much is done."""
+
+
+@dataclass
 class Outcome:
-    """What a run did.
+    """What a run did; counts are by the table of the rows.
 
     Attributes
     ----------
-    measured
-        Rows that this process added.
+    made
+        Rows that this process added, of those asked for.
     kept
-        Rows of the plan that the store had before.
-    unconverged
-        Of the rows added, those whose interval is wider than asked for.
-    seconds
-        Wall time, checks included.
+        Rows asked for that the store had before.
+    unsettled
+        Rows added whose numbers are less precise than asked for.
+    left_out
+        Attentions whose bounds were left out, as they would have taken too long.
     failed
-        What could not be measured, and is recorded in the store.
+        What could not be computed, and is recorded in the store.
     first_failure
         The reason of the first of these.
+    seconds
+        Wall time, checks included.
 
     """
 
-    measured: int
-    kept: int
-    unconverged: int
-    seconds: float
+    made: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    unsettled: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
     failed: int = 0
     first_failure: str = ""
+    seconds: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,11 @@ from howsmooth.errors import StoreError
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.files import replace_file, write_table
+from howsmooth.study.progress import Listener, Silent
 from howsmooth.study.published_tables import PublishedComparison, write_comparison
+from howsmooth.study.records import COLUMNS, Contents
 from howsmooth.study.report import render
-from howsmooth.study.store import COLUMNS, Contents, Store
+from howsmooth.study.store import Store
 
 __all__ = ["Published", "publish", "write_table"]
 
@@ -47,16 +48,16 @@ class Published:
     comparison: PublishedComparison | None
 
 
-def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, total: None) -> Published:
+def publish(folder: Path, listener: Listener | None = None) -> Published:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
-    With published values in it also what :func:`~howsmooth.study.published_tables.publish_comparison` writes.
+    With published values in it also what :func:`~howsmooth.study.published_tables.write_comparison` writes.
 
     Parameters
     ----------
     folder
         That holds the store.
-    on_figure
+    listener
         Told how many figures are drawn, of how many.
 
     Raises
@@ -74,7 +75,7 @@ def publish(folder: Path, on_figure: Callable[[int, int], None] = lambda done, t
         fits = folder / "exponents.csv"
         replace_file(fits, table.to_csv(index=False, lineterminator="\n"))
         kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
-        pictures = draw_all(contents.measurements, folder / "figures", on_figure, kinds)
+        pictures = draw_all(contents.measurements, folder / "figures", listener or Silent(), kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, pictures))
     except OSError as error:

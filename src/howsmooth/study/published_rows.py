@@ -32,4 +32,4 @@ def read_rows(folder: Path) -> pd.DataFrame:
 
     """
     with Store.open(folder, write=False) as store:
-        return store.published()[list(PUBLISHED_COLUMNS)]
+        return store.contents().published[list(PUBLISHED_COLUMNS)]

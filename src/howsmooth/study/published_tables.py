@@ -15,9 +15,9 @@ from howsmooth.errors import StoreError
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures import PublishedPicture, draw_published
 from howsmooth.study.files import write_table
-from howsmooth.study.published_rows import CORRECTED, FILE, PUBLISHED_COLUMNS, read_rows
+from howsmooth.study.published_rows import CORRECTED, FILE, PUBLISHED_COLUMNS
 
-__all__ = ["EXPONENTS_FILE", "PublishedComparison", "compare", "publish_comparison", "write_comparison"]
+__all__ = ["EXPONENTS_FILE", "PublishedComparison", "compare", "write_comparison"]
 
 EXPONENTS_FILE = "published-exponents.csv"
 _FIT = ("slope", "low", "high", "quarter", "intercept", "n_points", "n_min", "n_max", "note")
@@ -80,20 +80,15 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(table, columns=list(_COLUMNS))
 
 
-def publish_comparison(folder: Path) -> PublishedComparison:
+def write_comparison(rows: pd.DataFrame, folder: Path) -> PublishedComparison:
     """Write ``published.csv``, ``published-exponents.csv`` and their figures beside a store.
 
-    Raises
-    ------
-    StoreError
-        If the store cannot be read, or a file cannot be written.
-
-    """
-    return write_comparison(read_rows(folder), folder)
-
-
-def write_comparison(rows: pd.DataFrame, folder: Path) -> PublishedComparison:
-    """Write the files of :func:`publish_comparison` from the rows themselves.
+    Parameters
+    ----------
+    rows
+        The published values of the store.
+    folder
+        That holds it.
 
     Raises
     ------

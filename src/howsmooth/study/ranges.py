@@ -8,7 +8,9 @@ be counted from the end with negative numbers, and ``all`` selects every one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from howsmooth.errors import ArgumentError
 
@@ -36,8 +38,28 @@ class Ranges:
     """
 
     text: str
-    argument: str
+    argument: str = field(compare=False)
     items: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def read(cls, argument: str, value: Any) -> Ranges:
+        """Read a selection from what people write: a number, words, a list of both, or a selection.
+
+        Raises
+        ------
+        ArgumentError
+            If it is something else, or the words do not follow the grammar.
+
+        """
+        if isinstance(value, Ranges):
+            return value
+        words = isinstance(value, str) or not isinstance(value, Sequence)
+        parts = [value] if words or not value else value
+        if any(isinstance(part, bool) or not isinstance(part, int | str) for part in parts):
+            raise ArgumentError(
+                argument, expected='a number, words such as "2:100:2", or a list', got=repr(value)[:60]
+            )
+        return cls.parse(",".join(str(part) for part in parts), argument)
 
     @classmethod
     def parse(cls, text: str, argument: str) -> Ranges:

@@ -1,27 +1,38 @@
-"""The rows of the store, and all of them as tables."""
+"""The rows of the store: one class a table, whose fields are its columns; and all of them as tables.
+
+A class says under which key its rows are told apart. From its annotations the store makes the table, so that
+a column is written once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import pandas as pd
 
 __all__ = [
-    "BOUND_COLUMNS", "COLUMNS", "PUBLISHED_COLUMNS", "SENSITIVITY_COLUMNS", "Bounding", "Contents", "Failure",
-    "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Sensitivity", "SequenceRecord",
-    "SiteBound", "SiteBounds", "TextRecord",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "BOUND_COLUMNS", "COLUMNS", "KEY_COLUMNS", "KINDS",
+    "PUBLISHED_COLUMNS", "SENSITIVITY_COLUMNS", "Attack", "Bounding", "Contents", "Ending", "Failure",
+    "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key", "Measurement", "ModelRecord",
+    "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity", "SequenceRecord",
+    "SiteBound", "SiteBounds", "StudyRecord", "TextRecord",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
 """Scope, layer, head, n and sample: one measurement of one model on one text."""
+
+KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
+"""The columns of a :data:`Key`."""
+
+PublishedKey = tuple[int, int, int, str, str]
+"""Layer, n, sample, quantity and items: one published value of one model on one text."""
 
 COLUMNS = (
     "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
     "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
 )  # fmt: skip
 """The columns of ``measurements.csv``, in their order."""
-
 
 SENSITIVITY_COLUMNS = (
     "model", "text", "scope", "layer", "head", "n", "sample", "start", "place", "tokens", "input_energy",
@@ -45,16 +56,134 @@ PUBLISHED_COLUMNS = (
 ``lower`` and ``upper`` are empty where the published iteration measured.
 """
 
-PublishedKey = tuple[int, int, int, str, str]
-"""Layer, n, sample, quantity and items: one published value of one model on one text."""
+ATTACK = "attack"
+"""The kind of work, as the store has it, of attacks."""
+
+ATTACK_PLACE = ("layer", "head", "n")
+"""The columns that tell an attention at one length from others, in attacks."""
+
+ATTACK_KINDS = {
+    "tokens": "the tokens of the text or of the file",
+    "construction": "tokens written down from the parameters",
+    "ascent": "gradient ascent",
+    "upper": "the smallest upper bound that holds",
+}
+"""What a row of an attack can be, and what that means."""
+
+_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
+
+
+class Row:
+    """The base of all rows of a store.
+
+    Parameters
+    ----------
+    table
+        The name of the table.
+    key
+        The columns that tell its rows apart.
+    again
+        What becomes of a row whose key is there already: ``"refuse"`` it, since it would be our mistake, let
+        the first one ``"stay"``, or ``"replace"`` it.
+
+    """
+
+    table: ClassVar[str]
+    key: ClassVar[tuple[str, ...]]
+    again: ClassVar[str]
+
+    def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
+        """Name the table of a kind of row."""
+        super().__init_subclass__()
+        cls.table, cls.key, cls.again = table, key, again
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a number was measured less precisely than asked for."""
+        return not getattr(self, "converged", True)
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Return the names of the columns."""
+        return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One row: the columns of the design, then what else identifies how it was made.
+class StudyRecord(Row, table="studies", key=("kind",)):
+    """What all rows of one kind of work must have in common to be comparable.
+
+    ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` is written in JSON.
+    """
+
+    kind: str
+    created: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class Run(Row, table="runs", key=("id",), again="replace"):
+    """A process that worked for the study.
+
+    ``token`` tells it apart from the runs of other stores; ``worked`` are seconds until its last row, by a
+    clock that does not jump; ``finished`` is missing if it did not try all that it was asked for.
+    """
+
+    id: int
+    token: str
+    started: str
+    finished: str | None
+    command: str
+    device: str
+    environment: str
+    worked: float
+
+
+@dataclass(frozen=True)
+class ModelRecord(Row, table="models", key=("label",), again="stay"):
+    """What the store keeps of a model."""
+
+    label: str
+    name: str
+    random_init: bool
+    as_decoder: bool
+    source: str
+    layers: int
+    heads: int
+    max_length: int | None
+
+
+@dataclass(frozen=True)
+class TextRecord(Row, table="texts", key=("name",), again="stay"):
+    """What the store keeps of a text, or of what else was measured on.
+
+    ``kind`` is of :data:`howsmooth.study.plan.KINDS`; ``characters`` counts letters, tokens, images or
+    samples of sound.
+    """
+
+    name: str
+    digest: str
+    source: str
+    characters: int
+    kind: str = "text"
+
+
+@dataclass(frozen=True)
+class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
+    """A model that was given a text: its fingerprint, its tokenizer, and how many tokens that makes."""
+
+    model: str
+    text: str
+    fingerprint: str
+    tokenizer_source: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Measurement(Row, table="measurements", key=_PLACE):
+    """A measured constant: the columns of ``measurements.csv``, then what else says how it was made.
 
     ``start`` is the position of the sequence's first token in the tokenised text; ``seconds`` is an
-    equal share of the time that the batch took; ``run`` is filled in by the store.
+    equal share of the time that the batch took.
     """
 
     model: str
@@ -83,58 +212,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class ModelRecord:
-    """What the store keeps of a model."""
-
-    label: str
-    name: str
-    random_init: bool
-    as_decoder: bool
-    source: str
-    layers: int
-    heads: int
-    max_length: int | None
-
-
-@dataclass(frozen=True)
-class TextRecord:
-    """What the store keeps of a text, or of what else was measured on.
-
-    ``kind`` is of :data:`howsmooth.study.plan.KINDS`; ``characters`` counts letters, tokens, images or
-    samples of sound.
-    """
-
-    name: str
-    digest: str
-    source: str
-    characters: int
-    kind: str = "text"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What could not be measured, and why.
-
-    What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
-    the class of the error, ``error`` its sentence, ``detail`` where in the program it was raised. ``what`` is
-    ``measurement``, ``bounds`` or ``published``.
-    """
-
-    model: str
-    text: str | None
-    scope: str | None
-    layer: int | None
-    head: int | None
-    n: int | None
-    sample: int | None
-    kind: str
-    error: str
-    detail: str
-    what: str = "measurement"
-
-
-@dataclass(frozen=True)
-class SequenceRecord:
+class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
     """The words of a sequence: its tokens as pieces of the text, which together are the text.
 
     ``start`` is the first token's number in the tokenised text, ``place`` its first letter's in the text;
@@ -151,7 +229,7 @@ class SequenceRecord:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Row, table="sensitivities", key=_PLACE):
     """Where the constant of a measurement comes from: each token's share of the leading directions.
 
     ``input_energy[i]`` is |v_i|² for the unit direction v of the tokens that moves the output most,
@@ -190,8 +268,19 @@ class SiteBound:
 
 
 @dataclass(frozen=True)
-class Bounding(SiteBound):
-    """A bound with the attention and the sequence it is on, and the ``radius`` of the ball."""
+class SiteBounds:
+    """The bounds on one attention at one sequence, and the radius of the ball that global ones speak of."""
+
+    radius: float
+    bounds: tuple[SiteBound, ...]
+
+
+@dataclass(frozen=True)
+class Bounding(Row, SiteBound, table="bounds", key=(*_PLACE, "name", "side")):
+    """A bound with the attention and the sequence it is on, and the ``radius`` of the ball.
+
+    ``seconds`` is the time of all bounds of this attention and sequence.
+    """
 
     model: str
     text: str
@@ -202,18 +291,13 @@ class Bounding(SiteBound):
     sample: int
     start: int
     radius: float
+    seconds: float
 
 
 @dataclass(frozen=True)
-class SiteBounds:
-    """The bounds on one attention at one sequence, and the radius of the ball that global ones speak of."""
-
-    radius: float
-    bounds: tuple[SiteBound, ...]
-
-
-@dataclass(frozen=True)
-class PublishedValue:
+class PublishedValue(
+    Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
+):
     """What was measured of one quantity at one sequence; see ``PUBLISHED_COLUMNS``.
 
     ``lower`` and ``upper`` are ``None`` where the published iteration measured, which has no interval.
@@ -236,17 +320,150 @@ class PublishedValue:
     seed: int
     map: str
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether the interval of a corrected constant is wider than asked for."""
+        return not self.settled and self.lower is not None
+
+
+@dataclass(frozen=True)
+class Failure(Row, table="failures", key=("what", *_PLACE), again="replace"):
+    """What could not be measured, and why; it is there until a row shows that it is over.
+
+    What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
+    the class of the error, ``error`` its sentence, ``detail`` where in the program it was raised,
+    ``happened`` when. ``what`` is the table whose rows are missing.
+    """
+
+    model: str
+    text: str | None
+    scope: str | None
+    layer: int | None
+    head: int | None
+    n: int | None
+    sample: int | None
+    kind: str
+    error: str
+    detail: str
+    what: str
+    happened: str
+
+
+@dataclass(frozen=True)
+class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
+    """A constant that was reached at some tokens, or a bound that none can exceed.
+
+    ``kind`` is of :data:`ATTACK_KINDS`. ``value`` is the measured constant, with its interval ``lower`` to
+    ``upper``; for the kind ``upper`` the bound, missing where it overflows, with its logarithm. ``radius`` is
+    that of the ball, ``radius_max`` the norm of the longest token. ``file`` is where the tokens are, relative
+    to the folder.
+    """
+
+    layer: int
+    head: int | None
+    scope: str
+    masking: str
+    n: int
+    radius: float
+    radius_from: str
+    kind: str
+    name: str
+    value: float | None
+    log_value: float
+    lower: float | None
+    upper: float | None
+    converged: bool
+    radius_max: float | None
+    seconds: float
+    evaluations: int
+    seed: int
+    file: str | None
+
+
+@dataclass(frozen=True)
+class HeadStrength(Row, table="heads", key=("layer", "head"), again="stay"):
+    """What the parameters of one head say by themselves; gammas are real eigenvalues of A, if it has some."""
+
+    layer: int
+    head: int | None
+    radius: float
+    gamma_min: float | None
+    gamma_max: float | None
+    gamma: float | None
+    a_norm: float | None
+    v_norm: float | None
+
+
+@dataclass(frozen=True)
+class FrameRow(Row, table="frames", key=("place",)):
+    """The state of a flow at one time; its numbers are the bytes of float64, least significant first.
+
+    ``x`` are the tokens (n, d), ``mean`` (d) and ``covariance`` (d, d) those of the Gaussian measure beside
+    them, if it is followed; ``evaluations`` of the field since the frame before, and the ``seconds`` that
+    they took.
+    """
+
+    place: int
+    time: float
+    n: int
+    d: int
+    x: bytes
+    mean: bytes | None
+    covariance: bytes | None
+    evaluations: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ending(Row, table="endings", key=("status",)):
+    """Why a flow has no more frames.
+
+    ``status`` is ``blew up`` if there is no finite state beyond ``lower`` to ``upper``, and ``stopped`` if
+    the integrator gave up between these times; ``what`` did so, the tokens or the Gaussian measure.
+    """
+
+    status: str
+    what: str
+    reason: str
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class GrowthRow(Row, table="growths", key=("time",)):
+    """How perturbations of the start of a flow have grown, as :class:`howsmooth.dynamics.Growth` has it."""
+
+    time: float
+    value: float
+    lower: float
+    upper: float
+    confidence: float
+    converged: bool
+    product: float
+    exponential: float
+    discretisation_error: float | None
+    method: str
+    step: float
+
+
+KINDS: tuple[type[Row], ...] = (
+    StudyRecord, Run, ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity,
+    Bounding, PublishedValue, Failure, Attack, HeadStrength, FrameRow, Ending, GrowthRow,
+)  # fmt: skip
+"""The kinds of rows that a store keeps, each in a table of its own."""
+
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a store holds, as tables.
+    """All that a store holds of measurements, as tables.
 
     Attributes
     ----------
     measurements
         With all columns of :class:`Measurement` and the number of its run.
     models, texts, inputs, runs, failures
-        As the methods of the same names of :class:`~howsmooth.study.store.Store`.
+        With the columns of :class:`ModelRecord`, :class:`TextRecord`, :class:`InputRecord`, :class:`Run` and
+        :class:`Failure`.
     study
         The identity and the time of creation; empty if nothing was ever measured.
     sensitivities

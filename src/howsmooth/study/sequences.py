@@ -3,9 +3,6 @@
 A text is tokenised once, without special tokens, and windows of it are the sequences. They are
 disjoint, those of different lengths as well, so that points of a study share no token. What a
 study has measured stays where it is: sequences that are added find room between.
-
-The first version of howsmooth kept only the windows of one length apart, as the protocol of the
-paper's Section 5.1 does; its stores keep to that.
 """
 
 from __future__ import annotations
@@ -16,28 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 __all__ = [
-    "APART_BY_LENGTH",
-    "DISJOINT",
-    "SCHEMES",
     "Sequences",
     "arrange",
+    "bounded_lengths",
     "draw_distinct",
     "overlapping",
-    "pick_windows",
     "windows_in",
 ]
 
-APART_BY_LENGTH = "non-overlapping"
-"""Windows of one length do not overlap, those of different lengths do; in stores of the first version."""
-
-DISJOINT = "disjoint"
-"""No window overlaps another of any length."""
-
 Sequences = Mapping[tuple[int, int], int]
 """First token of each sequence, by its length and the number of the sample."""
-
-SCHEMES = (DISJOINT, APART_BY_LENGTH)
-"""How sequences can be cut; the first is used unless a store has the other."""
 
 # Free places between windows have at least this many times the longest one, on average, or there are
 # fewer of them: added sequences, and longer ones, must find room.
@@ -111,38 +96,6 @@ def overlapping(windows: Iterable[tuple[int, int]]) -> int:
 def windows_in(tokens: int, length: int) -> int:
     """How many non-overlapping windows of ``length`` tokens there are in ``tokens`` tokens."""
     return tokens // length
-
-
-def pick_windows(tokens: int, length: int, samples: int, seed: int) -> tuple[int, ...]:
-    """First tokens of ``samples`` different windows, in the order in which they were drawn.
-
-    Parameters
-    ----------
-    tokens
-        Number of tokens in the text.
-    length
-        Tokens in a window.
-    samples
-        Windows to pick, at most :func:`windows_in`.
-    seed
-        Of the draw. The same seed with more samples gives the same windows first.
-
-    Returns
-    -------
-    tuple of int
-        Multiples of ``length``, without repetition.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer windows than samples.
-
-    """
-    count = windows_in(tokens, length)
-    if samples > count:
-        raise ValueError(f"{samples} windows of {length} tokens do not fit into {tokens} tokens")
-    picked = _distinct(samples, count, random.Random(seed))
-    return tuple(window * length for window in picked)
 
 
 def draw_distinct(samples: int, count: int, seed: int) -> list[int]:
@@ -235,3 +188,9 @@ def _lay_out(
         placed[window] = start + shift + used
         used += window[0]
     return placed
+
+
+def bounded_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Pick the lengths at which bounds are computed: the shortest, the median and the longest."""
+    ordered = sorted(lengths)
+    return tuple(sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}))

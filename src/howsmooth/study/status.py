@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pandas as pd
-
-from howsmooth.study.cost import measurement_cost
+from howsmooth.study.pace import Pace
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_rows import PUBLISHED
-from howsmooth.study.store import Contents, Key, Store
+from howsmooth.study.records import (
+    KEY_COLUMNS,
+    Failure,
+    Key,
+    Measurement,
+    ModelRecord,
+    PublishedValue,
+    Row,
+    Run,
+)
+from howsmooth.study.store import Store
+from howsmooth.study.subjects import MEASURE
 
 __all__ = ["Part", "Status", "status"]
 
@@ -64,7 +74,7 @@ class Status:
     reasons: tuple[tuple[str, int], ...]
 
 
-def status(plan: Plan, texts: Iterable[str], folder: Path, as_published: str = "") -> Status:
+def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
     """Compare a plan with its store.
 
     Parameters
@@ -75,8 +85,6 @@ def status(plan: Plan, texts: Iterable[str], folder: Path, as_published: str = "
         Names under which its texts are stored.
     folder
         Of the store; it need not be there yet.
-    as_published
-        Items in the words of a plan file; empty for none.
 
     Raises
     ------
@@ -84,132 +92,115 @@ def status(plan: Plan, texts: Iterable[str], folder: Path, as_published: str = "
         If the store cannot be read or belongs to another study.
 
     """
-    names = list(texts)
+    scopes = (*plan.scopes, *([PUBLISHED] if plan.as_published else []))
+    where = [(spec, text, scope) for spec in plan.models for text in texts for scope in scopes]
     if not Store.exists(folder):
-        parts = [
-            Part(spec.label, text, scope, None, 0, 0)
-            for spec in plan.models
-            for text in names
-            for scope in (*plan.scopes, *([PUBLISHED] if as_published else []))
-        ]
-        return Status(tuple(parts), False, None, None, None, None, ())
+        parts = tuple(Part(spec.label, text, scope, None, 0, 0) for spec, text, scope in where)
+        return Status(parts, False, None, None, None, None, ())
     running = Store.in_use(folder)
     with Store.open(folder, write=False) as store:
-        contents = store.contents()
-        store.check(replace(plan.identity, windows=contents.study.get("windows", plan.identity.windows)))
-    rows = contents.measurements
-    failures = _Open(contents.failures)
-    known = {
-        str(label): (int(layers), int(heads))
-        for label, layers, heads in contents.models[["label", "layers", "heads"]].itertuples(index=False)
-    }
-    parts, cost_left, certain = [], 0.0, True
-    for spec in plan.models:
-        label = spec.label
-        for text in names:
-            here = rows[(rows["model"] == label) & (rows["text"] == text)]
-            done = _keys(here)
-            for scope in plan.scopes:
-                if label not in known:
-                    certain = False
-                    parts.append(Part(label, text, scope, None, 0, 0))
-                    continue
-                asked = _asked(plan, spec, scope, *known[label])
-                missing = asked - done
-                heads = 1 if scope == "head" else known[label][1]
-                cost_left += sum(measurement_cost(key[3], heads) for key in missing)
-                failed = sum(failures.holds(label, text, key) for key in missing)
-                parts.append(Part(label, text, scope, len(asked), len(asked) - len(missing), failed))
-            if as_published:
-                parts.append(_published_part(plan, spec, text, contents, known.get(label), as_published))
-                certain = certain and parts[-1].planned == parts[-1].done
-    rate, pace = _pace(contents)
-    last = None if contents.runs.empty else contents.runs.iloc[-1]
-    return Status(
-        parts=tuple(parts),
-        running=running,
-        started=None if last is None else str(last["started"]),
-        finished=None if last is None or pd.isna(last["finished"]) else str(last["finished"]),
-        rate=rate,
-        remaining=cost_left / pace if pace and certain else None,
-        reasons=failures.reasons(),
-    )
+        store.check(MEASURE, asdict(plan.identity))
+        look = _Look(plan, store)
+        parts = tuple(look.part(*one) for one in where)
+        runs = [run for run, _ in store.rows(Run)]
+        rate, remaining = look.rate_and_remaining(
+            runs, certain=all(part.planned is not None for part in parts)
+        )
+        return Status(
+            parts=parts,
+            running=running,
+            started=runs[-1].started if runs else None,
+            finished=runs[-1].finished if runs else None,
+            rate=rate,
+            remaining=remaining,
+            reasons=tuple(Counter(row.error for row, _ in store.rows(Failure)).most_common()),
+        )
 
 
-def _asked(plan: Plan, spec: ModelSpec, scope: str, layers: int, heads: int) -> frozenset[Key]:
-    chosen = plan.heads_of(spec).resolve(heads, spec.label, "heads") if scope == "head" else (None,)
+class _Look:
+    """Holds a plan against a store."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._plan = plan
+        self._store = store
+        self._models = {model.label: model for model, _ in store.rows(ModelRecord)}
+        self._failures = [row for row, _ in store.rows(Failure)]
+        self._missing: list[tuple[str, Key]] = []
+
+    def part(self, spec: ModelSpec, text: str, scope: str) -> Part:
+        """Count what is planned, done and failed of one model, text and scope."""
+        model = self._models.get(spec.label)
+        if model is None:
+            return Part(spec.label, text, scope, None, 0, 0)
+        if scope == PUBLISHED:
+            asked = _asked(self._plan.of_attention, spec, "attention", model)
+            return self._counted(
+                spec.label, text, scope, asked, self._published(spec.label, text), PublishedValue
+            )
+        asked = _asked(self._plan, spec, scope, model)
+        done = self._store.keys(Measurement, KEY_COLUMNS, model=spec.label, text=text)
+        self._missing += [(spec.label, key) for key in asked - done]
+        return self._counted(spec.label, text, scope, asked, done, Measurement)
+
+    def _counted(
+        self,
+        label: str,
+        text: str,
+        scope: str,
+        asked: frozenset[Key],
+        done: frozenset[Key],
+        kind: type[Row],
+    ) -> Part:
+        failed = sum(self._has_failed(kind, (label, text, *key)) for key in asked - done)
+        return Part(label, text, scope, len(asked), len(asked & done), failed)
+
+    def _published(self, label: str, text: str) -> frozenset[Key]:
+        """List the sequences of layers that have all their published values."""
+        columns = ("layer", "n", "sample", "items")
+        whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
+        wanted = {word.strip() for word in self._plan.as_published.split(",")}
+        return frozenset(
+            ("attention", layer, None, n, sample)
+            for layer, n, sample, items in whole
+            if wanted in ({"all"}, set(items.split(",")))
+        )
+
+    def _has_failed(self, kind: type[Row], place: tuple[object, ...]) -> bool:
+        """Whether a row that is missing is covered by a failure, of itself or of more."""
+        return any(
+            row.what == kind.table
+            and all(said in (None, here) for said, here in zip(_place(row), place, strict=True))
+            for row in self._failures
+        )
+
+    def rate_and_remaining(self, runs: list[Run], *, certain: bool) -> tuple[float | None, float | None]:
+        """Return measurements a second of the last run that made some, and the seconds that are left."""
+        rows = self._store.rows(Measurement)
+        last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
+        if last is None or last.worked <= 0:
+            return None, None
+        mine = [row for row, number in rows if number == last.id]
+        pace = Pace()
+        for row in mine:
+            pace.learn((row.model, row.scope), row.n, 1, row.seconds)
+        # Rows know the time of their estimates only; loading and capturing took the rest.
+        more = last.worked / max(sum(row.seconds for row in mine), 1e-9)
+        usual = sum(row.seconds for row in mine) / len(mine)
+        each = (pace.a_row((label, key[0]), key[3]) for label, key in self._missing)
+        left = more * sum(usual if seconds is None else seconds for seconds in each)
+        return len(mine) / last.worked, left if certain else None
+
+
+def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:
+    chosen = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
     return frozenset(
         (scope, layer, head, n, sample)
-        for layer in plan.layers_of(spec).resolve(layers, spec.label, "layers")
+        for layer in plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
         for head in chosen
         for n in plan.lengths_of(spec)
         for sample in range(plan.samples)
     )
 
 
-def _published_part(
-    plan: Plan, spec: ModelSpec, text: str, contents: Contents, known: tuple[int, int] | None, items: str
-) -> Part:
-    """Count the sequences of layers that have all their published values."""
-    if known is None:
-        return Part(spec.label, text, PUBLISHED, None, 0, 0)
-    asked = {key[1:] for key in _asked(plan.of_attention, spec, "attention", *known)}
-    rows = contents.published
-    whole = (rows["model"] == spec.label) & (rows["text"] == text) & (rows["quantity"] == PUBLISHED)
-    if items != "all":
-        wanted = {word.strip() for word in items.split(",")}
-        whole &= rows["items"].map(lambda words: set(words.split(",")) == wanted)
-    places = rows.loc[whole, ["layer", "n", "sample"]].itertuples(index=False)
-    done = {(int(layer), None, int(n), int(sample)) for layer, n, sample in places}
-    failures = _Open(contents.failures, "published")
-    failed = sum(failures.holds(spec.label, text, ("attention", *key)) for key in asked - done)
-    return Part(spec.label, text, PUBLISHED, len(asked), len(asked & done), failed)
-
-
-def _keys(rows: pd.DataFrame) -> frozenset[Key]:
-    columns = rows[["scope", "layer", "head", "n", "sample"]].itertuples(index=False)
-    return frozenset(
-        (str(scope), int(layer), None if pd.isna(head) else int(head), int(n), int(sample))
-        for scope, layer, head, n, sample in columns
-    )
-
-
-def _pace(contents: Contents) -> tuple[float | None, float | None]:
-    """Measurements a second, and cost a second, of the last run that wrote something."""
-    rows, runs = contents.measurements, contents.runs
-    worked = runs[(runs["worked"].fillna(0) > 0) & runs["id"].isin(rows["run"])]
-    if worked.empty:
-        return None, None
-    last = worked.iloc[-1]
-    mine = rows[rows["run"] == last["id"]]
-    heads = dict(zip(contents.models["label"], contents.models["heads"].astype(int), strict=True))
-    columns = mine[["model", "scope", "n"]].itertuples(index=False)
-    cost = sum(
-        measurement_cost(int(n), 1 if scope == "head" else heads[model]) for model, scope, n in columns
-    )
-    return len(mine) / float(last["worked"]), cost / float(last["worked"])
-
-
-class _Open:
-    """Failures that nothing has shown to be over."""
-
-    _COLUMNS = ("model", "text", "scope", "layer", "head", "n", "sample")
-
-    def __init__(self, failures: pd.DataFrame, what: str = "measurement") -> None:
-        self._table = failures[failures["resolved"].isna()]
-        columns = self._table.loc[self._table["what"] == what, list(self._COLUMNS)].astype(object)
-        rows = columns.where(columns.notna(), None)
-        self._found = {tuple(row) for row in rows.itertuples(index=False)}
-        self._reaches = {tuple(value is not None for value in row) for row in self._found}
-
-    def holds(self, model: str, text: str, key: Key) -> bool:
-        """Whether a measurement is covered by a failure, of itself or of more."""
-        full = (model, text, *key)
-        return any(
-            tuple(value if said else None for value, said in zip(full, reach, strict=True)) in self._found
-            for reach in self._reaches
-        )
-
-    def reasons(self) -> tuple[tuple[str, int], ...]:
-        counts = self._table.drop_duplicates([*self._COLUMNS, "what"], keep="last")["error"].value_counts()
-        return tuple((str(error), int(count)) for error, count in counts.items())
+def _place(row: Failure) -> tuple[object, ...]:
+    return row.model, row.text, row.scope, row.layer, row.head, row.n, row.sample

@@ -1,80 +1,140 @@
-"""The store: one SQLite file, one row a measurement, never a row lost and never one twice.
+"""The store: one SQLite file a study, a table for each kind of row, never a row lost and never one twice.
 
-Rows are written one transaction a batch with a rollback journal and full synchronisation, so that
-a process killed at any moment leaves whole batches, and the file can be copied while no process
-writes. A lock file beside the store keeps a second writer out; the operating system releases it
-with the process that held it.
+Rows are written one transaction a task. Each carries the number of the run that made it, and a seal, a digest
+of its values, so that damage is seen.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, fields
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import NoneType, TracebackType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import pandas as pd
+from filelock import FileLock
 
 from howsmooth.errors import StoreError
-from howsmooth.study.open_store import OpenStore, now
-from howsmooth.study.plan import Identity
 from howsmooth.study.records import (
     BOUND_COLUMNS,
-    COLUMNS,
+    KINDS,
     PUBLISHED_COLUMNS,
     SENSITIVITY_COLUMNS,
     Bounding,
     Contents,
     Failure,
-    Key,
+    InputRecord,
     Measurement,
     ModelRecord,
-    PublishedKey,
     PublishedValue,
+    Row,
+    Run,
     Sensitivity,
     SequenceRecord,
+    StudyRecord,
     TextRecord,
 )
-from howsmooth.study.schema import (
-    MEASUREMENTS,
-    in_use,
-    sealed_columns,
-    translated,
-)
+from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
 
-__all__ = [
-    "COLUMNS", "STORE_NAME", "Bounding", "Contents", "Failure", "Key", "Measurement", "ModelRecord",
-    "PublishedValue", "Sensitivity", "SequenceRecord", "Store", "TextRecord",
-]  # fmt: skip
+__all__ = ["STORE_NAME", "Store", "now"]
 
-STORE_NAME = MEASUREMENTS.file
+R = TypeVar("R", bound=Row)
 
-_KEY = ("model", "text", "scope", "layer", "head", "n", "sample")
-# Which rows show a failure to be over: those of the table that agree in the columns.
-_MADE_GOOD_BY = {
-    "measurement": ("measurements", _KEY),
-    "bounds": ("bounds", _KEY),
-    "published": ("published", ("model", "text", "layer", "n", "sample")),
+_AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
+_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB", tuple: "TEXT"}
+_FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
+# What rows can have in common that no option says alone.
+_NO_OPTIONS = {
+    "source": "source",
+    "text": "text",
+    "special_tokens": "special tokens",
+    "n": "number of tokens",
+    "d": "dimension",
 }
+_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
 
 
-class Store(OpenStore):
-    """An open store of measurements; use it as a context manager, or call ``close``."""
+class Store:
+    """An open store; use it as a context manager, or call :meth:`close`.
 
-    _schema = MEASUREMENTS
+    Parameters
+    ----------
+    connection
+        To a file that has been checked.
+    path
+        Of that file, for messages.
+    lock
+        Held while the store is open for writing; ``None`` for a reader.
+
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
+        self._connection = connection
+        self._lock = lock
+        self._held = False
+        self.path = path
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether the folder holds something under the store's name.
+
+        Raises
+        ------
+        StoreError
+            If the folder is there but is not a folder, or cannot be looked into.
+
+        """
+        return store_there(folder)
 
     @classmethod
     def in_use(cls, folder: Path) -> bool:
         """Whether another process is writing into the folder's store."""
-        return in_use(folder, cls._schema)
+        return in_use(folder)
 
-    # ---- identity
+    @classmethod
+    def open(cls, folder: Path, *, write: bool = True) -> Store:
+        """Open the store in a folder, making both if they are not there and ``write`` is true.
 
-    def check(self, identity: Identity) -> None:
-        """Refuse to mix measurements that do not mean the same.
+        Raises
+        ------
+        StoreError
+            If the store is damaged, not a store, in use by another process, or in a folder that cannot be
+            written.
+
+        """
+        connection, lock = connected(folder, _STATEMENTS, write=write)
+        return cls(connection, folder / STORE_NAME, lock)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and let other processes write."""
+        self._connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # ---- what all rows of a kind of work have in common
+
+    def identity(self, kind: str) -> dict[str, Any]:
+        """Return what all rows of a kind of work have in common; empty if there are none."""
+        row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
+
+    def check(self, kind: str, identity: Mapping[str, Any]) -> None:
+        """Refuse to mix rows that do not mean the same.
 
         Raises
         ------
@@ -82,369 +142,279 @@ class Store(OpenStore):
             Naming the first thing that differs, and the remedy.
 
         """
-        stored = self._row("SELECT * FROM studies")
-        if stored is None:
-            return
-        for name, wanted in asdict(identity).items():
-            if stored[name] != wanted:
-                option = name.replace("_", "-")
-                adjustable = name not in ("method", "windows", "special_tokens")
+        stored = self.identity(kind)
+        for name, wanted in identity.items() if stored else ():
+            if stored.get(name) != wanted:
+                made, remedy = _difference(name, stored.get(name), wanted)
                 raise StoreError(
-                    f"{self.path} belongs to another study: it was made with {option} {stored[name]}, "
-                    f"not {wanted}. Choose another --out"
-                    + (f", or repeat --{option} {stored[name]}." if adjustable else ".")
+                    f"{self.path} belongs to another study: it was made {made}. Choose another --out{remedy}."
                 )
 
-    def check_input(
-        self, model: ModelRecord, text: TextRecord, fingerprint: str, *, tokenizer_source: str
-    ) -> None:
-        """Refuse a model or a text that changed under its name.
+    def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
+        """Record what all rows of a kind of work have in common, once."""
+        if not self.identity(kind):
+            self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
-        Raises
-        ------
-        StoreError
-            Naming the first thing that differs, and the remedy.
-
-        """
-        digest = self._row("SELECT digest FROM texts WHERE name = ?", text.name)
-        if digest is not None and digest["digest"] != text.digest:
-            raise StoreError(
-                f"{self.path} belongs to another study: its text {text.name!r} has SHA-256 "
-                f"{digest['digest'][:12]}, not {text.digest[:12]}. Choose another --out, or give "
-                "the text another file name."
-            )
-        # A tokenizer trained on the text makes the fingerprint depend on the text; any other model has one.
-        where = "WHERE model = ? AND (text = ? OR NOT (SELECT random_init FROM models WHERE label = model))"
-        row = self._row(f"SELECT * FROM inputs {where}", model.label, text.name)
-        if row is not None and row["fingerprint"] != fingerprint:
-            what = "the weights or the configuration"
-            if row["tokenizer_source"] != tokenizer_source:
-                what = f"the tokenizer ({row['tokenizer_source']!r} then, {tokenizer_source!r} now)"
-            raise StoreError(
-                f"{self.path} belongs to another study: its model {model.label!r} has fingerprint "
-                f"{row['fingerprint'][:12]}, not {fingerprint[:12]}; {what} changed. Choose another --out."
-            )
-
-    def add_study(self, identity: Identity) -> None:
-        """Record the identity, once."""
-        with self._transaction():
-            if self._row("SELECT id FROM studies") is None:
-                values = {"id": 1, "created": now(), **asdict(identity)}
-                self._insert("studies", values)
-
-    def add_input(
-        self, model: ModelRecord, text: TextRecord, fingerprint: str, *, tokenizer_source: str, tokens: int
-    ) -> None:
-        """Record a model and a text that belong together, once."""
-        with self._transaction():
-            self._insert("models", asdict(model), "OR IGNORE")
-            self._insert("texts", asdict(text), "OR IGNORE")
-            values = {
-                "model": model.label,
-                "text": text.name,
-                "fingerprint": fingerprint,
-                "tokenizer_source": tokenizer_source,
-                "tokens": tokens,
-            }
-            self._insert("inputs", values, "OR IGNORE")
-
-    # ---- runs and measurements
+    # ---- writing
 
     def start_run(self, command: str, device: str, environment: Mapping[str, str]) -> int:
-        """Record that a process begins to measure; returns the number that its rows carry."""
-        with self._transaction():
-            values = {
-                "started": now(),
-                "command": command,
-                "device": device,
-                "environment": json.dumps(environment),
-                "token": secrets.token_hex(8),
-                "worked": 0.0,
-                "finished": None,
-            }
-            return self._insert("runs", values)
+        """Record that a process begins to work; returns the number that its rows carry."""
+        with self.transaction():
+            number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
+            token = secrets.token_hex(8)
+            self.add([Run(number, token, now(), None, command, device, json.dumps(dict(environment)), 0.0)])
+        return int(number)
 
-    def finish_run(self, run: int) -> None:
+    def finish_run(self, number: int) -> None:
         """Record that the run tried all that it was asked for."""
-        with self._transaction():
-            self._connection.execute("UPDATE runs SET finished = ? WHERE id = ?", (now(), run))
-            self._seal("runs", "id = ?", run)
+        self.add([replace(self._run(number), finished=now())])
 
-    def known(self, model: str, text: str) -> frozenset[Key]:
-        """List what is measured already of a model on a text."""
-        rows = self._rows(
-            "SELECT scope, layer, head, n, sample FROM measurements WHERE model = ? AND text = ?", model, text
-        )
-        return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
+    def add(self, rows: Iterable[Row], run: int | None = None, *, worked: float | None = None) -> None:
+        """Write rows: all of them or, if anything goes wrong, none.
 
-    def known_published(self, model: str, text: str) -> frozenset[PublishedKey]:
-        """List the published values that are measured already of a model on a text."""
-        rows = self._rows(
-            "SELECT layer, n, sample, quantity, items FROM published WHERE model = ? AND text = ?",
-            model,
-            text,
-        )
-        return frozenset((layer, n, sample, quantity, items) for layer, n, sample, quantity, items in rows)
-
-    def bounded(self, model: str, text: str) -> frozenset[Key]:
-        """List the sequences, scopes, layers and heads of a model on a text whose bounds are known."""
-        rows = self._rows(
-            "SELECT DISTINCT scope, layer, head, n, sample FROM bounds WHERE model = ? AND text = ?",
-            model,
-            text,
-        )
-        return frozenset((scope, layer, head, n, sample) for scope, layer, head, n, sample in rows)
-
-    def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Say where the sequences lie that were used already: their first tokens, by n and sample."""
-        rows = self._rows(
-            "SELECT n, sample, start FROM measurements WHERE model = ?1 AND text = ?2 "
-            "UNION SELECT n, sample, start FROM published WHERE model = ?1 AND text = ?2",
-            model,
-            text,
-        )
-        return {(n, sample): start for n, sample, start in rows}
-
-    def add(
-        self,
-        rows: Sequence[Measurement],
-        run: int,
-        *,
-        worked: float | None = None,
-        sensitivities: Sequence[Sensitivity] = (),
-        sequences: Sequence[SequenceRecord] = (),
-    ) -> None:
-        """Write a batch: all of its rows or, if anything goes wrong, none.
-
-        Failures of these measurements count as resolved from now on.
+        Failures that the rows show to be over are no longer there afterwards.
 
         Parameters
         ----------
         rows
-            Measurements that the store does not have.
+            Of any kinds.
         run
             As :meth:`start_run` returned it.
         worked
             Seconds since that run began, by a clock that does not jump.
-        sensitivities, sequences
-            Of these measurements, and the words of their sequences; those that are known already are kept.
 
         """
-        with self._transaction():
-            self._add("measurements", rows, run)
-            for one in sequences:
-                self._insert("sequences", {**asdict(one), "tokens": json.dumps(one.tokens)}, "OR IGNORE")
-            for share in sensitivities:
-                energies = {
-                    name: json.dumps([float(f"{value:.7g}") for value in getattr(share, name)])
-                    for name in ("input_energy", "output_energy")
-                }
-                self._insert("sensitivities", {**asdict(share), **energies, "run": run})
-            self._worked(run, worked)
-            self._resolve("measurement", rows)
+        with self.transaction():
+            written = list(rows)
+            for kind, some in groupby(written, type):
+                self._connection.executemany(_INSERTIONS[kind], [(*_values(row), run) for row in some])
+            self._make_good(written)
+            if run is not None and worked is not None:
+                self.add([replace(self._run(run), worked=worked)])
 
-    def add_bounds(self, rows: Sequence[Bounding], run: int, *, worked: float | None = None) -> None:
-        """Write all bounds of one or several sequences, scopes, layers and heads, or none; as :meth:`add`."""
-        with self._transaction():
-            self._add("bounds", rows, run)
-            self._worked(run, worked)
-            self._resolve("bounds", rows)
+    def drop_failures_made_good(self) -> None:
+        """Delete the failures whose very rows are there, as those of another store can be."""
+        with self.transaction():
+            for kind in (Measurement, Bounding, PublishedValue):
+                names = [name for name in _PLACE if name in kind.columns()]
+                same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
+                self._connection.execute(
+                    f"DELETE FROM failures WHERE what = '{kind.table}' "
+                    f"AND EXISTS (SELECT 1 FROM {kind.table} AS m WHERE {same})"
+                )
 
-    def add_published(self, rows: Sequence[PublishedValue], run: int, *, worked: float | None = None) -> None:
-        """Write all quantities of some sequences and layers, or none; as :meth:`add`."""
-        with self._transaction():
-            self._add("published", rows, run)
-            self._worked(run, worked)
-            self._resolve("published", rows)
-
-    def fail(self, failures: Sequence[Failure], run: int) -> None:
-        """Record what could not be measured; it is asked for again the next time."""
-        with self._transaction():
-            for failure in failures:
-                values = {**asdict(failure), "happened": now(), "resolved": None, "run": run}
-                self._insert("failures", values)
-
-    # ---- merging
+    def take_back(self, kind: type[Row], where: str, *values: object) -> None:
+        """Delete the rows of a kind for which a condition holds."""
+        with self.transaction():
+            self._connection.execute(f"DELETE FROM {kind.table} WHERE {where}", values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Hold all that is written until the end, or write nothing if anything goes wrong."""
-        with self._transaction():
+        if self._held:
+            yield  # part of a larger one
+            return
+        with translated(self.path), begun(self._connection):
             self._held = True
             try:
                 yield
             finally:
                 self._held = False
 
-    def adopt_run(self, row: Mapping[str, Any]) -> int:
-        """Record a run of another store; returns the number that its rows carry here."""
-        found = self._row("SELECT id FROM runs WHERE token = ?", row["token"])
-        if found is not None:
-            return int(found["id"])
-        with self._transaction():
-            return self._insert("runs", {name: value for name, value in row.items() if name != "id"})
+    def _run(self, number: int) -> Run:
+        return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
-    def adopt_failure(self, row: Mapping[str, Any], run: int) -> None:
-        """Record a failure of another store."""
-        with self._transaction():
-            kept = {name: value for name, value in row.items() if name != "id"}
-            self._insert("failures", {**kept, "run": run})
-
-    def resolve(self) -> None:
-        """Mark the failures whose measurement, bounds or published values are there."""
-        with self._transaction():
-            for what, (table, columns) in _MADE_GOOD_BY.items():
-                same = " AND ".join(f"m.{name} IS f.{name}" for name in columns)
-                query = (
-                    f"SELECT id FROM failures AS f WHERE resolved IS NULL AND what = '{what}' "
-                    f"AND EXISTS (SELECT 1 FROM {table} AS m WHERE {same})"
-                )
-                for (number,) in self._connection.execute(query).fetchall():
-                    self._mark(number)
-
-    def _mark(self, failure: int) -> None:
-        self._connection.execute("UPDATE failures SET resolved = ? WHERE id = ?", (now(), failure))
-        self._seal("failures", "id = ?", failure)
-
-    def _resolve(self, what: str, rows: Sequence[Measurement | Bounding | PublishedValue]) -> None:
-        """Mark the failures that rows show to be over, also those that reached further."""
-        if self._row("SELECT id FROM failures WHERE resolved IS NULL LIMIT 1") is None:
+    def _make_good(self, rows: Sequence[Row]) -> None:
+        """Delete the failures that rows show to be over, also those that reached further."""
+        if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
-        _, columns = _MADE_GOOD_BY[what]
-        where = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in columns)
-        query = f"SELECT id FROM failures WHERE resolved IS NULL AND what = ? AND {where}"
-        for values in {tuple(getattr(row, name) for name in columns) for row in rows}:
-            for (number,) in self._connection.execute(query, (what, *values)).fetchall():
-                self._mark(number)
+        for kind in {type(row) for row in rows} - {Failure}:
+            names = [name for name in _PLACE if name in kind.columns()]
+            same = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in names)
+            for values in {tuple(getattr(row, name) for name in names) for row in rows if type(row) is kind}:
+                self._connection.execute(
+                    f"DELETE FROM failures WHERE what = ? AND {same or 'FALSE'}", (kind.table, *values)
+                )
 
     # ---- reading
 
-    def measurements(self) -> pd.DataFrame:
-        """Tabulate all rows with all columns, sorted by model, text, scope, layer, head, n and sample."""
-        frame = self._table("SELECT * FROM measurements ORDER BY model, text, scope, layer, head, n, sample")
-        types = {"head": "Int64", "causal": "bool", "converged": "bool"}
-        return pd.DataFrame(frame.astype(types))
+    def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
+        """List the different values of some columns, among the rows that have others as given."""
+        condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
+        query = f"SELECT DISTINCT {', '.join(columns)} FROM {kind.table} WHERE {condition}"
+        return frozenset(self._query(query, *where.values()).fetchall())
 
-    def models(self) -> pd.DataFrame:
-        """Tabulate the models that have been registered."""
-        return self._table("SELECT * FROM models ORDER BY label")
+    def count(self, kind: type[Row]) -> int:
+        """Count the rows of a kind."""
+        return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
-    def texts(self) -> pd.DataFrame:
-        """Tabulate the texts that have been registered."""
-        return self._table("SELECT * FROM texts ORDER BY name")
+    def total(self, kind: type[Row], column: str) -> float:
+        """Sum a column of the rows of a kind."""
+        return float(self._query(f"SELECT total({column}) FROM {kind.table}").fetchone()[0])
 
-    def inputs(self) -> pd.DataFrame:
-        """Tabulate which models were given which texts, with fingerprints and tokenizers."""
-        return self._table("SELECT * FROM inputs ORDER BY model, text")
-
-    def runs(self) -> pd.DataFrame:
-        """Tabulate the processes that measured."""
-        return self._table("SELECT * FROM runs ORDER BY id")
-
-    def failures(self) -> pd.DataFrame:
-        """Tabulate what could not be measured; ``resolved`` is missing where that is still so."""
-        frame = self._table("SELECT * FROM failures ORDER BY id")
-        return pd.DataFrame(frame.astype(dict.fromkeys(("layer", "head", "n", "sample"), "Int64")))
-
-    def sensitivities(self) -> pd.DataFrame:
-        """Tabulate which tokens the constant depends on, see :class:`~howsmooth.study.records.Contents`."""
-        frame = self._table(
-            "SELECT s.*, q.start, q.place, q.tokens, m.converged FROM sensitivities AS s "
-            "JOIN sequences AS q USING (model, text, n, sample) JOIN measurements AS m "
-            "ON m.model = s.model AND m.text = s.text AND m.scope = s.scope AND m.layer = s.layer "
-            "AND ifnull(m.head, -1) = ifnull(s.head, -1) AND m.n = s.n AND m.sample = s.sample "
-            "ORDER BY s.model, s.text, s.scope, s.layer, s.head, s.n, s.sample"
+    def rows(
+        self, kind: type[R], order: Sequence[str] = ("rowid",), **where: object
+    ) -> list[tuple[R, int | None]]:
+        """List the rows of a kind that have some columns as given, each with the number of its run."""
+        types = _TYPES[kind]
+        read = [
+            json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
+        ]
+        condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
+        query = (
+            f"SELECT {', '.join(types)}, run FROM {kind.table} WHERE {condition} ORDER BY {', '.join(order)}"
         )
-        for name in ("tokens", "input_energy", "output_energy"):
-            frame[name] = frame[name].map(json.loads)
-        types = {"head": "Int64", "place": "Int64", "converged": "bool"}
-        return pd.DataFrame(frame.astype(types)[list(SENSITIVITY_COLUMNS)])
+        found = []
+        for *values, run in self._query(query, *where.values()).fetchall():
+            plain = [value if make is None else make(value) for make, value in zip(read, values, strict=True)]
+            found.append((kind(*(tuple(v) if isinstance(v, list) else v for v in plain)), run))
+        return found
 
-    def bounds(self) -> pd.DataFrame:
-        """Tabulate the bounds; where one does not hold, its value is missing and its source says why."""
-        frame = self._table(
-            "SELECT * FROM bounds "
-            "ORDER BY model, text, scope, layer, head, n, sample, NOT holds, log_value, name"
-        )
-        types = {"head": "Int64", "holds": "bool", "value": "float64", "log_value": "float64"}
-        return pd.DataFrame(frame.astype(types)[list(BOUND_COLUMNS)])
+    def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
+        """Tabulate the rows of a kind with the numbers of their runs.
 
-    def published(self) -> pd.DataFrame:
-        """Tabulate the published quantities, sorted by model, text, layer, n and sample, then as measured."""
-        frame = self._table("SELECT * FROM published ORDER BY model, text, layer, n, sample, rowid")
-        types = {"settled": "bool", "lower": "float64", "upper": "float64"}
-        return pd.DataFrame(frame.astype(types)[[*PUBLISHED_COLUMNS, "run"]])
+        Parameters
+        ----------
+        kind
+            Of :data:`KINDS`.
+        order
+            Columns or expressions to sort by; by default rows come as they were written.
 
-    def study(self) -> dict[str, Any]:
-        """Return the identity and the time of creation; empty if nothing was ever measured."""
-        row = self._row("SELECT * FROM studies") or {}
-        return {name: value for name, value in row.items() if name != "seal"}
+        """
+        query = f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}"
+        frame = self._frame(query).drop(columns="seal")
+        for name, (plain, nullable) in _TYPES[kind].items():
+            if plain is tuple:
+                frame[name] = frame[name].map(json.loads)
+            elif plain in _FRAME_TYPES:
+                wanted: Any = "Int64" if plain is int and nullable else _FRAME_TYPES[plain]
+                frame[name] = frame[name].astype(wanted)
+        return frame.infer_objects()
+
+    def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
+        """Say where the sequences lie that were used already: their first tokens, by n and sample."""
+        columns = ("n", "sample", "start")
+        used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
+        return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def contents(self) -> Contents:
-        """Return everything at one moment, whatever another process writes meanwhile."""
+        """Return all about measurements at one moment, whatever another process writes meanwhile."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
-                return Contents(
-                    measurements=self.measurements(),
-                    models=self.models(),
-                    texts=self.texts(),
-                    inputs=self.inputs(),
-                    runs=self.runs(),
-                    failures=self.failures(),
-                    study=self.study(),
-                    sensitivities=self.sensitivities(),
-                    bounds=self.bounds(),
-                    published=self.published(),
-                )
+                return self._contents()
             finally:
                 self._connection.execute("COMMIT")
 
+    def _contents(self) -> Contents:
+        created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
+        identity = self.identity("measure")
+        return Contents(
+            measurements=self.table(Measurement, _PLACE),
+            models=self.table(ModelRecord, ["label"]).drop(columns="run"),
+            texts=self.table(TextRecord, ["name"]).drop(columns="run"),
+            inputs=self.table(InputRecord, ["model", "text"]).drop(columns="run"),
+            runs=self.table(Run, ["id"]).drop(columns="run"),
+            failures=self.table(Failure, ["happened"]),
+            study={"created": created[0], **identity} if created else {},
+            sensitivities=self._sensitivities(),
+            bounds=self.table(Bounding, [*_PLACE, "NOT holds", "log_value", "name"])[list(BOUND_COLUMNS)],
+            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"])[
+                [*PUBLISHED_COLUMNS, "run"]
+            ],
+        )
+
+    def _sensitivities(self) -> pd.DataFrame:
+        shares = self.table(Sensitivity, _PLACE)
+        words = self.table(SequenceRecord).drop(columns="run")
+        converged = self.table(Measurement)[[*_PLACE, "converged"]]
+        joined = shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(_PLACE))
+        return joined[list(SENSITIVITY_COLUMNS)]
+
     # ---- plumbing
 
-    def _table(self, query: str) -> pd.DataFrame:
+    def _query(self, statement: str, *values: object) -> sqlite3.Cursor:
+        with translated(self.path):
+            return self._connection.execute(statement, values)
+
+    def _frame(self, query: str) -> pd.DataFrame:
         with translated(self.path):
             cursor = self._connection.execute(query)
             names = [column[0] for column in cursor.description]
-            return pd.DataFrame(cursor.fetchall(), columns=names).drop(columns="seal", errors="ignore")
-
-    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        with translated(self.path):
-            return self._connection.execute(query, values).fetchall()
-
-    def _row(self, query: str, *values: str) -> dict[str, Any] | None:
-        with translated(self.path):
-            cursor = self._connection.execute(query, values)
-            row = cursor.fetchone()
-            return None if row is None else dict(zip([c[0] for c in cursor.description], row, strict=True))
-
-    def _insert(self, table: str, values: Mapping[str, object], conflict: str = "") -> int:
-        cursor = self._connection.execute(_insertion(table, list(values), conflict), tuple(values.values()))
-        return int(cursor.lastrowid or 0)
-
-    def _add(self, table: str, rows: Sequence[Measurement | Bounding | PublishedValue], run: int) -> None:
-        """Insert rows of one kind; a list that is interrupted while it is read adds nothing."""
-        values = [(*astuple(row), run) for row in rows]
-        if values:
-            names = [*(field.name for field in fields(rows[0])), "run"]
-            self._connection.executemany(_insertion(table, names), values)
-
-    def _worked(self, run: int, worked: float | None) -> None:
-        if worked is not None:
-            self._connection.execute("UPDATE runs SET worked = ? WHERE id = ?", (worked, run))
-            self._seal("runs", "id = ?", run)
-
-    def _seal(self, table: str, where: str, value: object) -> None:
-        """Seal rows again that were changed."""
-        names = [row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")]
-        seal = f"seal({', '.join(sealed_columns(names))})"
-        self._connection.execute(f"UPDATE {table} SET seal = {seal} WHERE {where}", (value,))
+            # As objects: an integer beside a missing one would become a float otherwise, and be rounded.
+            return pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
 
 
-def _insertion(table: str, names: Sequence[str], conflict: str = "") -> str:
-    """Write the statement that inserts a row with its seal; it takes the values in the order of the names."""
-    places = {name: f"?{place}" for place, name in enumerate(names, start=1)}
+def now() -> str:
+    """Return the time as stores write it: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
+    """Say by which option, as it is typed, other rows were made, and how to have those."""
+    if name == "fingerprint":
+        return "with other parameters, or from other tokens (their fingerprint differs)", ""
+    if name in _NO_OPTIONS:
+        return f"with the {_NO_OPTIONS[name]} {stored}, not {wanted}", ""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(wanted, bool):
+        if stored:
+            return f"with {option}, not without it", f", or add {option}"
+        return f"without {option}, not with it", f", or leave {option} out"
+    made, now_ = ("its default" if value is None else _typed(value) for value in (stored, wanted))
+    remedy = f"leave {option} out" if stored is None else f"repeat {option} {made}"
+    return f"with {option} {made}, not {now_}", f", or {remedy}"
+
+
+def _typed(value: object) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+# ---- tables of the kinds of rows
+
+
+def _types_of(kind: type[Row]) -> dict[str, tuple[type, bool]]:
+    """Say of each column which type it has, and whether it may be missing."""
+    found: dict[str, tuple[type, bool]] = {}
+    hints = get_type_hints(kind)
+    for name in kind.columns():
+        parts = get_args(hints[name]) if NoneType in get_args(hints[name]) else (hints[name],)
+        plain = next(part for part in parts if part is not NoneType)
+        found[name] = (getattr(plain, "__origin__", plain), NoneType in parts)
+    return found
+
+
+def _statements_of(kind: type[Row]) -> tuple[str, str]:
+    """Write the statements that make a table, and the index of its key."""
+    columns = [
+        f"{name} {_SQL_TYPES[plain]}{'' if nullable else ' NOT NULL'}"
+        for name, (plain, nullable) in _TYPES[kind].items()
+    ]
+    # What is NULL would make every row of a plain index different.
+    key = ", ".join(f"ifnull({name}, -1)" if _TYPES[kind][name][1] else name for name in kind.key)
     return (
-        f"INSERT {conflict} INTO {table} ({', '.join(names)}, seal) "
-        f"VALUES ({', '.join(places.values())}, seal({', '.join(places[n] for n in sealed_columns(names))}))"
+        f"CREATE TABLE {kind.table} ({', '.join(columns)}, run INTEGER, seal TEXT NOT NULL)",
+        f"CREATE UNIQUE INDEX one_of_{kind.table} ON {kind.table} ({key})",
+    )
+
+
+def _insertion_of(kind: type[Row]) -> str:
+    """Write the statement that inserts a row, the number of its run, and its seal."""
+    names = [*kind.columns(), "run"]
+    marks = [f"?{place}" for place in range(1, len(names) + 1)]
+    return (
+        f"INSERT {_AGAIN[kind.again]}INTO {kind.table} ({', '.join(names)}, seal) "
+        f"VALUES ({', '.join(marks)}, seal({', '.join(marks)}))"
+    )
+
+
+_TYPES = {kind: _types_of(kind) for kind in KINDS}
+_STATEMENTS = tuple(statement for kind in KINDS for statement in _statements_of(kind))
+_INSERTIONS = {kind: _insertion_of(kind) for kind in KINDS}
+
+
+def _values(row: Row) -> tuple[Any, ...]:
+    return tuple(
+        json.dumps(value) if isinstance(value, tuple) else value
+        for value in (getattr(row, name) for name in row.columns())
     )

@@ -1,4 +1,4 @@
-"""Texts to measure on: prose and code that every Python carries, two well-known corpora, or any file."""
+"""Texts to measure on: those of the paper by name, or any file."""
 
 from __future__ import annotations
 

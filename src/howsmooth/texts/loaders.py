@@ -8,19 +8,13 @@ import importlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 from howsmooth.errors import ArgumentError, TextError
-from howsmooth.texts.python_code import python_code
-from howsmooth.texts.python_docs import python_docs
 
 __all__ = ["TEXTS", "Text", "load_text"]
 
 #: The texts that have a name; anything else is a path.
-TEXTS = ("python-docs", "python-code", "alice", "ag_news")
-
-#: Files that a folder given as a path may hold, in the order in which they are looked for.
-_KNOWN_FILES = ("carroll-alice.txt", "test.csv")
+TEXTS = ("alice", "ag_news")
 
 
 @dataclass(frozen=True)
@@ -62,13 +56,10 @@ def load_text(name: str | Path) -> Text:
     Parameters
     ----------
     name
-        ``"python-docs"`` (English prose of the running Python's documentation, no download),
-        ``"python-code"`` (source code of its library, no download),
-        ``"alice"`` (*Alice in Wonderland*, through the package nltk), ``"ag_news"`` (the test split of
-        AG_NEWS, through the package datasets); or the path of a text file (UTF-8), of a ``.csv`` in
-        the format of AG_NEWS (label, title, description; no header), or of a folder that holds
-        ``carroll-alice.txt`` or ``test.csv``. A name wins over a file of that name: write
-        ``./alice`` for the file.
+        ``"alice"`` (*Alice's Adventures in Wonderland*, part of this package), ``"ag_news"`` (the test
+        split of AG_NEWS, through the package datasets); or the path of a text file (UTF-8), or of a
+        ``.csv`` in the format of AG_NEWS (label, title, description; no header). A name wins over a
+        file of that name: write ``./alice`` for the file.
 
     Returns
     -------
@@ -85,12 +76,6 @@ def load_text(name: str | Path) -> Text:
     """
     if not str(name).strip():
         raise ArgumentError("text", expected="a name or a path", got="an empty string", remedy=_choices())
-    if name == "python-docs":
-        content, source = python_docs()
-        return Text("python-docs", content, source)
-    if name == "python-code":
-        content, source = python_code()
-        return Text("python-code", content, source)
     if name == "alice":
         return _alice()
     if name == "ag_news":
@@ -102,32 +87,10 @@ def _choices() -> str:
     return f"Use one of {', '.join(TEXTS)}, or the path of a .txt or .csv file."
 
 
-def _package(package: str, text: str, needs: str) -> ModuleType:
-    """Import an optional package, or say how to do without it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise TextError(
-            f"text {text!r} is read through the package {package}, which is not installed. {needs}"
-        ) from None
-
-
 def _alice() -> Text:
-    remedy = (
-        "Run `pip install nltk` and `python -m nltk.downloader gutenberg`, or give the path of a file "
-        "carroll-alice.txt as the text."
-    )
-    nltk = _package("nltk", "alice", remedy)
-    try:
-        content: str = importlib.import_module("nltk.corpus").gutenberg.raw("carroll-alice.txt")
-    except LookupError:
-        raise TextError(
-            f"text 'alice': nltk is installed, but not its corpus 'gutenberg'. {remedy}"
-        ) from None
-    version = getattr(nltk, "__version__", "of unknown version")
-    return Text(
-        "alice", content, f"Alice in Wonderland (Lewis Carroll, 1865), Gutenberg corpus of nltk {version}."
-    )
+    content = Path(__file__).with_name("alice.txt").read_text("ascii")
+    source = "Alice's Adventures in Wonderland (Lewis Carroll, 1865), as it ships with howsmooth."
+    return Text("alice", content, source)
 
 
 def _ag_news() -> Text:
@@ -135,7 +98,12 @@ def _ag_news() -> Text:
         "Run `pip install datasets` with a network connection, or give the path of AG_NEWS's test.csv "
         "(label, title, description) as the text."
     )
-    datasets = _package("datasets", "ag_news", remedy)
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise TextError(
+            f"text 'ag_news' is read through the package datasets, which is not installed. {remedy}"
+        ) from None
     try:
         rows: list[str] = list(datasets.load_dataset("fancyzhx/ag_news", split="test")["text"])
     except Exception as error:  # the loader's network and cache errors have no common base
@@ -158,13 +126,7 @@ def _from_path(path: Path) -> Text:
     except ValueError:
         raise TextError(f"text {_short(str(path))} is no name of a file. {_choices()}") from None
     if path.is_dir():
-        known = [path / file for file in _KNOWN_FILES if (path / file).is_file()]
-        if not known:
-            raise TextError(
-                f"text {str(path)!r} is a folder without {' or '.join(_KNOWN_FILES)}. "
-                "Give the path of the file itself."
-            )
-        path = known[0]
+        raise TextError(f"text {str(path)!r} is a folder. Give the path of the file itself.")
     if not path.exists():
         raise TextError(f"text {str(path)!r} is neither a known name nor a file. {_choices()}")
     content = _read(path)

@@ -92,7 +92,7 @@ def draw_attacks(
     summary
         As :func:`howsmooth.study.attack_tables.summary`.
     heads
-        As :meth:`howsmooth.study.attack_store.AttackStore.heads`.
+        The rows of :class:`howsmooth.study.records.HeadStrength`.
     folder
         For the files; made if it is not there.
     on_figure

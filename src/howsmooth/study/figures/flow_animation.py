@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -14,20 +13,19 @@ from matplotlib.collections import LineCollection
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.figures.flow_view import FlowView, limits_of, outline, shown_tokens
+from howsmooth.study.figures.flow_view import ELLIPSE, FlowView, limits_of, outline, shown_tokens
 from howsmooth.study.figures.flows import map_axis, set_limits
 from howsmooth.study.figures.style import STYLE, literal, new_figure
+from howsmooth.study.progress import Listener
 
-__all__ = ["ANIMATIONS", "animate_flow", "check_animation"]
+__all__ = ["animate_flow", "check_animation"]
 
-ANIMATIONS = ("gif", "mp4", "none")
 _MOST_FRAMES = 120
 _TAIL = 12
 _PER_SECOND = 15
 _DOTS_PER_INCH = 90
 _FAR = 3.0
 _WIDTH = 72
-_ELLIPSE = "#c1121f"
 
 
 def check_animation(kind: str) -> None:
@@ -36,11 +34,9 @@ def check_animation(kind: str) -> None:
     Raises
     ------
     ArgumentError
-        If there is none of this name, or the program that it needs is not there.
+        If the program that it needs is not there.
 
     """
-    if kind not in ANIMATIONS:
-        raise ArgumentError("animation", expected=f"one of {', '.join(ANIMATIONS)}", got=repr(kind))
     if kind == "mp4" and not FFMpegWriter.isAvailable():
         raise ArgumentError(
             "animation",
@@ -50,12 +46,7 @@ def check_animation(kind: str) -> None:
         )
 
 
-def animate_flow(
-    view: FlowView,
-    folder: Path,
-    kind: str,
-    on_frame: Callable[[int, int], None] = lambda done, total: None,
-) -> Path | None:
+def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) -> Path | None:
     """Write ``flow.gif`` or ``flow.mp4``: at most 120 of the frames, evenly among them.
 
     Parameters
@@ -66,8 +57,8 @@ def animate_flow(
         For the file.
     kind
         ``gif``, ``mp4`` or ``none``; nothing is written for the last.
-    on_frame
-        Told how many frames are drawn, of how many.
+    listener
+        Told how many frames are drawn.
 
     """
     if kind == "none":
@@ -89,7 +80,7 @@ def animate_flow(
             for done, place in enumerate(frames.astype(int)):
                 scene.show(int(place))
                 writer.grab_frame()
-                on_frame(done + 1, len(frames))
+                listener.advance(float(done + 1), float(len(frames)), f"{done + 1} of {len(frames)}")
     partial.replace(path)
     return path
 
@@ -114,7 +105,7 @@ class _Scene:
         self._dots = self._axis.scatter(*self._at(0).T, **dots)
         self._ring = None
         if view.mean is not None and view.dimensions == 2:
-            (self._ring,) = self._axis.plot([], [], color=_ELLIPSE, linewidth=1.6, zorder=5)
+            (self._ring,) = self._axis.plot([], [], color=ELLIPSE, linewidth=1.6, zorder=5)
         figure.suptitle(literal(fill(view.title, _WIDTH)), fontsize=9.5)
         self._words = self._axis.set_title("t", loc="left", fontsize=9)
         if self._still is not None:

@@ -13,7 +13,10 @@ from jaxtyping import Float64, Int
 from matplotlib import colormaps
 from matplotlib.colors import to_rgba_array
 
-__all__ = ["FlowView", "cluster_colours", "limits_of", "outline", "shown_tokens"]
+__all__ = ["ELLIPSE", "FlowView", "cluster_colours", "limits_of", "outline", "shown_tokens"]
+
+ELLIPSE = "#c1121f"
+"""The colour of the Gaussian measure beside the tokens."""
 
 # Okabe and Ito's, which colour-blind people tell apart, without those that are too light on white.
 _CLUSTERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#000000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-from howsmooth.study.figures.flow_view import FlowView, limits_of, outline, shown_tokens
+from howsmooth.study.figures.flow_view import ELLIPSE, FlowView, limits_of, outline, shown_tokens
 from howsmooth.study.figures.style import GREY, STYLE, literal, new_figure, save
 
-__all__ = ["FlowPicture", "draw_flow", "map_axis", "set_limits"]
+__all__ = ["draw_flow", "map_axis", "set_limits"]
 
-_ELLIPSE = "#c1121f"
 _LEAST_SPAN = 0.02
 
 
-@dataclass(frozen=True)
-class FlowPicture:
-    """A drawn figure: its two files, and words for the reader who does not see it."""
-
-    png: Path
-    pdf: Path
-    alt: str
-
-
-def draw_flow(view: FlowView, folder: Path) -> FlowPicture:
-    """Draw the still figure of a flow into ``flow.png`` and ``flow.pdf``.
+def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
+    """Draw the still figure of a flow into ``flow.png`` and ``flow.pdf``, and return the two.
 
     Parameters
     ----------
@@ -50,9 +39,8 @@ def draw_flow(view: FlowView, folder: Path) -> FlowPicture:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
-        names = list(view.metrics.columns)
-        figure = new_figure(9.8 if names else 6.4, 5.4)
-        parts = figure.add_gridspec(1, 2 if names else 1, width_ratios=[1.75, 1] if names else None)
+        figure = new_figure(9.8, 5.4)
+        parts = figure.add_gridspec(1, 2, width_ratios=[1.75, 1])
         axis = map_axis(figure, view, parts[0, 0])
         _draw_ways(axis, view)
         set_limits(axis, view, limits_of(view, slice(None)))
@@ -61,11 +49,9 @@ def draw_flow(view: FlowView, folder: Path) -> FlowPicture:
         figure.legend(
             handles=_handles(view), loc="outside lower left", ncols=4, handlelength=1.6, columnspacing=1.4
         )
-        if names:
-            _draw_beside(figure, parts[0, 1], view)
+        _draw_beside(figure, parts[0, 1], view)
         figure.suptitle(literal(f"{view.title}\n{view.below}"))
-        png, pdf = save(figure, folder, "flow", view.title)
-    return FlowPicture(png, pdf, _alt(view))
+        return save(figure, folder, "flow", view.title)
 
 
 def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
@@ -135,12 +121,12 @@ def _draw_ways(axis: Any, view: FlowView) -> None:
         return
     if view.dimensions == 1:
         middle, spread = view.mean[:, 0], 2 * np.sqrt(view.covariance[:, 0, 0])
-        axis.plot(view.times, middle - spread, color=_ELLIPSE, linewidth=1.4, zorder=5)
-        axis.plot(view.times, middle + spread, color=_ELLIPSE, linewidth=1.4, zorder=5)
+        axis.plot(view.times, middle - spread, color=ELLIPSE, linewidth=1.4, zorder=5)
+        axis.plot(view.times, middle + spread, color=ELLIPSE, linewidth=1.4, zorder=5)
     if view.dimensions == 2:
         for place, dashes in ((0, (0.0, (3.0, 2.0))), (-1, "solid")):
             ring = outline(view.mean[place], view.covariance[place])
-            axis.plot(*ring.T, color=_ELLIPSE, linewidth=1.5, linestyle=dashes, zorder=5)
+            axis.plot(*ring.T, color=ELLIPSE, linewidth=1.5, linestyle=dashes, zorder=5)
 
 
 def _handles(view: FlowView) -> list[Line2D]:
@@ -152,7 +138,7 @@ def _handles(view: FlowView) -> list[Line2D]:
     ]
     if view.mean is not None and view.dimensions < 3:
         words = "the Gaussian measure, two standard deviations"
-        handles.append(Line2D([], [], color=_ELLIPSE, linewidth=1.5, label=words))
+        handles.append(Line2D([], [], color=ELLIPSE, linewidth=1.5, label=words))
     return handles
 
 
@@ -231,13 +217,3 @@ def _frame(axis: Axes, title: str, *, last: bool) -> None:
     axis.tick_params(labelsize=8, labelbottom=last)
     if last:
         axis.set_xlabel("time t")
-
-
-def _alt(view: FlowView) -> str:
-    n = view.points.shape[1]
-    words = f"Ways of {n} tokens from t = {view.times[0]:.4g} to t = {view.times[-1]:.4g}"
-    ends = [
-        f"{name} from {view.metrics[name].iloc[0]:.4g} to {view.metrics[name].iloc[-1]:.4g}"
-        for name in view.metrics.columns
-    ]
-    return f"{words}; beside it {', '.join(ends)}." if ends else f"{words}."

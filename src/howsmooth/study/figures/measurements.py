@@ -9,7 +9,7 @@ their interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from howsmooth.study.figures.style import (
     set_bar_ticks,
 )
 from howsmooth.study.names import decimal, file_stem, kind_in_words, readable, unit_in_words
+from howsmooth.study.progress import Listener
 
 __all__ = ["Picture", "draw_all"]
 
@@ -82,7 +83,7 @@ class Picture:
 def draw_all(
     measurements: pd.DataFrame,
     folder: Path,
-    on_figure: Callable[[int, int], None] = lambda done, total: None,
+    listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
     """Draw a figure of every layer (and head), and an overview of every (model, text, scope) with several.
@@ -90,10 +91,10 @@ def draw_all(
     Parameters
     ----------
     measurements
-        As :meth:`howsmooth.study.store.Store.measurements` gives them.
+        Of :class:`~howsmooth.study.records.Contents`.
     folder
         For the files; made if it is not there.
-    on_figure
+    listener
         Told how many figures are drawn, of how many.
     kinds
         What is no text, by its name: of :data:`howsmooth.study.plan.KINDS`.
@@ -115,10 +116,10 @@ def draw_all(
             kind = kinds.get(str(text), "text")
             if len(parts) > 1:
                 pictures.append(_overview(parts, folder, str(model), str(text), str(scope), kind))
-                on_figure(len(pictures), total)
+                listener.advance(float(len(pictures)), float(total), f"{len(pictures)} of {total}")
             for part in parts:
                 pictures.append(_single(part, folder, str(model), str(text), str(scope), kind))
-                on_figure(len(pictures), total)
+                listener.advance(float(len(pictures)), float(total), f"{len(pictures)} of {total}")
     return pictures
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError
+from howsmooth.study.options import HOW, OUTPUT, Options, choice, flag, number, option, whole, words
+from howsmooth.study.plan import (
+    as_decoder_option,
+    layers_option,
+    random_init_option,
+    seed_option,
+    source_option,
+    text_option,
+)
+from howsmooth.study.ranges import Ranges
 
 __all__ = ["ATTENTIONS", "FIXED_STEP", "METHODS", "FlowPlan", "Grid"]
 
@@ -17,6 +26,8 @@ _MOST_FRAMES = 10_000
 _MOST_STEPS = 10_000_000
 # A state must fit into one value of SQLite.
 _MOST_NUMBERS = 100_000_000
+
+_OF_A_MODEL = "What flows: models"
 
 
 @dataclass(frozen=True)
@@ -37,95 +48,94 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class FlowPlan:
-    """A flow: x_i' = f(X)_i from given tokens.
+class FlowPlan(Options):
+    """A flow: x_i' = f(X)_i from given tokens."""
 
-    Attributes
-    ----------
-    source
-        A named system, a parameter file or a model.
-    start
-        ``gaussian`` or ``sphere`` (drawn), ``text`` (the tokens of a model), ``file`` (the X of a parameter
-        file), or the path of a ``.npy`` or ``.npz`` file of tokens; ``auto`` for the first of these that
-        the source has.
-    tokens, dimension
-        Their number and dimension; ``None`` for what source and start say.
-    radius
-        Standard deviation of each coordinate of ``gaussian``, or the radius of ``sphere``.
-    until
-        The last time; ``None`` for the number of layers of a model, 10 otherwise.
-    frames
-        How many states after the start are kept, at most.
-    method, step, rtol
-        As for :func:`howsmooth.dynamics.flow`.
-    sphere
-        Put the start on a sphere around the origin and stay there: on that of ``radius`` if it is drawn, on
-        that of the root mean square norm if tokens are given.
-    rescale
-        Follow e^{−tV} x_i(t).
-    closure
-        Beside the tokens, follow the Gaussian measure that they are drawn from.
-    growth
-        Measure how perturbations of the start grow; by rk4, with a step a frame, where the method chooses its
-        steps.
-    attention, causal, beta
-        Of a named system: the kind, the mask, and the factor of its scores.
-    layers, text, random_init, as_decoder
-        Of a model.
-    norms
-        Of a model: attention behind its norm layer, from the tokens before that, instead of attention alone.
-    seed
-        From which all randomness derives.
+    PANEL: ClassVar[str] = "What flows"
 
-    """
+    source: str = source_option(
+        "A named system (identity, negative, one-direction, turning, random), a .safetensors or "
+        ".npz file of parameters, a built-in model, a local folder, or a Hub id."
+    )
+    start: str = option(
+        "auto",
+        words(place=True),
+        "gaussian or sphere (drawn), text (the tokens of a model at its text), file (the X of a "
+        "parameter file), or a .npy or .npz file of tokens X. auto: what the source has, or else "
+        "gaussian, or sphere with --sphere.",
+        metavar="KIND|FILE",
+    )
+    tokens: int | None = option(None, whole(1, _MOST_NUMBERS), "How many. Default: 40, or 64 of a text.")
+    dimension: int | None = option(None, whole(1, _MOST_NUMBERS), "Of a named system. Default: 2.")
+    radius: float = option(
+        1.0, number(positive=True), "Of the sphere, or the standard deviation of Gaussian tokens."
+    )
+    attention: str = option(
+        "softmax", choice(*ATTENTIONS), "Of a named system: softmax, l2 or sinkhorn.", metavar="KIND"
+    )
+    beta: float = option(1.0, number(positive=True), "Of a named system: the factor of its scores.")
+    causal: bool = option(False, flag(), "Of a named system: a token sees itself and those before it.")
+    sphere: bool = option(False, flag(), "Keep the tokens on a sphere, as norm layers do.")
+    rescale: bool = option(False, flag(), "Follow exp(-tV) x instead of tokens x that run away.")
+    closure: bool = option(
+        False, flag(), "Beside the tokens follow the Gaussian measure that they are drawn from."
+    )
+    text: str = text_option(_OF_A_MODEL)
+    layers: Ranges = layers_option(panel=_OF_A_MODEL)
+    random_init: bool = random_init_option(_OF_A_MODEL)
+    as_decoder: bool = as_decoder_option(_OF_A_MODEL)
+    norms: bool = option(
+        False,
+        flag(),
+        "Take attention behind its norm layer, f(N(X)), from the tokens before that, in pre-norm "
+        "models. Without: attention alone.",
+        panel=_OF_A_MODEL,
+    )
+    growth: bool = option(
+        False, flag(), "Also measure how much small perturbations of the start have grown, at ten times."
+    )
+    until: float | None = option(
+        None,
+        number(positive=True),
+        "The last time. Default: 10, or the number of a model's layers, each of which lasts 1.",
+        panel=HOW,
+    )
+    frames: int = option(100, whole(1, _MOST_FRAMES), "How many states to keep, at most.", panel=HOW)
+    method: str = option(
+        "dopri5",
+        choice(*METHODS),
+        "dopri5, dopri8 or bosh3, which choose their steps; euler, midpoint or rk4; or residual: "
+        "layers X + h f(X).",
+        metavar="NAME",
+        panel=HOW,
+    )
+    step: float | None = option(
+        None,
+        number(positive=True),
+        "Of a method that does not choose it. Default: one a frame; for residual layers of a model "
+        "one a layer.",
+        panel=HOW,
+    )
+    rtol: float = option(1e-7, number(positive=True), "Relative error of a step that is chosen.", panel=HOW)
+    seed: int = seed_option()
+    tolerance: float | None = option(
+        None,
+        number(positive=True),
+        "Tokens nearer than this are one cluster. Default: 1/20 of their spread at the start.",
+        panel=OUTPUT,
+    )
+    animation: str = option(
+        "gif", choice("gif", "mp4", "none"), "gif, mp4 or none.", metavar="KIND", panel=OUTPUT
+    )
 
-    source: str
-    start: str = "auto"
-    tokens: int | None = None
-    dimension: int | None = None
-    radius: float = 1.0
-    until: float | None = None
-    frames: int = 100
-    method: str = "dopri5"
-    step: float | None = None
-    rtol: float = 1e-7
-    sphere: bool = False
-    rescale: bool = False
-    closure: bool = False
-    growth: bool = False
-    attention: str = "softmax"
-    causal: bool = False
-    beta: float = 1.0
-    layers: str = "all"
-    text: str = "python-docs"
-    random_init: bool = False
-    as_decoder: bool = False
-    norms: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what no source could make right."""
-        for name, choices in (("method", METHODS), ("attention", ATTENTIONS)):
-            if getattr(self, name) not in choices:
-                raise ArgumentError(
-                    name, expected=f"one of {', '.join(choices)}", got=repr(getattr(self, name))
-                )
-        for name in ("radius", "until", "step", "rtol", "beta"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ArgumentError(name, expected="a finite number > 0", got=str(value))
-        for name, most in (("tokens", _MOST_NUMBERS), ("dimension", _MOST_NUMBERS), ("frames", _MOST_FRAMES)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise ArgumentError(name, expected=f"a number from 1 to {most}", got=str(value))
+    def check(self) -> None:
+        """Refuse what does not go together."""
         if (self.tokens or 1) * (self.dimension or 1) > _MOST_NUMBERS:
             raise ArgumentError(
                 "tokens",
                 expected=f"at most {_MOST_NUMBERS} coordinates together",
                 got=f"{self.tokens} tokens of dimension {self.dimension}",
             )
-        if not 0 <= self.seed < 2**63:
-            raise ArgumentError("seed", expected="an integer from 0 to 2^63 - 1", got=str(self.seed))
         if self.step is not None and self.method not in FIXED_STEP:
             raise ArgumentError(
                 "step",
@@ -180,4 +190,5 @@ class FlowPlan:
 
     def settings(self) -> dict[str, Any]:
         """Return what all frames of one store must have in common, apart from what was found."""
-        return {name: value for name, value in asdict(self).items() if name != "growth"}
+        apart = ("growth", "tolerance", "animation")
+        return {name: value for name, value in self.described().items() if name not in apart}

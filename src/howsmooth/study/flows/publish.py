@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64
+from torch import Tensor
 
+from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
 from howsmooth.errors import StoreError
 from howsmooth.study.figures.flow_animation import animate_flow
 from howsmooth.study.figures.flow_view import FlowView
-from howsmooth.study.figures.flows import FlowPicture, draw_flow
+from howsmooth.study.figures.flows import draw_flow
 from howsmooth.study.files import write_table
-from howsmooth.study.flows.metrics import Measured, measure_frames
-from howsmooth.study.flows.store import Ending, FlowStore, Frame
+from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, frames
+from howsmooth.study.flows.opening import System
+from howsmooth.study.flows.plan import FlowPlan
+from howsmooth.study.names import readable
+from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.records import GrowthRow
+from howsmooth.study.store import Store
 
-__all__ = ["PublishedFlow", "publish_flow"]
+__all__ = ["PublishedFlow", "measure_frames", "publish_flow", "view_of"]
 
+_PART_OF_SPREAD = 0.05
 _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class PublishedFlow:
-    """What was written, and what it was written from.
+    """What was written.
 
     Attributes
     ----------
     metrics
-        One row a frame.
+        One row a frame, as :func:`measure_frames` gives it.
     growth
         Of perturbations, at some times; without rows if it was not measured.
     tolerance
         Tokens nearer than this count as one cluster.
-    ending
-        Why the flow ended early, if it did.
-    last
-        The time of the last frame.
-    picture, animation
-        The figure, and the moving one if it was asked for.
+    figures
+        The still figure, as PNG and PDF.
+    animation
+        The moving one, if it was asked for.
     trajectory, table
         The other files.
 
@@ -50,23 +57,14 @@ class PublishedFlow:
     metrics: pd.DataFrame
     growth: pd.DataFrame
     tolerance: float
-    ending: Ending | None
-    last: float
-    picture: FlowPicture
+    figures: tuple[Path, Path]
     animation: Path | None
     trajectory: Path
     table: Path
 
 
 def publish_flow(
-    folder: Path,
-    *,
-    title: str,
-    ordered: bool,
-    animation: str,
-    tolerance: float | None,
-    on_part: Callable[[str], None] = lambda words: None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path, plan: FlowPlan, system: System, listener: Listener | None = None
 ) -> PublishedFlow:
     """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
 
@@ -74,16 +72,9 @@ def publish_flow(
     ----------
     folder
         That holds the store.
-    title
-        What flows, for the figure.
-    ordered
-        Whether tokens see those before them only, so that they are coloured by their place.
-    animation
-        ``gif``, ``mp4`` or ``none``.
-    tolerance
-        Tokens nearer to each other than this are one cluster; ``None`` for a twentieth of how far the tokens
-        are from their mean at the start, as root mean square.
-    on_part, on_progress
+    plan, system
+        What flows.
+    listener
         Told what begins, and how much of it is done.
 
     Raises
@@ -92,128 +83,192 @@ def publish_flow(
         If the store cannot be read or a file cannot be written.
 
     """
+    listener = listener or Silent()
     try:
-        with FlowStore.open(folder, write=False) as store:
-            identity, ending, growth = store.identity(), store.ending(), store.growth()
-            on_part("Measuring clusters")
-            measured = measure_frames(store, tolerance, on_progress)
+        with Store.open(folder, write=False) as store:
+            listener.phase("Measuring clusters")
+            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(frame_at(store, 0).x)
+            metrics = measure_frames(store, tolerance, plan.beta, listener)
+            growth = store.table(GrowthRow, ["time"])[list(GrowthRow.columns())]
             trajectory = _write_trajectory(store, folder / "trajectory.npz")
-            view = _view(store, measured, title, _below(identity, ending), ordered=ordered)
-        table = write_table(measured.table, folder, "metrics.csv")
+            view = view_of(store, plan, system, metrics, tolerance)
+        table = write_table(metrics, folder, "metrics.csv")
         if len(growth):
             write_table(growth, folder, "growth.csv")
-        on_part("Drawing")
-        picture = draw_flow(view, folder)
-        moving = animate_flow(view, folder, animation, on_progress)
+        listener.phase("Drawing")
+        figures = draw_flow(view, folder)
+        moving = animate_flow(view, folder, plan.animation, listener)
     except OSError as error:
         raise StoreError(
             f"{error.filename or folder} cannot be written: {error.strerror}. The frames are kept in "
             f"{folder}; make it writable or make room, and run the same command again."
         ) from error
-    return PublishedFlow(
-        measured.table,
-        growth,
-        measured.tolerance,
-        ending,
-        float(view.times[-1]),
-        picture,
-        moving,
-        trajectory,
-        table,
-    )
+    return PublishedFlow(metrics, growth, tolerance, figures, moving, trajectory, table)
 
 
-def _below(identity: dict[str, object], ending: Ending | None) -> str:
-    words = [f"{identity['n']} tokens in dimension {identity['d']}", str(identity["method"])]
-    if identity["step"] is not None:
-        words[-1] += f", step {identity['step']:g}"
-    if identity["sphere"]:
-        words.append("on a sphere")
-    if identity["rescale"]:
-        words.append("rescaled by exp(\N{MINUS SIGN}tV)")
-    if ending is not None:
-        words.append(f"{ending.status} at t = {ending.lower:.4g}")
-    return "; ".join(words)
+# ---- metrics
 
 
-def _frames(store: FlowStore) -> Iterator[Frame]:
-    """Read the frames one after another: no more than one is in memory."""
-    for place in range(store.count()):
-        yield store.frame(place)
+def measure_frames(store: Store, tolerance: float, beta: float, listener: Listener) -> pd.DataFrame:
+    """Measure how far the tokens of each frame have clustered.
+
+    Parameters
+    ----------
+    store
+        Of the flow.
+    tolerance
+        Tokens nearer to each other than this are one cluster.
+    beta
+        Of the interaction energy.
+    listener
+        Told how many frames are measured.
+
+    Returns
+    -------
+    DataFrame
+        With the columns ``time``; ``clusters``; ``effective_rank`` and ``log_energy``, as
+        :func:`howsmooth.dynamics.effective_rank` and :func:`howsmooth.dynamics.log_interaction_energy` with
+        A = I; ``spread``, the root mean square distance of the tokens from their mean; ``to_last``, that of
+        each token from where it ends, which bounds the distance W₂ to the last frame; ``evaluations`` of the
+        field and ``seconds`` of each frame.
+
+    """
+    count = count_frames(store)
+    last = frame_at(store, count - 1).x
+    rows = []
+    for frame in frames(store):
+        rows.append(
+            {
+                "time": frame.time,
+                "clusters": int(cluster_labels(frame.x, tolerance).max()) + 1,
+                "effective_rank": effective_rank(frame.x),
+                "log_energy": log_interaction_energy(frame.x, beta=beta),
+                "spread": _spread(frame.x),
+                "to_last": _distance(frame.x, last),
+                "evaluations": frame.evaluations,
+                "seconds": frame.seconds,
+            }
+        )
+        listener.advance(float(len(rows)), float(count), f"{len(rows)} of {count}")
+    return pd.DataFrame(rows)
 
 
-def _write_trajectory(store: FlowStore, path: Path) -> Path:
+def _spread(x: Float64[Tensor, "n d"]) -> float:
+    """Return the root mean square distance of tokens from their mean."""
+    return _distance(x, x.mean(dim=0).expand_as(x))
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    # Squares of numbers beyond 1e154 overflow.
+    difference = (x - y).numpy()
+    size = float(np.abs(difference).max())
+    if size == 0 or not math.isfinite(size):
+        return size
+    return size * float(np.sqrt(np.square(difference / size).sum(axis=1).mean()))
+
+
+# ---- the trajectory
+
+
+def _write_trajectory(store: Store, path: Path) -> Path:
     """Write all frames as NumPy reads them: ``times``, ``states`` and what there is of a Gaussian measure."""
-    first = store.frame(0)
-    shapes = {"times": (), "states": tuple(first.x.shape)}
-    if first.mean is not None:
-        d = first.x.shape[1]
-        shapes |= {"mean": (d,), "covariance": (d, d)}
     partial = path.with_name(f".{path.name}.partial")
     with zipfile.ZipFile(partial, "w") as archive:
-        for name, shape in shapes.items():
+        for name, first in _numbers(frame_at(store, 0)).items():
             # No date, so that the same flow gives the same file.
-            member = zipfile.ZipInfo(f"{name}.npy")
-            with archive.open(member, "w", force_zip64=True) as file:
-                header = {"descr": "<f8", "fortran_order": False, "shape": (store.count(), *shape)}
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                shape = (count_frames(store), *first.shape)
+                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
-                for frame in _frames(store):
-                    file.write(_numbers(frame, name).astype("<f8").tobytes())
+                for frame in frames(store):
+                    file.write(_numbers(frame)[name].astype("<f8").tobytes())
     partial.replace(path)
     return path
 
 
-def _numbers(frame: Frame, name: str) -> Float64[np.ndarray, "..."]:
-    if name == "times":
-        return np.array(frame.time)
-    of_frame = {"states": frame.x, "mean": frame.mean, "covariance": frame.covariance}[name]
-    assert of_frame is not None
-    return np.asarray(of_frame.numpy())
+def _numbers(frame: Frame) -> dict[str, Float64[np.ndarray, "..."]]:
+    found = {"times": np.array(frame.time), "states": frame.x.numpy()}
+    if frame.mean is not None and frame.covariance is not None:
+        found |= {"mean": frame.mean.numpy(), "covariance": frame.covariance.numpy()}
+    return found
 
 
-def _view(store: FlowStore, measured: Measured, title: str, below: str, *, ordered: bool) -> FlowView:
-    """Choose the coordinates to show: all if there are few, or else those in which the tokens spread most."""
-    d = store.frame(0).x.shape[1]
+# ---- what is seen
+
+
+def view_of(
+    store: Store, plan: FlowPlan, system: System, metrics: pd.DataFrame, tolerance: float
+) -> FlowView:
+    """Choose what is seen of a flow: all coordinates if there are few, or else where tokens spread most."""
+    d = system.x.shape[1]
     if d <= _MOST_SHOWN:
         basis, names = np.eye(d), tuple(f"coordinate {i + 1}" for i in range(d))
     else:
-        basis, share = _principal(store, d)
+        basis, share = _principal(frames(store), d)
         names = tuple(f"principal direction {i + 1} ({100 * part:.0f} %)" for i, part in enumerate(share))
-    times, points, means, covariances = [], [], [], []
-    for frame in _frames(store):
-        times.append(frame.time)
+    points, means, covariances = [], [], []
+    for frame in frames(store):
         points.append(frame.x.numpy() @ basis)
         if frame.mean is not None and frame.covariance is not None:
             means.append(frame.mean.numpy() @ basis)
             covariances.append(basis.T @ frame.covariance.numpy() @ basis)
-    growth = store.growth()
-    on_sphere = bool(store.identity()["sphere"]) and d in (2, 3)
+    growth = store.table(GrowthRow, ["time"])
+    last = frame_at(store, len(points) - 1).x
     return FlowView(
-        title=title,
-        below=below,
-        times=np.array(times),
+        title=f"{readable(system.label)}: {system.title}",
+        below=_below(store, plan, system),
+        times=metrics["time"].to_numpy(),
         points=np.stack(points),
         axes=names,
-        metrics=measured.shown,
-        ordered=ordered,
-        clusters=measured.clusters,
+        metrics=_shown(plan, metrics, tolerance),
+        ordered=system.in_order,
+        clusters=cluster_labels(last, tolerance).numpy(),
         mean=np.stack(means) if means else None,
         covariance=np.stack(covariances) if covariances else None,
-        sphere=float(store.frame(0).x[0].norm()) if on_sphere else None,
+        sphere=system.radius if plan.sphere and d in (2, 3) else None,
         growth=growth if len(growth) else None,
     )
 
 
-def _principal(store: FlowStore, d: int) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
+def _below(store: Store, plan: FlowPlan, system: System) -> str:
+    n, d = system.x.shape
+    words = [f"{n} tokens in dimension {d}", plan.method]
+    if plan.step is not None:
+        words[-1] += f", step {plan.step:g}"
+    if plan.sphere:
+        words.append("on a sphere")
+    if plan.rescale:
+        words.append("rescaled by exp(\N{MINUS SIGN}tV)")
+    ended = ending(store)
+    if ended is not None:
+        words.append(f"{ended.status} at t = {ended.lower:.4g}")
+    return "; ".join(words)
+
+
+def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFrame:
+    """Choose the metrics to draw, under words for people."""
+    words = {"clusters": f"clusters (nearer than {tolerance:.3g})"}
+    if plan.sphere:
+        words["log_energy"] = "log of the interaction energy"
+    else:
+        words["spread"] = "distance from the mean (rms)"
+    words["effective_rank"] = "effective rank"
+    return metrics[list(words)].rename(columns=words)
+
+
+def _principal(
+    all_frames: Iterator[Frame], d: int
+) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
     """Return the two directions in which tokens spread most, over all frames alike, and their shares."""
+    tiny = np.finfo(np.float64).tiny
     total = np.zeros((d, d))
-    for frame in _frames(store):
+    for frame in all_frames:
         x = frame.x.numpy()
-        x = x / max(float(np.abs(x).max()), np.finfo(np.float64).tiny)
+        x = x / max(float(np.abs(x).max()), tiny)
         x = x - x.mean(axis=0)
         spread = x.T @ x
-        total += spread / max(float(np.trace(spread)), np.finfo(np.float64).tiny)
+        total += spread / max(float(np.trace(spread)), tiny)
     values, vectors = np.linalg.eigh(total)
     basis = vectors[:, ::-1][:, :2]
     basis = basis * np.sign(basis[np.abs(basis).argmax(axis=0), [0, 1]])
-    return basis, values[::-1][:2] / max(float(values.sum()), np.finfo(np.float64).tiny)
+    return basis, values[::-1][:2] / max(float(values.sum()), tiny)

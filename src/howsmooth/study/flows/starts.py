@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
+from howsmooth.models.array_files import read_arrays
+from howsmooth.study.flows.plan import FlowPlan
+from howsmooth.study.plan import derive_seed
 
-__all__ = ["DRAWN", "draw_tokens", "onto_sphere", "read_tokens"]
+__all__ = ["DRAWN", "draw_tokens", "kind_of_start", "onto_sphere", "read_tokens"]
 
 DRAWN = ("gaussian", "sphere")
 _ENDINGS = (".npy", ".npz")
 
 
-def draw_tokens(kind: str, n: int, d: int, radius: float, seed: int) -> Float64[Tensor, "n d"]:
+def kind_of_start(plan: FlowPlan, own: str = "") -> str:
+    """Say where tokens come from: of :data:`DRAWN`, ``given`` by the source, or the path of a file.
+
+    Parameters
+    ----------
+    plan
+        Its ``start`` may leave that open.
+    own
+        What the source calls tokens of its own, ``text`` or ``file``; empty if it has none.
+
+    """
+    if plan.start == "auto":
+        return "given" if own else "sphere" if plan.sphere else "gaussian"
+    return "given" if own and plan.start == own else plan.start
+
+
+def draw_tokens(plan: FlowPlan, kind: str, n: int, d: int) -> Float64[Tensor, "n d"]:
     """Draw n tokens: from N(0, radius² I) for ``gaussian``, uniformly of norm ``radius`` for ``sphere``."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
-    return onto_sphere(x, radius) if kind == "sphere" else radius * x
+    seed = derive_seed(purpose="start", kind=kind, n=n, d=d, seed=plan.seed)
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return onto_sphere(x, plan.radius) if kind == "sphere" else plan.radius * x
 
 
 def onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n d"]:
@@ -43,45 +60,43 @@ def onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n 
     return placed
 
 
-def read_tokens(path: Path) -> Float64[Tensor, "n d"]:
+def read_tokens(plan: FlowPlan, path: Path) -> Float64[Tensor, "n d"]:
     """Read tokens (n, d): a ``.npy`` file, or ``X`` of a ``.npz`` file. Pickled data is never read.
 
     Raises
     ------
+    ModelError
+        If the file cannot be read.
     ArgumentError
-        If there are none.
+        If it holds no tokens, or not as many as the plan says.
 
     """
+    if str(path) in ("text", "file"):
+        raise ArgumentError(
+            "start", expected=f"a source with tokens of its own for {path}", got=repr(plan.source)
+        )
+    x = _read(path)
+    for name, there in (("tokens", x.shape[0]), ("dimension", x.shape[1])):
+        asked = getattr(plan, name)
+        if asked is not None and asked != there:
+            raise ArgumentError(
+                name, expected=f"{there}, as in {path}", got=str(asked), remedy=f"Leave --{name} out."
+            )
+    return x
+
+
+def _read(path: Path) -> Float64[Tensor, "n d"]:
     if path.suffix not in _ENDINGS:
         raise ArgumentError(
             "start",
             expected=f"auto, {', '.join(DRAWN)}, text, file, or a name that ends in {' or '.join(_ENDINGS)}",
             got=repr(str(path)),
         )
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.lib.npyio.NpzFile):
-            with loaded:
-                array = loaded["X"]
-        else:
-            array = loaded
-    except KeyError as error:
-        raise _unreadable(path, "it has no array X") from error
-    except MemoryError as error:
-        raise _unreadable(path, "it does not fit into memory") from error
-    except OSError as error:
-        raise _unreadable(path, error.strerror or "it is no array") from error
-    except (ValueError, TypeError, EOFError, SyntaxError, zipfile.BadZipFile) as error:
-        raise _unreadable(path, "it holds no array of numbers") from error
-    if array.dtype.kind not in "fiu" or array.ndim != 2 or 0 in array.shape:
-        raise ArgumentError(
-            "start", expected=f"an array (n, d) of numbers in {path}", got=f"{array.dtype} {array.shape}"
-        )
-    x = torch.from_numpy(np.array(array, dtype=np.float64, order="C"))
+    array = read_arrays(path, "file of tokens", _ENDINGS).get("X" if path.suffix == ".npz" else "")
+    if array is None or array.ndim != 2 or 0 in array.shape:
+        got = "none of that name" if array is None else f"shape {tuple(array.shape)}"
+        raise ArgumentError("start", expected=f"an array X (n, d) of numbers in {path}", got=got)
+    x = array.double()
     if not bool(torch.isfinite(x).all()):
         raise ArgumentError("start", expected=f"finite numbers in {path}", got="NaN or infinity")
     return x
-
-
-def _unreadable(path: Path, why: str) -> ArgumentError:
-    return ArgumentError("start", expected=f"tokens in {path}", got=f"a file that cannot be read: {why}")

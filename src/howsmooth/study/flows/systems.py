@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, SinkhornAttention, TokenMap
+from howsmooth.study.flows.plan import FlowPlan
+from howsmooth.study.plan import derive_seed
 
 __all__ = ["SYSTEMS", "NamedSystem", "build_system"]
 
@@ -66,31 +68,17 @@ SYSTEMS: Mapping[str, NamedSystem] = {
 """All of them, by name."""
 
 
-def build_system(
-    name: str, d: int, *, attention: str, causal: bool, beta: float, generator: torch.Generator
-) -> TokenMap:
-    """Build the map of a named system.
+def build_system(plan: FlowPlan, d: int) -> TokenMap:
+    """Build the map of a named system in dimension d; the seed of the plan decides random matrices.
 
-    Parameters
-    ----------
-    name
-        Of :data:`SYSTEMS`.
-    d
-        Dimension of a token.
-    attention
-        ``softmax``: scores β⟨q_i, k_j⟩; ``l2``: scores −β|q_i − k_j|²; ``sinkhorn``: those of softmax, made
-        doubly stochastic.
-    causal
-        A token sees itself and those before it.
-    beta
-        The factor β.
-    generator
-        Of random matrices.
-
+    Scores are β⟨q_i, k_j⟩, with the attention ``l2`` −β|q_i − k_j|²; ``sinkhorn`` makes the weights doubly
+    stochastic.
     """
-    query, key, value = (matrix[None] for matrix in SYSTEMS[name].matrices(d, generator))
-    if attention == "l2":
-        return L2Attention(query, key, value, scale=beta, causal=causal)
-    if attention == "sinkhorn":
-        return SinkhornAttention(query, key, value, scale=beta)
-    return SelfAttention(query, key, value, scale=beta, causal=causal)
+    seed = derive_seed(purpose="system", name=plan.source, seed=plan.seed)
+    matrices = SYSTEMS[plan.source].matrices(d, torch.Generator().manual_seed(seed))
+    query, key, value = (matrix[None] for matrix in matrices)
+    if plan.attention == "l2":
+        return L2Attention(query, key, value, scale=plan.beta, causal=plan.causal)
+    if plan.attention == "sinkhorn":
+        return SinkhornAttention(query, key, value, scale=plan.beta)
+    return SelfAttention(query, key, value, scale=plan.beta, causal=plan.causal)

@@ -1,7 +1,7 @@
 """The page that a newcomer reads: self-contained, from the store alone.
 
-``page`` puts it together; ``families``, ``caveats``, ``tables``, ``bounding`` and ``tokens`` say what it
-shows; ``data`` writes the numbers that its script reads, and ``wording`` how numbers and names are shown.
+``page`` puts it together; ``numbers`` writes what its script explores, ``tables`` its tables and headlines,
+and ``caveats`` what a reader must know. ``wording`` says how numbers and names are shown.
 """
 
 from __future__ import annotations

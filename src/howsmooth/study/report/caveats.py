@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pandas as pd
+
 from howsmooth.study.names import readable
-from howsmooth.study.sequences import overlapping
-from howsmooth.study.store import Contents
+from howsmooth.study.plan import ATTENTION_SCOPES
+from howsmooth.study.records import Contents
+from howsmooth.study.sequences import bounded_lengths
 
 __all__ = ["caveats"]
 
@@ -28,29 +31,9 @@ def caveats(contents: Contents) -> list[str]:
             "or larger, so that points of different lengths are not independent, and a model sees sizes here "
             "that it may not have been trained on."
         )
-    sequences = rows[["model", "text", "n", "sample", "start"]].drop_duplicates()
-    shared = sum(
-        overlapping(zip(group["start"], group["n"], strict=True))
-        for (_, text), group in sequences.groupby(["model", "text"])
-        if kinds.get(str(text)) != "images"
-    )
-    if shared:
-        words.append(
-            f"{shared} of the {len(sequences)} sequences overlap others of the same text, so that points are "
-            "not wholly independent, and the exponents' intervals are a little optimistic."
-        )
     if bool(models["random_init"].astype(bool).any()):
         words.append(
             "Models marked “random init” have untrained weights: they show the architecture, not training."
-        )
-    if any(
-        str(model).startswith("builtin-") and not untrained and text == "python-docs"
-        for model, untrained, text in contents.inputs.merge(models, left_on="model", right_on="label")[
-            ["name", "random_init", "text"]
-        ].itertuples(index=False)
-    ):
-        words.append(
-            "The built-in models were trained on the text python-docs itself, so they have seen it before."
         )
     trained_on_text = contents.inputs["tokenizer_source"].str.contains("trained on the text", case=False)
     if bool(trained_on_text.any()):
@@ -61,12 +44,18 @@ def caveats(contents: Contents) -> list[str]:
         words.append(
             "Models marked “as decoder” are encoders run with a causal mask that they were not trained with."
         )
-    lost = contents.failures[contents.failures["resolved"].isna()]
+    lost = contents.failures
     if len(lost):
-        distinct = lost.drop_duplicates(["model", "text", "scope", "layer", "head", "n", "sample"])
         words.append(
-            f"{len(distinct)} measurements failed and are missing here, the last because of: "
+            f"{len(lost)} measurements failed and are missing here, the last because of: "
             f"“{readable(str(lost['error'].iloc[-1]), longest=300)}” The next run tries them again."
+        )
+    without = _without_bounds(contents)
+    if without:
+        words.append(
+            f"{without} attentions at the shortest, the middle or the longest length have no bounds beside "
+            "them: these would take more than a fifth of the measurements' time, or were not asked for. "
+            "--bounds all computes them."
         )
     loose = int((~rows["converged"]).sum())
     if loose:
@@ -78,3 +67,20 @@ def caveats(contents: Contents) -> list[str]:
     if zeros:
         words.append(f"{zeros} constants are zero and cannot be shown or fitted on log axes.")
     return words
+
+
+def _without_bounds(contents: Contents) -> int:
+    """Count the attentions that could have bounds beside them, and have none."""
+    rows = contents.measurements
+    rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
+    could = {
+        key
+        for _, group in rows.groupby(["model", "text"])
+        for key in _keys(group[group["n"].isin(bounded_lengths(group["n"].unique().tolist()))])
+    }
+    return len(could - _keys(contents.bounds))
+
+
+def _keys(rows: pd.DataFrame) -> set[tuple[str, ...]]:
+    places = rows[["model", "text", "scope", "layer", "head", "n"]].astype(str).fillna("")
+    return set(places.itertuples(index=False, name=None))

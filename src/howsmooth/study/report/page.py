@@ -6,38 +6,33 @@ so that a browser runs and applies nothing else, whatever the data hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.study.exponents import LEVEL
 from howsmooth.study.figures import Picture
 from howsmooth.study.names import amount_in_words, kind_in_words, sentence
 from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.published_tables import compare
 from howsmooth.study.radius import STRATA
-from howsmooth.study.report import wording
-from howsmooth.study.report.bounding import bounds_beside, sharpest
+from howsmooth.study.records import Contents
+from howsmooth.study.report import tables, wording
 from howsmooth.study.report.caveats import caveats
-from howsmooth.study.report.data import embedded, scatter
-from howsmooth.study.report.families import families
-from howsmooth.study.report.published import beside, items_of
-from howsmooth.study.report.tables import convergence, exponent_rows, maskings, runs
-from howsmooth.study.report.tokens import first_shown, sensitive
-from howsmooth.study.sequences import APART_BY_LENGTH
-from howsmooth.study.store import Contents
+from howsmooth.study.report.numbers import bounds_beside, embedded, scatter, sensitive
 
 __all__ = ["render"]
 
 _ASSETS = Path(__file__).parents[1] / "templates" / "report"
-_SCRIPTS = (
-    "page.js", "chooser.js", "axes.js", "colours.js", "scatter.js", "bounds.js", "tokens.js", "start.js",
-)  # fmt: skip
+_SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js", "scatter.js", "bounds.js", "tokens.js")
 _MOST_BOUNDS = 60
+_MOST_INLINED = 40  # figures: a page with every head of a large model would be too heavy for a phone
+_DOTS_AN_INCH = 96  # of a CSS pixel
 
 
 def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
@@ -58,82 +53,122 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         HTML without a single reference to anything outside.
 
     """
-    named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
-    nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
-    environment = templates_of("howsmooth.study")
-    environment.filters |= {
-        "number": wording.number,
-        "slope": wording.slope,
-        "chance": wording.chance,
-        "plain": wording.plain,
-        "sentence": sentence,
-        "noun": lambda text: nouns.get(wording.plain(text), "text"),
-    }
     rows = contents.measurements
-    found = families(rows, exponents, pictures)
+    found = _families(rows, exponents, pictures)
     style, script = _style(found), _script()
-    published = contents.published
-    compared = compare(published)
+    compared = compare(contents.published)
     data = {
-        "scatter": scatter(rows, exponents, published) if len(rows) or len(published) else None,
+        "scatter": scatter(rows, exponents, contents.published, compared),
         "bounds": bounds_beside(contents.bounds, rows),
         "tokens": sensitive(contents.sensitivities),
     }
-    return environment.get_template("report.html.jinja").render(
+    kinds = set(contents.texts["kind"])
+    page: str = _template(contents).render(
         style=Markup(style),
         script=Markup(script),
         style_digest=digest(style),
         script_digest=digest(script),
         data=[(name, embedded(value)) for name, value in data.items() if value is not None],
-        left_out=_left_out(data["scatter"], lambda found: len(found["points"]["n"])),
-        published=beside(compared),
-        items=items_of(compared),
-        sharpest=sharpest(data["bounds"]) if data["bounds"] else [],
+        points=data["scatter"],
+        published=wording.records(compared),
+        items=tables.items_of(compared),
+        sharpest=tables.sharpest(data["bounds"]) if data["bounds"] else [],
         most_bounds=_MOST_BOUNDS,
-        first=first_shown(data["tokens"]) if data["tokens"] else None,
-        tokens_left_out=_left_out(data["tokens"], lambda found: len(found["rows"])),
+        tokens=data["tokens"],
         study=contents.study,
-        apart_by_length=contents.study.get("windows") == APART_BY_LENGTH,
-        level=f"{LEVEL * 100:.0f} %",
+        level=wording.CONFIDENCE,
         families=found,
-        exponents=exponent_rows(exponents),
+        exponents=wording.records(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
-        convergence=convergence(rows),
+        convergence=tables.convergence(rows),
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
         scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
         models=wording.records(contents.models),
         texts=wording.records(contents.texts),
-        amount=amount_in_words,
-        kinds=set(contents.texts["kind"]),
-        windows=not set(contents.texts["kind"]) <= {"images", "audio"} or contents.texts.empty,
+        kinds=kinds,
+        windows=not kinds <= {"images", "audio"} or not kinds,
         inputs=wording.records(contents.inputs),
-        runs=runs(contents.runs),
-        maskings=maskings(rows),
-        seconds=wording.duration(float(rows["seconds"].sum())),
+        runs=tables.runs(contents.runs),
+        maskings=tables.maskings(rows),
+        seconds=float(rows["seconds"].sum()),
         caveats=caveats(contents),
     )
+    return page
 
 
-def _left_out(
-    found: dict[str, Any] | None, counted: Callable[[dict[str, Any]], int]
-) -> dict[str, int] | None:
-    """Say how many of how many the page shows, if it does not show all."""
-    if found is None or counted(found) == found["total"]:
-        return None
-    return {"shown": counted(found), "total": found["total"]}
+def _template(contents: Contents) -> jinja2.Template:
+    named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
+    nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
+    environment = templates_of("howsmooth.study")
+    environment.globals |= {"amount": amount_in_words, "place": wording.place}
+    environment.filters |= {
+        "number": wording.number,
+        "slope": wording.slope,
+        "chance": wording.chance,
+        "plain": wording.plain,
+        "percent": lambda share: f"{100 * share:.2g} %",
+        "head": lambda head: "all" if head is None else head,
+        "duration": wording.duration,
+        "sentence": sentence,
+        "noun": lambda text: nouns.get(wording.plain(text), "text"),
+    }
+    return environment.get_template("report.html.jinja")
+
+
+def _families(
+    rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
+) -> list[dict[str, Any]]:
+    """List one entry a (model, text, scope): its headline, and its figures."""
+    found: list[dict[str, Any]] = []
+    room = _MOST_INLINED
+    for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
+        mine = [p for p in pictures if (p.model, p.text, p.scope) == (model, text, scope)]
+        singles = [picture for picture in mine if not picture.overview]
+        shown = singles[:room]
+        room -= len(shown)
+        fits = exponents.query("model == @model and text == @text and scope == @scope")
+        found.append(
+            {
+                "model": model,
+                "text": text,
+                "scope": scope,
+                "headline": tables.headline(group, fits),
+                "overviews": [_image(picture) for picture in mine if picture.overview],
+                "singles": [_image(picture) for picture in shown],
+                "not_shown": len(singles) - len(shown),
+            }
+        )
+    return found
+
+
+def _image(picture: Picture) -> dict[str, Any]:
+    data = base64.b64encode(picture.png.read_bytes()).decode()
+    return {
+        "source": f"data:image/png;base64,{data}",
+        "alt": picture.alt,
+        "place": "every layer" if picture.layer is None else wording.place(picture.layer, picture.head),
+        "file": f"figures/{picture.pdf.name}",
+        # As large as on paper, where there is room; still readable, by scrolling, where there is not.
+        "width": round(picture.inches * _DOTS_AN_INCH),
+        "least": round(max(min(picture.inches, 6.5), 0.55 * picture.inches) * _DOTS_AN_INCH),
+    }
 
 
 def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Read the style sheet, with a rule for each least width: the policy allows no style of an element."""
+    """Read the style sheets, with a rule for each least width: the policy allows no style of an element."""
     images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
     least = sorted({int(image["least"]) for image in images})
     rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
-    return style_sheet((_ASSETS / "report.css").read_text(encoding="utf-8")) + rules
+    return style_sheet(f"{_asset('uplot/uPlot.min.css')}\n{_asset('report.css')}") + rules
 
 
 def _script() -> str:
-    """Read the script, its parts in one scope of their own."""
-    parts = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+    """Read the script, its parts in one scope of their own, with the licence that uPlot asks to carry."""
+    parts = "\n".join(_asset(name) for name in _SCRIPTS)
+    return f'/*! uPlot:\n{_asset("uplot/LICENSE")}\n*/\n"use strict";\n(() => {{\n{parts}}})();\n'
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")

@@ -1,53 +1,104 @@
-"""Rows of the page's tables."""
+"""The headlines, and the rows of the page's tables."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pandas as pd
 
-from howsmooth.study.report.wording import records
+from howsmooth.study.exponents import LEVEL
+from howsmooth.study.names import decimal
+from howsmooth.study.report.wording import CONFIDENCE, number, place, records
 
-__all__ = ["convergence", "exponent_rows", "maskings", "runs"]
+__all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
+
+ITEM_MEANINGS = {
+    "output": "the output in place of the tangent: the square root of ‖Jᵀ f(X)‖ is returned",
+    "block": "the residual connection and the norm count as attention",
+    "unmasked": "an encoder run as a decoder is measured without its mask",
+    "dropout": "dropout stays on in an untrained model",
+    "stopping": "an absolute stopping rule, and at most 100 steps",
+}
+"""What each item of the published code changes, in a few words."""
 
 
-def exponent_rows(exponents: pd.DataFrame) -> list[dict[str, Any]]:
-    """List the exponents, heads in words."""
-    rows = []
-    for row in records(exponents):
-        head = row["head"]
-        rows.append({**row, "head": "all" if head is None else head})
-    return rows
+def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
+    """Say in one sentence what was found of a (model, text, scope), from its measurements and exponents."""
+    span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
+    low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
+    values = f"The constant goes from {low} to {high}"
+    good = sorted((row for row in records(exponents) if not row["note"]), key=lambda row: row["slope"])
+    if not good:
+        return f"{values} over {span}; there are too few lengths for an exponent."
+    first, last = good[0], good[-1]
+    least, most = decimal(first["slope"], 2), decimal(last["slope"], 2)
+    if len(good) == 1:
+        interval = f"{CONFIDENCE} interval {decimal(first['low'], 2)} to {decimal(first['high'], 2)}"
+        return f"It goes like n to the power {least} ({interval}) over {span}. {values}."
+    powers = f"of about {least} everywhere"
+    if least != most:
+        low_end, high_end = (place(row["layer"], row["head"]) for row in (first, last))
+        powers = f"between {least} ({low_end}) and {most} ({high_end})"
+    quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
+    return (
+        f"It goes like n to a power {powers} over {span}. {values}. "
+        f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
+    )
+
+
+def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """List for each place the lowest bound above and the highest below, with their ratios to the constant.
+
+    Whole layers come before their heads, which can be very many.
+
+    Parameters
+    ----------
+    found
+        As :func:`~howsmooth.study.report.numbers.bounds_beside`.
+
+    """
+    table = []
+    for place_ in sorted(found["places"], key=lambda one: one["head"] is not None):
+        value = place_["measured"] and place_["measured"][0]
+        holding = [row for row in place_["rows"] if row[4] and row[2]]
+        # Below, only what is said of this sequence: the largest constant of a ball may be elsewhere.
+        upper = min((row for row in holding if row[1]), key=lambda row: row[2], default=None)
+        lower = max((row for row in holding if row[6] and not row[1]), key=lambda row: row[2], default=None)
+        row = {name: found["names"][name][place_[name]] for name in ("model", "text", "scope")}
+        row |= {"layer": place_["layer"], "n": place_["n"], "head": place_["head"], "measured": value}
+        for side, best in (("upper", upper), ("lower", lower)):
+            row[side] = best and {
+                "value": best[2],
+                "name": found["labels"][best[0]],
+                "ratio": best[2] / value if value else None,
+            }
+        table.append(row)
+    return table
 
 
 def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Say for each (model, text, scope) how many measurements converged, and how narrowly."""
-    found = []
-    for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
-        width = (group["upper"] - group["lower"]) / group["lipschitz"].where(group["lipschitz"] > 0)
-        found.append(
-            {
-                "model": model,
-                "text": text,
-                "scope": scope,
-                "total": len(group),
-                "converged": int(group["converged"].sum()),
-                "width": float(width.median()) if width.notna().any() else math.nan,
-                "widest": float(width.max()) if width.notna().any() else math.nan,
-                "iterations": float(group["iterations"].median()),
-            }
+    width = (rows["upper"] - rows["lower"]) / rows["lipschitz"].where(rows["lipschitz"] > 0)
+    found = (
+        rows.assign(width=width)
+        .groupby(["model", "text", "scope"], sort=True)
+        .agg(
+            total=("converged", "size"),
+            converged=("converged", "sum"),
+            width=("width", "median"),
+            widest=("width", "max"),
+            iterations=("iterations", "median"),
         )
-    return found
+    )
+    return records(found.reset_index())
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
     """List the masks of each model."""
-    pairs = rows[["model", "masking"]].drop_duplicates().sort_values(["model", "masking"])
     return [
-        (str(model), ", ".join(str(name) for name in group["masking"]))
-        for model, group in pairs.groupby("model", sort=True)
+        (str(model), ", ".join(sorted(str(name) for name in group.unique())))
+        for model, group in rows.groupby("model", sort=True)["masking"]
     ]
 
 
@@ -56,3 +107,9 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [
         {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in records(table)
     ]
+
+
+def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
+    """List the items of the published code that occur, each with its meaning."""
+    there = {item for items in compared["items"] for item in str(items).split(",")}
+    return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]

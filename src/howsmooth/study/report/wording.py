@@ -8,9 +8,13 @@ from typing import Any
 
 import pandas as pd
 
+from howsmooth.study.exponents import LEVEL
 from howsmooth.study.names import decimal, readable
 
-__all__ = ["chance", "duration", "number", "place", "plain", "records", "slope"]
+__all__ = ["CONFIDENCE", "chance", "duration", "number", "place", "plain", "records", "slope"]
+
+CONFIDENCE = f"{LEVEL * 100:.0f} %"
+"""Of the intervals of exponents and correlations."""
 
 
 def number(value: float | None) -> str:
@@ -19,19 +23,17 @@ def number(value: float | None) -> str:
 
 
 def slope(value: float | None) -> str:
-    """Show an exponent or a correlation."""
+    """Show an exponent or a correlation, a missing one as nothing."""
     return "" if value is None or math.isnan(value) else decimal(value, 3)
 
 
 def chance(value: float | None) -> str:
     """Show a p value; very small ones only as such, since their digits mean nothing."""
-    if value is None or math.isnan(value):
-        return ""
-    return "below 0.001" if value < 0.001 else decimal(value, 3)
+    return "below 0.001" if value is not None and value < 0.001 else slope(value)
 
 
 def plain(value: object) -> str:
-    """Names and paths as they can be shown: no control or direction characters, not endless."""
+    """Make a name or a path fit to be shown: no control or direction characters, not endless."""
     return readable(str(value), longest=300)
 
 
@@ -44,17 +46,15 @@ def duration(seconds: float) -> str:
     """Show a time in words."""
     if seconds < 60:
         return f"{seconds:.1f} seconds"
-    words = str(timedelta(seconds=round(seconds)))
-    return f"{words} (hours:minutes:seconds)"
+    return f"{timedelta(seconds=round(seconds))} (hours:minutes:seconds)"
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as dictionaries of plain Python values, missing ones None."""
+    """List the rows of a table as dictionaries of plain Python values, missing ones None."""
     return [
-        {str(name): None if _missing(value) else value for name, value in row.items()}
+        {
+            str(name): value if isinstance(value, list) or not pd.isna(value) else None
+            for name, value in row.items()
+        }
         for row in table.astype(object).to_dict("records")
     ]
-
-
-def _missing(value: object) -> bool:
-    return not isinstance(value, list) and bool(pd.isna(value))  # type: ignore[call-overload]

@@ -1,396 +1,322 @@
-// ---- the scatter plot: all points on one canvas, what is pointed at on another above it
+// ---- the explorer: uPlot draws; what is shown, in which colours and with which words, is chosen here
 
-const AXES = {
-  n: "sequence length n (tokens)",
-  radius: "radius R (root mean square token norm)",
-};
-const REFERENCES = [[0.25, [6, 4]], [0.5, [2, 3]]];
+const ACROSS = { n: "length n", radius: "radius R" };
+const KEYS = ["model", "text", "scope", "layer", "head", "quantity"];
+const TITLES = { n: "sequence length n (tokens)", radius: "radius R (root mean square token norm)" };
 const MOST_LINES = 60;
+const MOST_VALUES = 12; // of lengths or radii that have a colour each; more of them share
+const CLASSES = 8; // colours
+
+const darkness = matchMedia("(prefers-color-scheme: dark)");
+const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// From violet to green in equal steps of lightness, by which they are told apart without colour vision as well.
+function colourAt(share) {
+  return `oklch(${(darkness.matches ? 0.56 : 0.26) + 0.38 * share} 0.13 ${310 - 190 * share})`;
+}
+
+// At most so many round numbers between two positive ones, or multiples of a step: uPlot has too few in a decade.
+function ticks(low, high, step, most) {
+  const least = Math.floor(Math.log10(low));
+  const powers = Array.from({ length: 2 + Math.floor(Math.log10(high / low)) }, (_, k) => least + k);
+  const choices = [[1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 3, 5], [1, 3], [1]].map((digits) => {
+    const all = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
+    return all.filter((tick) => tick >= low && tick <= high);
+  });
+  const chosen = choices.find((found) => found.length <= most) ?? choices.at(-1);
+  if (chosen.length >= 3) return chosen.filter((_, k) => k % Math.ceil(chosen.length / most) === 0);
+  const first = Math.ceil(low / step);
+  const count = 1 + Math.floor(high / step) - first;
+  return Array.from({ length: count }, (_, k) => Number(((first + k) * step).toPrecision(12)));
+}
+
+// A scale's ends, with room beside the points.
+function around(plot, low, high) {
+  if (low === null) return [1, 10];
+  const margin = high > 1.05 * low ? (high / low) ** 0.05 : 1.05;
+  return [low / margin, high * margin];
+}
+
+// Lines for uPlot, each between two neighbouring entries of the data.
+function segments(plot, series) {
+  const stroke = new Path2D();
+  const [xs, ys] = plot.data[series];
+  xs.forEach((x, index) => {
+    const place = [plot.valToPos(x, "x", true), plot.valToPos(ys[index], "y", true)];
+    stroke[index % 2 ? "lineTo" : "moveTo"](...place);
+  });
+  return { stroke };
+}
+
+// What uPlot draws, as its data and their look: such lines, points, and a power law between two lengths.
+const lines = (xs, ys, look) => [[xs, ys], { paths: segments, points: { show: false }, ...look }];
+const dots = (xs, ys, look) => (
+  [[xs, ys], { paths: () => null, points: { show: true, filter: () => [...xs.keys()], ...look } }]);
+const power = (ends, { slope, intercept }, look) => (
+  lines(ends, ends.map((end) => Math.exp(intercept + slope * Math.log(end))), { auto: false, ...look }));
 
 class Scatter {
-  constructor(data) {
-    this.names = data.names;
-    this.groups = data.groups;
-    this.points = data.points;
-    this.level = data.level;
-    this.x = "n";
-    this.current = -1;
-    this.base = find("scatter-points");
-    this.top = find("scatter-pointed");
+  constructor({ names, groups, points }) {
+    Object.assign(this, { names, groups, points, x: "n", current: -1 });
+    for (const part of ["legend", "lines", "fit", "mark", "tip", "summary", "said"]) this[part] = find(`scatter-${part}`);
     this.box = find("scatter");
-    this.tip = find("scatter-tip");
-
-    this.chooser = new Chooser(
-      find("scatter-fields"),
-      fieldsOf(this.names, "quantity"),
-      this.groups,
-      { start: { model: 0, text: 0, scope: 0, quantity: 0 }, all: true, changed: () => this.changed() },
-    );
-    this.xMenu = this.menu("across", { n: "length n", radius: "radius R" }, (value) => { this.x = value; });
-    this.colourMenu = this.menu("colour", {
-      radius: "radius R", n: "length n", layer: "layer", head: "head",
-      model: "model", text: "text", scope: "scope", quantity: "quantity",
-    }, (value) => { this.colour = value; });
-    for (const option of this.colourMenu.options) {
-      const values = new Set(this.groups.map((group) => group[option.value]));
-      option.hidden = option.disabled = !(option.value in this.points) && values.size < 2;
-    }
-    this.colour = new Set(this.groups.map((group) => group.layer)).size > 1 ? "layer" : "radius";
-    this.colourMenu.value = this.colour;
-
-    this.box.addEventListener("pointermove", (event) => this.pointed(event));
-    this.box.addEventListener("pointerdown", (event) => this.pointed(event));
+    const several = (key) => key in ACROSS || new Set(groups.map((group) => group[key])).size > 1;
+    this.colour = several("layer") ? "layer" : "radius";
+    this.chooser = new Chooser(find("scatter-fields"), KEYS, names, groups, {
+      choice: { model: 0, text: 0, scope: 0, quantity: 0 }, all: true, changed: () => this.choose(),
+    });
+    this.menu("across", "x", Object.keys(ACROSS));
+    this.menu("colour", "colour", [...Object.keys(ACROSS), ...KEYS].filter(several));
+    for (const [id, factor] of [["in", 0.5], ["out", 2], ["all", 0]]) find(`scatter-${id}`).onclick = () => this.zoom(factor);
+    this.box.onpointermove = this.box.onpointerdown = (event) => this.point(event);
     // A finger that is lifted leaves, too; what it has chosen stays.
-    this.box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") this.show(-1); });
-    this.box.addEventListener("keydown", (event) => this.key(event));
-    this.box.addEventListener("blur", () => this.show(-1));
-    darkness.addEventListener("change", () => this.paint());
-    this.filter();
-    new ResizeObserver(() => this.paint()).observe(this.box);
+    this.box.onpointerleave = (event) => event.pointerType !== "touch" && this.show(-1);
+    this.box.onkeydown = (event) => this.key(event);
+    darkness.addEventListener("change", () => this.choose());
+    this.choose();
+    new ResizeObserver(() => this.plot.setSize(this.size())).observe(this.box);
   }
 
-  menu(label, options, chosen) {
-    const menu = make("select", { "data-key": label });
-    for (const [value, words] of Object.entries(options)) menu.append(make("option", { value }, words));
-    menu.addEventListener("change", () => { chosen(menu.value); this.changed(); });
-    find("scatter-fields").append(make("label", { class: "field" }, make("span", {}, label), menu));
-    return menu;
-  }
-
-  changed() {
-    this.filter();
-    this.paint();
+  menu(label, field, keys) {
+    const menu = this.chooser.menu(label, label, () => { this[field] = menu.value; this.choose(); });
+    menu.append(...keys.map((key) => make("option", { value: key }, ACROSS[key] ?? key)));
+    menu.value = this[field];
   }
 
   // ---- what is shown
 
-  filter() {
-    const { group, value, radius } = this.points;
+  choose() {
+    const { group, value, [this.x]: across } = this.points;
     const fits = this.groups.map((one) => this.chooser.fits(one));
-    this.visible = [];
-    this.zeros = 0;
-    for (let index = 0; index < group.length; index++) {
-      if (!fits[group[index]]) continue;
-      if (value[index] > 0 && (this.x !== "radius" || radius[index] > 0)) this.visible.push(index);
-      else this.zeros += 1;
-    }
-    const present = new Set(this.visible.map((index) => group[index]));
-    this.chosen = this.groups.filter((one, index) => present.has(index));
-    this.show(-1);
-    this.columns = null;
-    this.summarise();
+    const fitting = [...group.keys()].filter((index) => fits[group[index]]);
+    this.visible = fitting.filter((index) => value[index] > 0 && across[index] > 0)
+      .sort((a, b) => across[a] - across[b] || value[a] - value[b]);
+    this.zeros = fitting.length - this.visible.length;
+    this.classify();
+    this.legend.replaceChildren(...this.classes.map((one) => make("li", {}, this.button(one))));
+    this.paint();
   }
 
+  // Put the visible points into classes of one colour each.
+  classify() {
+    const key = this.colour;
+    const values = this.points[key] ?? this.points.group.map((group) => this.groups[group][key]);
+    const sorted = this.visible.map((index) => values[index]).sort(upwards);
+    const each = [...new Set(sorted)];
+    const alone = each.length <= MOST_VALUES || !(key in ACROSS);
+    const equal = Array.from({ length: CLASSES }, (_, k) => sorted[Math.floor((k * sorted.length) / CLASSES)]);
+    const starts = alone ? each : [...new Set(equal)];
+    this.classes = starts.map((least, place) => ({
+      label: alone ? this.chooser.name(key, least) : `${key === "n" ? "n" : "R"} from ${shown(least)}`,
+      colour: colourAt(starts.length > 1 ? place / (starts.length - 1) : 0.5),
+      points: this.visible.filter((index) => upwards(values[index], least) >= 0
+        && (place === starts.length - 1 || upwards(values[index], starts[place + 1]) < 0)),
+      on: true,
+    }));
+  }
+
+  button(one) {
+    const swatch = make("span", { class: "swatch" });
+    swatch.style.background = one.colour;
+    const button = make("button", { type: "button", "aria-pressed": true }, swatch, one.label);
+    button.onclick = () => {
+      one.on = !one.on;
+      button.setAttribute("aria-pressed", one.on);
+      this.paint();
+    };
+    return button;
+  }
+
+  // Say in words what is shown, below the plot and as its label.
   summarise() {
-    const words = [`${this.visible.length} measurements`];
-    const loose = this.visible.filter((index) => !this.points.converged[index]).length;
+    const { value, converged, [this.x]: across } = this.points;
+    const several = Object.keys(this.names).filter((axis) => new Set(this.chosen.map((one) => one[axis])).size > 1);
+    const said = (one) => [one.where, ...several.map((axis) => this.names[axis][one[axis]]), one.exponent].join(", ");
+    const loose = this.shown.filter((index) => !converged[index]).length;
+    const words = [`${this.shown.length} measurements`];
     if (loose) words.push(`, ${loose} of them not converged (hollow, with their interval)`);
     if (this.zeros) words.push(`; ${this.zeros} more are zero and cannot be shown on log axes`);
-    words.push(". ");
-    const fitted = this.chosen.filter((one) => one.fit).sort((a, b) => a.fit.slope - b.fit.slope);
-    if (fitted.length === 1) words.push(`Exponent of ${this.place(fitted[0])}: ${this.exponent(fitted[0].fit)}.`);
-    else if (fitted.length) {
-      const [least, most] = [fitted[0], fitted[fitted.length - 1]];
-      words.push(`${fitted.length} exponents, from ${fixed(least.fit.slope, 3)} (${this.amongChosen(least)}) `
-        + `to ${fixed(most.fit.slope, 3)} (${this.amongChosen(most)}).`);
-    }
-    if (fitted.length > MOST_LINES) words.push(` Their lines are drawn for ${MOST_LINES} or fewer.`);
-    find("scatter-summary").textContent = words.join("");
-  }
-
-  place(group) {
-    return `layer ${group.layer}${group.head === null ? "" : `, head ${group.head}`}`;
-  }
-
-  // A group's place, with whatever else tells it from the others that are shown.
-  amongChosen(group) {
-    const several = Object.keys(this.names).filter((axis) => this.chosen.some((one) => one[axis] !== group[axis]));
-    return [this.place(group), ...several.map((axis) => this.names[axis][group[axis]])].join(", ");
-  }
-
-  exponent(fit) {
-    const p = fit.quarter < 0.001 ? "below 0.001" : fixed(fit.quarter, 3);
-    return `${fixed(fit.slope, 3)}, ${this.level} interval ${fixed(fit.low, 3)} to ${fixed(fit.high, 3)}, p for 1/4 ${p}`;
+    const [least, largest, count] = [this.fitted[0], this.fitted.at(-1), this.fitted.length];
+    if (count === 1) words.push(`. One exponent: ${said(least)}`);
+    if (count > 1) words.push(`. ${count} exponents. The least: ${said(least)}. The largest: ${said(largest)}`);
+    if (count > MOST_LINES) words.push(`. Their lines are drawn for ${MOST_LINES} or fewer`);
+    this.summary.textContent = `${words.join("")}.`;
+    const span = (all) => {
+      const values = this.shown.map((index) => all[index]);
+      return `from ${shown(Math.min(...values))} to ${shown(Math.max(...values))}`;
+    };
+    this.box.setAttribute("aria-label", this.shown.length === 0 ? "Scatter plot without points"
+      : `Scatter plot of constants ${span(value)}, against the ${ACROSS[this.x]} ${span(across)}. `
+        + "The arrow keys go from point to point.");
   }
 
   describe(index) {
     const { group, n, sample, radius, value, lower, upper, converged } = this.points;
     const one = this.groups[group[index]];
-    const quantity = this.names.quantity[one.quantity];
-    const interval = lower[index] === null || upper[index] === null
-      ? "no interval"
-      : `interval ${shown(lower[index], 6)} to ${shown(upper[index], 6)}`;
+    const [model, text, scope, quantity] = Object.keys(this.names).map((axis) => this.names[axis][one[axis]]);
+    const interval = lower[index] === null || upper[index] === null ? "no interval"
+      : `interval ${shown(lower[index], 6)} to ${shown(upper[index], 6)}${converged[index] ? "" : ", not converged"}`;
     return [
-      `${this.names.model[one.model]}, ${this.place(one)}, scope ${this.names.scope[one.scope]}`,
-      `text ${this.names.text[one.text]}, sample ${sample[index]}`,
+      `${model}, ${one.where}, scope ${scope}`,
+      `text ${text}, sample ${sample[index]}`,
       `n = ${n[index]}, radius ${shown(radius[index])}`,
-      `${quantity === "measured" ? "constant" : quantity} ${shown(value[index], 6)}, ${interval}`
-        + (converged[index] ? "" : ", not converged"),
-      one.fit ? `exponent ${this.exponent(one.fit)}` : `no exponent: ${one.note}`,
+      `${quantity === "measured" ? "constant" : quantity} ${shown(value[index], 6)}, ${interval}`,
+      one.exponent,
     ];
   }
 
   // ---- drawing
 
+  size() {
+    return { width: this.box.clientWidth, height: this.box.clientHeight };
+  }
+
   paint() {
-    const width = Math.floor(this.box.clientWidth);
-    if (width < 50) return;
-    const height = Math.round(Math.min(540, Math.max(340, 0.58 * width)));
-    this.ratio = devicePixelRatio || 1;
-    for (const canvas of [this.base, this.top]) {
-      canvas.width = Math.round(width * this.ratio);
-      canvas.height = Math.round(height * this.ratio);
-    }
-    this.box.style.height = `${height}px`;
-    this.width = width;
-    this.radius = width < 500 ? 2.6 : 3.6;
-    this.colours = scaleOfColours(this.colour, this);
-    this.frame = { left: 62, right: width - (this.colours.bar ? 78 : 14), top: 14, bottom: height - 48 };
-    const context = this.base.getContext("2d");
-    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    context.font = "12px system-ui, sans-serif";
-    this.legend();
-    if (this.visible.length === 0) {
-      context.fillStyle = themed("soft");
-      context.fillText("Nothing fits these choices.", this.frame.left, this.frame.top + 20);
-      return;
-    }
-    this.setAxes();
-    this.drawAxes(context);
-    context.save();
-    context.beginPath();
-    const { left, right, top, bottom } = this.frame;
-    context.rect(left, top, right - left, bottom - top);
-    context.clip();
-    if (this.x === "n") this.drawReferences(context);
-    this.drawPoints(context);
-    if (this.x === "n") this.drawFits(context);
-    context.restore();
-    if (this.colours.bar) drawBar(context, this.colours, this.frame);
-    this.show(this.current);
+    const on = this.classes.filter((one) => one.on);
+    const there = new Set(on.flatMap((one) => one.points));
+    this.shown = this.visible.filter((index) => there.has(index));
+    const present = new Set(this.shown.map((index) => this.points.group[index]));
+    this.chosen = this.groups.filter((one, index) => present.has(index));
+    this.fitted = this.chosen.filter((one) => one.fit).sort((a, b) => a.fit.slope - b.fit.slope);
+    this.current = -1;
+    this.summarise();
+    // The first series is empty: uPlot asks for one, also where nothing is shown.
+    const nothing = lines([], [], { auto: false });
+    const drawn = [nothing, ...this.references(), ...on.flatMap((one) => this.dots(one)), ...this.fits()];
+    const facets = () => ["x", "y"].map((scale) => ({ scale, auto: true }));
+    this.plot?.destroy();
+    this.plot = new uPlot({
+      ...this.size(),
+      mode: 2,
+      legend: { show: false },
+      cursor: { x: false, y: false, points: { show: false }, drag: { x: true, y: true, dist: 5 } },
+      hooks: { draw: [() => this.show(this.current)] },
+      scales: Object.fromEntries(["x", "y"].map((scale) => [scale, { time: false, distr: 3, range: around }])),
+      axes: [this.axis("x", TITLES[this.x], 60), this.axis("y", "local Lipschitz constant", 45)],
+      series: [{}, ...drawn.map(([, look]) => ({ facets: facets(), ...look }))],
+    }, [null, ...drawn.map(([data]) => data)], this.box);
   }
 
-  setAxes() {
-    const { value, lower, upper, converged } = this.points;
-    const across = this.points[this.x];
-    let [xLow, xHigh, yLow, yHigh] = [Infinity, 0, Infinity, 0];
-    for (const index of this.visible) {
-      xLow = Math.min(xLow, across[index]);
-      xHigh = Math.max(xHigh, across[index]);
-      const whole = converged[index] || !(lower[index] > 0);
-      yLow = Math.min(yLow, whole ? value[index] : lower[index]);
-      yHigh = Math.max(yHigh, converged[index] || upper[index] === null ? value[index] : upper[index]);
-    }
-    this.xAxis = new LogAxis(xLow, xHigh, this.frame.left, this.frame.right);
-    this.yAxis = new LogAxis(yLow, yHigh, this.frame.bottom, this.frame.top);
-    this.xs = Float32Array.from(this.visible, (index) => this.xAxis.at(across[index]));
-    this.ys = Float32Array.from(this.visible, (index) => this.yAxis.at(value[index]));
+  axis(scale, label, space) {
+    const font = "12px system-ui, sans-serif";
+    const most = () => Math.max(3, Math.floor(this.size()[scale === "x" ? "width" : "height"] / space));
+    const possible = (tick) => scale === "y" || this.x !== "n" || Number.isInteger(tick);
+    return {
+      scale, label, font, labelFont: font, labelSize: 22, size: scale === "x" ? 30 : 52, ticks: { show: false },
+      stroke: themed("ink"), grid: { stroke: themed("line"), width: 1 },
+      splits: (plot, axis, low, high, step) => ticks(low, high, step, most()).filter(possible),
+      filter: (plot, found) => found,
+      values: (plot, found) => found.map((tick) => shown(tick)),
+    };
   }
 
-  drawAxes(context) {
-    const { left, right, top, bottom } = this.frame;
-    context.lineWidth = 1;
-    context.strokeStyle = themed("line");
-    context.fillStyle = themed("ink");
-    context.textAlign = "center";
-    context.textBaseline = "top";
-    for (const tick of this.xAxis.ticks(Math.max(3, Math.floor((right - left) / 48)))) {
-      const x = Math.round(this.xAxis.at(tick)) + 0.5;
-      line(context, [[x, top], [x, bottom]]);
-      context.fillText(shown(tick), x, bottom + 6);
-    }
-    context.fillText(AXES[this.x], (left + right) / 2, bottom + 26, right - left);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const tick of this.yAxis.ticks(8)) {
-      const y = Math.round(this.yAxis.at(tick)) + 0.5;
-      line(context, [[left, y], [right, y]]);
-      context.fillText(shown(tick), left - 6, y);
-    }
-    context.strokeStyle = themed("soft");
-    line(context, [[left, top], [left, bottom], [right, bottom]]);
-    context.save();
-    context.translate(13, (top + bottom) / 2);
-    context.rotate(-Math.PI / 2);
-    context.textAlign = "center";
-    context.fillText("local Lipschitz constant", 0, 0);
-    context.restore();
+  // Lines of slope 1/4 and 1/2, where there are lengths to compare.
+  references() {
+    const { value, n } = this.points;
+    const ends = [n[this.shown[0]], n[this.shown.at(-1)]];
+    this.lines.hidden = this.x !== "n" || ends[0] === ends[1];
+    if (this.lines.hidden) return [];
+    const middle = Math.log(ends[0] * ends[1]) / 2;
+    const fit = this.chosen.length === 1 && this.chosen[0].fit;
+    const height = fit ? fit.intercept + fit.slope * middle
+      : this.shown.reduce((sum, index) => sum + Math.log(value[index]), 0) / this.shown.length;
+    const look = { stroke: themed("soft"), width: 1.3 };
+    return [[1 / 4, [6, 4]], [1 / 2, [2, 3]]].map(([slope, dash]) => (
+      power(ends, { slope, intercept: height - slope * middle }, { ...look, dash })));
   }
 
-  drawReferences(context) {
-    let logs = 0;
-    for (const index of this.visible) logs += Math.log(this.points.value[index]);
-    const { low, high } = this.xAxis;
-    const middle = Math.sqrt(low * high);
-    const one = this.chosen.length === 1 ? this.chosen[0].fit : null;
-    const height = one ? Math.exp(one.intercept + one.slope * Math.log(middle)) : Math.exp(logs / this.visible.length);
-    context.strokeStyle = themed("soft");
-    context.lineWidth = 1.3;
-    for (const [slope, dashes] of REFERENCES) {
-      context.setLineDash(dashes);
-      line(context, [low, high].map((n) => [this.xAxis.at(n), this.yAxis.at(height * (n / middle) ** slope)]));
-    }
-    context.setLineDash([]);
+  // The points of a class; those that did not converge hollow, on a line that is their interval.
+  dots({ points, colour }) {
+    const { value, lower, upper, converged, [this.x]: across } = this.points;
+    const of = (all, chosen) => chosen.map((index) => all[index]);
+    const [loose, done] = [0, 1].map((wanted) => points.filter((index) => converged[index] === wanted));
+    const low = (index) => (lower[index] > 0 ? lower[index] : value[index]);
+    const ends = loose.flatMap((index) => [low(index), upper[index] ?? value[index]]);
+    const size = this.box.clientWidth < 500 ? 6 : 8;
+    return [
+      lines(loose.flatMap((index) => [across[index], across[index]]), ends, { stroke: colour, width: 1.2 }),
+      dots(of(across, done), of(value, done), { fill: colour, width: 0, size }),
+      dots(of(across, loose), of(value, loose), { stroke: colour, fill: themed("paper"), width: 1.5, size }),
+    ].filter(([[xs]]) => xs.length);
   }
 
-  drawFits(context) {
-    const fitted = this.chosen.filter((one) => one.fit);
-    if (fitted.length > MOST_LINES) return;
-    for (const one of fitted) {
-      const { intercept, slope, n_min, n_max } = one.fit;
-      const ends = [n_min, n_max].map(
-        (n) => [this.xAxis.at(n), this.yAxis.at(Math.exp(intercept + slope * Math.log(n)))],
-      );
-      context.lineWidth = 3.6;
-      context.strokeStyle = themed("paper");
-      line(context, ends);
-      context.lineWidth = 2;
-      context.strokeStyle = fitted.length === 1 ? themed("fit") : this.colours.ofGroup(one) ?? themed("ink");
-      line(context, ends);
-    }
-  }
-
-  drawPoints(context) {
-    const { group, value, lower, upper, converged } = this.points;
-    const sprites = new Map();
-    context.save();
-    context.setTransform(1, 0, 0, 1, 0, 0);
-    this.visible.forEach((index, place) => {
-      const [kind, colour, shape] = this.colours.of(index, this.groups[group[index]]);
-      const key = kind * 2 + converged[index];
-      if (!sprites.has(key)) sprites.set(key, this.sprite(colour, shape, !converged[index]));
-      const sprite = sprites.get(key);
-      const [x, y] = [this.xs[place] * this.ratio, this.ys[place] * this.ratio];
-      if (!converged[index] && lower[index] > 0 && upper[index] !== null) {
-        context.strokeStyle = colour;
-        context.lineWidth = 1.2 * this.ratio;
-        const ends = [lower[index], upper[index]].map((end) => this.yAxis.at(end) * this.ratio);
-        line(context, ends.map((end) => [x, end]));
-      }
-      context.drawImage(sprite, Math.round(x - sprite.width / 2), Math.round(y - sprite.height / 2));
+  fits() {
+    const drawn = this.fitted.length <= MOST_LINES ? this.fitted : [];
+    this.fit.hidden = drawn.length === 0;
+    if (this.x !== "n") return [];
+    const groupOf = (index) => this.groups[this.points.group[index]];
+    const colours = new Map(this.classes.flatMap((one) => one.points.map((index) => [groupOf(index), one.colour])));
+    return drawn.flatMap((one) => {
+      const ends = [one.fit.n_min, one.fit.n_max];
+      const stroke = drawn.length === 1 ? themed("fit") : this.colour in ACROSS ? themed("ink") : colours.get(one);
+      return [power(ends, one.fit, { stroke: themed("paper"), width: 4.5 }), power(ends, one.fit, { stroke, width: 2.2 })];
     });
-    context.restore();
-  }
-
-  sprite(colour, shape, hollow) {
-    const size = Math.ceil((2.5 * this.radius + 3) * this.ratio);
-    const canvas = document.createElement("canvas");
-    canvas.width = canvas.height = size;
-    const context = canvas.getContext("2d");
-    trace(context, shape, size / 2, size / 2, this.radius * this.ratio);
-    context.fillStyle = hollow ? themed("paper") : colour;
-    context.fill();
-    context.lineWidth = (hollow ? 1.5 : 0.7) * this.ratio;
-    context.strokeStyle = hollow ? colour : themed("rim");
-    context.stroke();
-    return canvas;
-  }
-
-  // ---- the legend
-
-  legend() {
-    const items = [];
-    if (this.colour in this.names) {
-      const present = [...new Set(this.chosen.map((one) => one[this.colour]))].sort((a, b) => a - b);
-      for (const value of present) {
-        const swatch = make("canvas", { width: "32", height: "32", "aria-hidden": "true" });
-        const context = swatch.getContext("2d");
-        trace(context, SHAPES[value % SHAPES.length], 16, 16, 10);
-        context.fillStyle = named(value);
-        context.fill();
-        items.push(make("li", {}, swatch, this.names[this.colour][value]));
-      }
-    }
-    find("scatter-legend").replaceChildren(...items);
-    const fitted = this.chosen.filter((one) => one.fit).length;
-    find("scatter-lines").hidden = this.x !== "n" || this.visible.length === 0;
-    find("scatter-fitted").hidden = fitted === 0 || fitted > MOST_LINES;
-    find("scatter-fitted").classList.toggle("single", fitted === 1);
   }
 
   // ---- pointing
 
-  pointed(event) {
-    if (this.visible.length === 0) return;
-    const box = this.box.getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const reach = event.pointerType === "touch" ? 30 : 16;
-    let [found, least] = [-1, reach * reach];
-    for (let place = 0; place < this.xs.length; place++) {
-      const distance = (this.xs[place] - x) ** 2 + (this.ys[place] - y) ** 2;
+  at(place) {
+    const index = this.shown[place];
+    const { value, [this.x]: across } = this.points;
+    return [this.plot.valToPos(across[index], "x"), this.plot.valToPos(value[index], "y")];
+  }
+
+  point(event) {
+    if (event.buttons && event.pointerType === "mouse") return; // A part to zoom into is being drawn.
+    const inside = this.plot.over.getBoundingClientRect();
+    let [found, least] = [-1, event.pointerType === "touch" ? 30 : 16];
+    for (const place of this.shown.keys()) {
+      const [x, y] = this.at(place);
+      const distance = Math.hypot(x - event.clientX + inside.left, y - event.clientY + inside.top);
       if (distance < least) [found, least] = [place, distance];
     }
     this.show(found);
   }
 
-  // Show the point at a place of the visible ones, or none.
+  // Show the numbers of a point by its place among those shown; -1 is none.
   show(place) {
     this.current = place;
-    this.tip.hidden = place < 0;
-    if (!this.xs || place >= this.xs.length) return;
-    const context = this.top.getContext("2d");
-    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    context.clearRect(0, 0, this.top.width, this.top.height);
-    if (place < 0) return;
-    const [x, y] = [this.xs[place], this.ys[place]];
-    context.lineWidth = 2;
-    context.strokeStyle = themed("ink");
-    context.beginPath();
-    context.arc(x, y, this.radius + 4, 0, 2 * Math.PI);
-    context.stroke();
-    this.tip.replaceChildren(...this.describe(this.visible[place]).map((words) => make("div", {}, words)));
-    const { offsetWidth, offsetHeight } = this.tip;
-    const beside = x + 14 + offsetWidth <= this.width ? x + 14 : x - 14 - offsetWidth;
-    this.tip.style.left = `${Math.min(Math.max(0, beside), Math.max(0, this.width - offsetWidth))}px`;
-    this.tip.style.top = `${y > offsetHeight + 14 ? y - offsetHeight - 10 : y + 14}px`;
+    const { clientWidth: width, clientHeight: height } = this.plot.over;
+    const [x, y] = place < 0 ? [-1, -1] : this.at(place);
+    this.mark.hidden = x < 0 || y < 0 || x > width || y > height;
+    if (this.mark.hidden) return;
+    this.plot.over.append(this.mark);
+    Object.assign(this.mark.style, { left: `${x}px`, top: `${y}px` });
+    this.tip.className = `tip ${x > width / 2 ? "left" : "right"} ${y > height / 2 ? "above" : "below"}`;
+    this.tip.replaceChildren(...this.describe(this.shown[place]).map((words) => make("div", {}, words)));
   }
 
-  // Columns of points at one place across, each from below upwards.
-  inColumns() {
-    if (this.columns === null) {
-      const across = this.points[this.x];
-      const { value } = this.points;
-      const order = this.visible.map((index, place) => place);
-      const at = (place) => across[this.visible[place]];
-      order.sort((a, b) => at(a) - at(b) || value[this.visible[a]] - value[this.visible[b]]);
-      this.columns = [];
-      let last = NaN;
-      for (const place of order) {
-        if (at(place) !== last) this.columns.push([]);
-        this.columns[this.columns.length - 1].push(place);
-        last = at(place);
-      }
+  // Zoom by a factor around the point that is shown, or the middle; 0 shows everything.
+  zoom(factor) {
+    if (factor === 0) return this.paint();
+    for (const [scale, values] of [["x", this.points[this.x]], ["y", this.points.value]]) {
+      const { min, max } = this.plot.scales[scale];
+      const middle = values[this.shown[this.current]] ?? Math.sqrt(min * max);
+      const half = (max / min) ** (factor / 2);
+      this.plot.setScale(scale, { min: middle / half, max: middle * half });
     }
-    return this.columns;
   }
 
   key(event) {
-    const across = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -Infinity, End: Infinity }[event.key];
-    const up = { ArrowUp: 1, ArrowDown: -1 }[event.key];
-    if (event.key === "Escape") this.show(-1);
-    if (event.altKey || event.ctrlKey || event.metaKey || (across === undefined && up === undefined)) return;
+    const [here, last] = [this.current, this.shown.length - 1];
+    const places = [...this.shown.keys()];
+    const across = (place) => this.points[this.x][this.shown[place]];
+    const next = {
+      Home: () => 0,
+      End: () => last,
+      ArrowUp: () => Math.min(last, here + 1),
+      ArrowDown: () => Math.max(0, here - 1),
+      ArrowRight: () => places.find((place) => here < 0 || across(place) > across(here)) ?? here,
+      ArrowLeft: () => places.findLast((place) => here < 0 || across(place) < across(here)) ?? here,
+      Escape: () => -1,
+    }[event.key];
+    if (!next || last < 0 || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
-    const columns = this.inColumns();
-    if (columns.length === 0) return;
-    let column = columns.findIndex((places) => places.includes(this.current));
-    let place = this.current;
-    if (column < 0) place = columns[across < 0 && across > -Infinity ? columns.length - 1 : across === Infinity ? columns.length - 1 : 0][0];
-    else if (up !== undefined) {
-      const places = columns[column];
-      place = places[Math.min(places.length - 1, Math.max(0, places.indexOf(place) + up))];
-    } else {
-      const height = this.ys[place];
-      column = Math.min(columns.length - 1, Math.max(0, column + across));
-      place = columns[column].reduce((best, one) => (
-        Math.abs(this.ys[one] - height) < Math.abs(this.ys[best] - height) ? one : best));
-    }
-    this.show(place);
-    find("scatter-said").textContent = this.describe(this.visible[place]).join("; ");
+    this.show(next());
+    if (this.current < 0) return;
+    if (this.mark.hidden) this.zoom(1); // The point is outside of the part that is shown, which moves there.
+    this.said.textContent = this.describe(this.shown[this.current]).join("; ");
   }
 }
 
-function line(context, ends) {
-  context.beginPath();
-  ends.forEach(([x, y], index) => (index ? context.lineTo(x, y) : context.moveTo(x, y)));
-  context.stroke();
-}
+begin("scatter", ["explore", "to-explore"], (data) => new Scatter(data));

@@ -2,54 +2,30 @@
 
 const LEVELS = 9;
 
-class Tokens {
-  constructor(data) {
-    this.data = data;
-    this.chooser = new Chooser(
-      find("tokens-fields"),
-      fieldsOf(data.names, "n", "sample"),
-      data.rows,
-      { start: data.rows[data.start], all: false, changed: () => this.show() },
-    );
-    this.show();
-  }
-
-  show() {
-    const row = this.data.rows.find((one) => this.chooser.fits(one));
-    const { words: tokens, apart } = this.data.sequences[row.sequence];
+begin("tokens", ["tokens-fields"], ({ names, sequences, rows, start }) => {
+  chooseOne("tokens", names, rows, rows[start], (one) => {
+    const { words: tokens, apart } = sequences[one.sequence];
     for (const side of ["input", "output"]) {
-      const most = Math.max(...row[side]);
-      const spans = tokens.map((token, index) => {
-        const level = most > 0 ? Math.round((LEVELS * row[side][index]) / most) : 0;
-        const title = `token ${index + 1}: ${percent(row[side][index])} of the ${side} energy`;
-        return make("span", { class: `e${level}`, title }, token);
-      });
-      find(`tokens-${side}`).replaceChildren(...spans);
+      const most = Math.max(...one[side]);
       find(`tokens-${side}`).classList.toggle("apart", apart);
+      find(`tokens-${side}`).replaceChildren(...tokens.map((token, index) => make("span", {
+        class: `e${most > 0 ? Math.round((LEVELS * one[side][index]) / most) : 0}`,
+        title: `token ${index + 1}: ${percent(one[side][index])} of the ${side} energy`,
+      }, token)));
     }
-    const order = tokens.map((token, index) => index).sort((a, b) => row.input[b] - row.input[a]);
-    const lines = order.map((index) => make(
-      "tr", {},
-      make("td", { class: "n" }, String(index + 1)),
-      make("td", { class: "token" }, tokens[index]),
-      make("td", { class: "n" }, percent(row.input[index])),
-      make("td", { class: "n" }, percent(row.output[index])),
-    ));
-    find("tokens-rows").replaceChildren(...lines);
-    const half = share(row.input, 0.5);
-    find("tokens-said").textContent = `${this.data.names.model[row.model]}, layer ${row.layer}`
-      + `${row.head === null ? "" : `, head ${row.head}`}, scope ${this.data.names.scope[row.scope]}, n = ${row.n}: `
-      + `half of the input energy is on ${half} of the ${tokens.length} tokens, `
-      + `half of the output energy on ${share(row.output, 0.5)}.`
-      + (row.converged ? "" : " This measurement did not converge, so that its direction is not settled.");
-  }
-}
+    const order = [...tokens.keys()].sort((a, b) => one.input[b] - one.input[a]);
+    find("tokens-rows").replaceChildren(...order.map((index) => row(
+      ["n", index + 1], ["token", tokens[index]], ["n", percent(one.input[index])], ["n", percent(one.output[index])],
+    )));
+    find("tokens-said").textContent = `${names.model[one.model]}, layer ${one.layer}`
+      + `${one.head === null ? "" : `, head ${one.head}`}, scope ${names.scope[one.scope]}, n = ${one.n}: `
+      + `half of the input energy is on ${one.half[0]} of the ${tokens.length} tokens, `
+      + `half of the output energy on ${one.half[1]}.`
+      + (one.converged ? "" : " This measurement did not converge, so that its direction is not settled.");
+  });
+});
 
-// How many of the largest it takes to have a part of the whole.
-function share(energies, part) {
-  const sorted = [...energies].sort((a, b) => b - a);
-  const whole = sorted.reduce((sum, energy) => sum + energy, 0);
-  let [sum, count] = [0, 0];
-  while (count < sorted.length && sum < part * whole) sum += sorted[count++];
-  return count;
+function percent(share) {
+  const value = 100 * share;
+  return `${value >= 10 ? value.toFixed(0) : value >= 0.095 ? value.toFixed(1) : value.toPrecision(1)} %`;
 }

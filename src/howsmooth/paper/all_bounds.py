@@ -1,0 +1,431 @@
+"""All bounds of the paper and of this library against measurements, at real tokens of each model."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from howsmooth.bounds import norm_radius, table
+from howsmooth.paper import drawing
+from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper.published import c_3_as_coded
+from howsmooth.paper.setting import Column, Setting, columns
+from howsmooth.paper.units import Row
+from howsmooth.paper.words import exp, number
+from howsmooth.study.figures.style import literal
+from howsmooth.study.names import readable
+from howsmooth.study.subjects import Subject
+
+__all__ = [
+    "ALL_BOUNDS", "AS_CODED", "KINDS", "WIDE", "bound_table", "bound_words", "measure", "show", "spoken",
+]  # fmt: skip
+
+_LENGTHS = (8, 32, 96)
+
+WIDE = 512
+"""From this width on, the bounds of all heads together are computed at the shortest length of one text only:
+their certificate takes minutes a sequence there."""
+
+AS_CODED = "theorem_c_3_as_coded"
+"""The formula of the published code, which is no bound."""
+
+LOCAL = "‖D_X f‖"
+
+KINDS = {
+    "local upper": "upper bounds at the tokens",
+    "ball upper": "upper bounds over the ball",
+    "ball lower": "lower bounds over the ball",
+    "local lower": "lower bounds at the tokens",
+}
+"""What bounds can be of, in the order of the picture."""
+
+# A bound and the end of an interval are both rounded outwards; beyond that, one of them would be wrong.
+_ROUNDING = 1e-9
+_NEEDS = re.compile(r"\(needs: (.*)\)$")
+_SPOKEN = {
+    "n_free": "n-free",
+    "masked_n_free": "masked n-free",
+    "certificate_n": "certificate N",
+    "certificate_r": "certificate R",
+    "certificate_joint": "joint certificate",
+    "certificate_cheap": "cheap certificate",
+    "theorem_a": "Theorem A",
+    "masked_theorem_a": "masked Theorem A",
+    "any_mask_theorem_a": "Theorem A for any mask",
+    AS_CODED: "Theorem C.3 as coded (no bound)",
+    "yudin": "Yudin et al. 2025",
+}
+
+
+_MOST_DECADES = 6.0
+_SCOPES = {"head": "one head", "attention": "all heads and the output projection"}
+
+
+def measure(bench: Bench) -> pd.DataFrame:
+    """Bound each layer at the first sequence of each text and length.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a bound, sequence and head, with ``kind`` (of :data:`KINDS`) and ``log_ratio``, the logarithm of
+        bound / measured constant. The formula of the published code is among the
+        rows only if that was asked for.
+
+    """
+    layers, found = columns(bench), list[Row]()
+    for column, part in bench.each(layers, [one.cost for one in layers]):
+        here = Setting(
+            bench,
+            column.spec,
+            lengths=bench.request.lengths or _LENGTHS,
+            samples=1,
+            layers=column.layers,
+            scopes=("head", "attention"),
+        )
+        found += _of_column(column, here, part)
+    rows = pd.DataFrame(found)
+    if not bench.request.as_published:
+        rows = rows[rows["name"] != AS_CODED]
+    return _beside_measured(rows)
+
+
+def _of_column(column: Column, here: Setting, bench: Bench) -> list[Row]:
+    """Bound a layer, each head alone and all together, at the first sequence of each text and length."""
+    shortest = min(here.plan.lengths)
+    jobs = [
+        (subject, n, tokens, scope)
+        for subject in here.subjects
+        for n, tokens in here.sequences(subject)
+        for scope in ("head", "attention")
+        if scope == "head" or column.width < WIDE or (subject is here.subjects[0] and n == shortest)
+    ]
+    rows: list[Row] = []
+    for (subject, n, tokens, scope), part in bench.each(jobs):
+        part.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
+        key = here.key(subject, layer=column.layer, n=n, scope=scope)
+        rows += part.rows(key, partial(_rows, here, subject, tokens, scope))
+    return rows
+
+
+def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
+    """Put all bounds of the chosen layer beside the measurement, head by head or all together."""
+    rows: list[Row] = []
+    for site in here.sites(subject, tokens, scope):
+        x = site.x[0].detach().cpu()
+        longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
+        norm = getattr(site, "norm", None)
+        # The tokens lie in this ball up to their own rounding.
+        radius = longest if norm is None else max(norm_radius(norm), longest)
+        found = table(site.map, x, radius=radius, seed=here.plan.seed)
+        ends = found[found["name"] == "measured"].set_index("side")["value"]
+        beside = {
+            "head": site.head,
+            "masking": site.masking,
+            "radius": radius,
+            "radius_from": "the longest of the tokens" if norm is None else f"the {type(norm).__name__}",
+            "lower": float(ends["lower"]),
+            "upper": float(ends["upper"]),
+        }
+        for (quantity, row), log in zip(found.iterrows(), found.attrs["log_values"], strict=True):
+            if row["name"] == "measured":
+                continue
+            rows.append(
+                beside
+                | {
+                    "name": str(row["name"]),
+                    "side": str(row["side"]),
+                    "quantity": str(quantity),
+                    "log_value": float(log),
+                    "holds": bool(row["holds"]),
+                    "source": str(row["source"]),
+                }
+            )
+        if scope == "head":
+            rows.append(beside | _as_coded(site, x))
+    return rows
+
+
+def _as_coded(site: Any, x: torch.Tensor) -> Row:
+    """Give the formula that the published code evaluates for Theorem C.3, which is no bound."""
+    value = c_3_as_coded(site.map, x)
+    return {
+        "name": AS_CODED,
+        "side": "upper",
+        "quantity": "‖D_X f‖",
+        "log_value": math.log(value) if value > 0 else -math.inf,
+        "holds": False,
+        "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
+    }
+
+
+def _beside_measured(rows: pd.DataFrame) -> pd.DataFrame:
+    """Say of each bound what it is of, and how large it is beside the measured constant."""
+    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
+    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
+    return rows.assign(
+        kind=[place + side for place, side in zip(where, rows["side"], strict=True)],
+        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
+    )
+
+
+def _logs(values: pd.Series) -> pd.Series:
+    """Take logarithms; that of zero is −inf, without a warning."""
+    numbers = values.to_numpy(dtype=float)
+    return pd.Series(np.log(numbers, where=numbers > 0, out=np.full(len(numbers), -math.inf)), values.index)
+
+
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
+    """Draw all bounds of each scope, and say which are the tightest and whether any is violated."""
+    pictures = [
+        _picture(part, folder, str(scope))
+        for scope, part in rows.groupby("scope", sort=False)
+        if part["holds"].any()
+    ]
+    tables = [
+        ("Bounds over the measured constant", bound_table(rows)),
+        ("Every bound at every sequence", _all(rows)),
+    ]
+    return Finding(pictures, bound_words(rows), tables)
+
+
+def spoken(name: str) -> str:
+    """Say the name of a bound as people do: "Theorem C.3, as coded"."""
+    if name in _SPOKEN:
+        return _SPOKEN[name]
+    parts = name.split("_")
+    for place, word in enumerate(parts[:-2]):
+        if word in ("theorem", "lemma", "proposition"):
+            rest = " ".join(parts[place + 3 :])
+            number = f"{word.capitalize()} {parts[place + 1].upper()}.{parts[place + 2]}"
+            return f"{number}, {rest}" if rest else number
+    return " ".join(parts)
+
+
+def _all(rows: pd.DataFrame) -> pd.DataFrame:
+    names = [
+        "model", "layer", "head", "scope", "masking", "text", "n", "radius", "lower", "upper", "name", "side",
+        "quantity", "value", "log_value", "log_ratio", "holds", "source",
+    ]  # fmt: skip
+    shown = rows.assign(value=exp(rows["log_value"]))[names].astype({"head": "Int64"})
+    return shown.rename(columns={"lower": "measured lower", "upper": "measured upper"})
+
+
+# ---- the picture
+
+
+def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> drawing.Picture:
+    drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
+    lines = _lines(drawn)
+    figure = drawing.canvas(drawing.WIDTH, 1.1 + 0.165 * len(lines))
+    axis = figure.subplots()
+    for place, (_, part) in enumerate(lines):
+        if part is not None:
+            axis.axhline(place, color="0.92", linewidth=0.5, zorder=0)
+    families = list(drawn.groupby(["model", "layer"], sort=False))
+    for index, ((model, layer), _) in enumerate(families):
+        label = literal(f"{readable(str(model), 40)}, layer {layer}")
+        shift = 0.5 * ((index + 0.5) / len(families) - 0.5)
+        for place, (_, part) in enumerate(lines):
+            if part is not None:
+                own = part[(part["model"] == model) & (part["layer"] == layer)]
+                _dots(
+                    axis,
+                    own["log_ratio"] / math.log(10),
+                    place + shift,
+                    drawing.LOOKS[index % len(drawing.LOOKS)],
+                    label,
+                )
+    _name_lines(axis, [label for label, _ in lines])
+    _set_ratio_axis(axis, drawn["log_ratio"] / math.log(10))
+    title = f"All bounds over the measured constant: {_SCOPES.get(scope, scope)}"
+    axis.set_title(title)
+    drawing.legend(figure, 3)
+    alt = (
+        f"Dots for each bound, one a sequence and head, at its ratio to the measured constant on a log axis, "
+        f"for {_SCOPES.get(scope, scope)}. " + " ".join(bound_words(rows)[1:])
+    )
+    caption = (
+        f"Bounds over the measured constant, {_SCOPES.get(scope, scope)}. A dot is a head at a sequence, the "
+        "larger mark the median; dots at the right end lie beyond it. The vertical line is the measured "
+        "constant."
+    )
+    return drawing.picture(figure, folder, f"bounds-{scope}", title, alt, caption)
+
+
+def _lines(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame | None]]:
+    """List the picture's lines from above: the title of each kind of bounds, then these by their median."""
+    lines: list[tuple[str, pd.DataFrame | None]] = []
+    for kind, title in KINDS.items():
+        parts = [part for _, part in rows[rows["kind"] == kind].groupby("name")]
+        parts.sort(key=lambda part: float(part["log_ratio"].median()))
+        if parts:
+            lines += [(title, None), *((f"    {spoken(part['name'].iloc[0])}", part) for part in parts)]
+    return lines
+
+
+def _dots(axis: Axes, decades: pd.Series, place: float, look: tuple[str, str], label: str) -> None:
+    """Draw a bound's ratios on its line, and their median larger; what lies beyond the axis at its end."""
+    if len(decades):
+        shown, middle = decades.clip(upper=_MOST_DECADES), min(float(decades.median()), _MOST_DECADES)
+        drawing.dots(axis, shown, pd.Series(place, shown.index), look, size=4, alpha=0.3)
+        drawing.dots(axis, pd.Series([middle]), pd.Series([place]), look, label, size=14)
+
+
+def _name_lines(axis: Axes, names: list[str]) -> None:
+    """Write the names of the lines on the left, those of the kinds in bold."""
+    axis.set_yticks(range(len(names)), names)
+    for label, words in zip(axis.get_yticklabels(), names, strict=True):
+        label.set_horizontalalignment("left")
+        if not words.startswith(" "):
+            label.set_fontweight("bold")
+    axis.tick_params(axis="y", length=0, pad=4.1 * max(map(len, names)))
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.spines["left"].set_visible(False)
+
+
+def _set_ratio_axis(axis: Axes, decades: pd.Series) -> None:
+    low = math.floor(min(0.0, float(decades.min())) * 2) / 2 - 0.1
+    high = min(_MOST_DECADES, math.ceil(float(decades.max()))) + 0.1
+    axis.set_xlim(low, high)
+    beyond = float(decades.max()) > _MOST_DECADES
+    ticks = list(range(math.ceil(low), math.floor(high) + 1))
+    axis.xaxis.set_major_locator(FixedLocator(ticks))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticklabels([_power_of_ten(tick, beyond=beyond and tick == _MOST_DECADES) for tick in ticks])
+    axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
+    axis.grid(visible=True, axis="x", linewidth=0.4, color="0.9", zorder=0)
+    axis.set_xlabel("bound / measured constant")
+
+
+def _power_of_ten(power: int, *, beyond: bool) -> str:
+    words = f"$10^{{{power}}}$" if abs(power) > 2 else f"{10.0**power:g}"
+    return rf"$\geq${words}" if beyond else words
+
+
+# ---- the table and the words
+
+
+def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tabulate for each model, scope and bound how often it holds, and its ratio to the measured constant."""
+    found = []
+    for (model, layer, scope, name, _), part in rows.groupby(
+        ["model", "layer", "scope", "name", "side"], sort=False
+    ):
+        logs = part[part["holds"]]["log_ratio"]
+        least, median, largest = exp(pd.Series([logs.min(), logs.median(), logs.max()], dtype=float))
+        found.append(
+            {
+                "model": model,
+                "layer": layer,
+                "scope": scope,
+                "bound": spoken(str(name)),
+                "of": KINDS[str(part["kind"].iloc[0])],
+                "cases": len(part),
+                "holds in": len(logs),
+                "least ratio": least,
+                "median ratio": median,
+                "largest ratio": largest,
+            }
+        )
+    places = {words: place for place, words in enumerate(KINDS.values())}
+    table = pd.DataFrame(found)
+    # Layer by layer as they come, within one by kind, within a kind the tightest first.
+    layers = table.groupby(["model", "layer", "scope"], sort=False).ngroup()
+    order = pd.DataFrame({"layer": layers, "kind": table["of"].map(places), "ratio": table["median ratio"]})
+    return table.loc[order.sort_values(["layer", "kind", "ratio"], kind="stable").index].reset_index(
+        drop=True
+    )
+
+
+def bound_words(rows: pd.DataFrame) -> list[str]:
+    """Say what is seen: whether any bound is violated, and which are the tightest, by layer and scope."""
+    uppers = rows[rows["holds"] & (rows["side"] == "upper")]
+    lowers = rows[rows["holds"] & (rows["kind"] == "local lower")]
+    violated = int((uppers["log_value"] < _logs(uppers["lower"]) - _ROUNDING).sum())
+    violated += int((lowers["log_value"] > _logs(lowers["upper"]) + _ROUNDING).sum())
+    seen = [
+        f"{len(uppers) + len(lowers)} times a bound that holds was put beside a measurement: "
+        f"{violated or 'none'} of them {'were' if violated > 1 else 'was'} violated."
+    ]
+    seen += [
+        _family_words(str(model), str(layer), str(scope), part)
+        for (model, layer, scope), part in rows.groupby(["model", "layer", "scope"], sort=False)
+    ]
+    silent = _silent(rows[rows["name"] != AS_CODED])
+    if silent:
+        seen.append(f"In no case are the hypotheses met of {'; '.join(silent)}.")
+    coded = rows[rows["name"] == AS_CODED]
+    if len(coded):
+        below = int((coded["log_value"] < _logs(coded["lower"])).sum())
+        seen.append(
+            f"The formula of the published code for Theorem C.3 is no bound; here it lies below the measured "
+            f"constant in {below} of {len(coded)} cases, and is in the median "
+            f"{_said(float(coded['log_ratio'].median()))} times the constant."
+        )
+    return seen
+
+
+def _silent(rows: pd.DataFrame) -> list[str]:
+    """Name the bounds that hold nowhere here, with what they need."""
+    found = []
+    for (name, side), part in rows.groupby(["name", "side"], sort=True):
+        if not part["holds"].any():
+            needs = {match[1] for words in part["source"] if (match := _NEEDS.search(str(words)))}
+            upper = " as an upper bound" if side == "upper" else " as a lower bound"
+            both = rows.loc[rows["name"] == name, "side"].nunique() > 1
+            found.append(f"{spoken(str(name))}{upper if both else ''} (needs {' or '.join(sorted(needs))})")
+    return found
+
+
+def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str:
+    what = "each head" if scope == "head" else "all heads together"
+    cases = len(rows[["text", "n", "head"]].drop_duplicates())
+    words = [f"{readable(model)}, layer {layer}, {what} ({cases} cases)"]
+    for kind, article in (
+        ("local upper", "the tightest upper bound at the tokens"),
+        ("ball upper", "the tightest over the ball"),
+        ("ball lower", "the largest lower bound over the ball"),
+    ):
+        here = rows[rows["holds"] & (rows["kind"] == kind) & np.isfinite(rows["log_ratio"])]
+        if here.empty:
+            continue
+        medians = here.groupby("name")["log_ratio"].median()
+        name = str(medians.idxmax() if kind == "ball lower" else medians.idxmin())
+        logs = here.loc[here["name"] == name, "log_ratio"]
+        words.append(
+            f"{article} is {spoken(name)}, in the median {_said(float(logs.median()))} times the measured "
+            f"constant ({_said(float(logs.min()))} to {_said(float(logs.max()))})"
+        )
+    return f"{words[0]}: {'; '.join(words[1:]) or 'no bound holds'}."
+
+
+def _said(log: float) -> str:
+    return number(math.exp(log)) if abs(log) < 600 else f"e to the power {log:.3g}"
+
+
+ALL_BOUNDS = Figure(
+    name="bounds",
+    title="All bounds against measurements, at real tokens",
+    paper="Theorems 3.3 to C.3",
+    about=(
+        "For the layers of Figure 1, at one sequence of each text and length: every bound of the paper and "
+        "of this library that speaks of the layer, divided by the constant measured there, for each head "
+        "alone and for all heads with the output projection. Bounds at the tokens are statements about this "
+        "sequence. Bounds over the ball speak of all sequences whose tokens have at most the largest norm "
+        "that the norm layer before the attention can give: upper ones must lie above the measured constant, "
+        "lower ones say how large the constant is at worst tokens, and may lie above it or below. Of models "
+        f"with {WIDE} or more numbers a token, all heads together are bounded at the shortest length of the "
+        "first text only, as that takes minutes."
+    ),
+    measure=measure,
+    show=show,
+)

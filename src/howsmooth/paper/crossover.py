@@ -1,0 +1,220 @@
+"""Where √n ends: two Diracs of weights 1/n and 1 − 1/n, for n far beyond any sequence of tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from howsmooth import lipschitz
+from howsmooth.bounds import n_free, proposition_3_4, theorem_3_3, theorem_a, two_cluster_sharp
+from howsmooth.measures import wasserstein_lipschitz
+from howsmooth.paper import drawing
+from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
+from howsmooth.paper.units import Key, Row
+from howsmooth.paper.words import number
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.study.names import decimal
+from howsmooth.study.plan import derive_seed
+
+__all__ = ["CROSSOVER", "measure", "said", "show", "turning"]
+
+# e^{2γR²} as powers of ten: the numbers of tokens at which √n ends.
+_POWERS = (4, 20, 40)
+_LENGTHS = (2, 3, 5, *(10 ** (power // 2) * (1 if power % 2 == 0 else 3) for power in range(2, 91)))
+# As many tokens are measured as tokens too.
+_TOKENS = (2, 10, 100, 1000)
+_DIMENSION = 2
+# The power of n is fitted where n is this far from e^{2γR²}, a factor.
+_FAR = 100.0
+_DECADE = math.log(10)
+
+
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure every length at each radius; return a row a measure."""
+    seed = bench.request.seed
+    rows = []
+    for power, part in bench.each(_POWERS):
+        part.say(f"exp(2γR²) = 10^{power}")
+        key: Key = {"power": power, "seed": seed}
+        row = partial(_row, key, power * _DECADE / 2)
+        rows += part.rows(key, partial(map, row, _LENGTHS))
+    describe(bench, "two Diracs in two dimensions, A = −I, V = I")
+    return pd.DataFrame(rows)
+
+
+def _row(key: Key, g: float, n: int) -> Row:
+    radius, f = math.sqrt(g), identity_head(-1.0, _DIMENSION)
+    logs = torch.tensor([-math.log(n), math.log1p(-1 / n)], dtype=torch.float64)
+    at = two_diracs(radius, -1.0, logs, _DIMENSION)
+    start = derive_seed(purpose="crossover", n=str(n), **key)
+    found = wasserstein_lipschitz(f, at, rtol=RTOL, seed=start)
+    tokens = None
+    if n in _TOKENS:
+        x = at.points[torch.ones(n, dtype=torch.long).index_fill_(0, torch.tensor([0]), 0)]
+        tokens = math.log(float(lipschitz.local_lipschitz(f, x, rtol=RTOL, seed=start).value))
+    return {
+        "log_n": math.log(n),
+        "g": g,
+        "radius": radius,
+        "log_value": math.log(found.value),
+        "log_lower": math.log(found.lower),
+        "log_upper": math.log(found.upper),
+        "converged": found.converged,
+        "log_tokens": tokens,
+        "log_paper": proposition_3_4(f, n, radius).log_value,
+        "log_formula": two_cluster_sharp(f, n, radius).log_value,
+        "log_sharp": theorem_a(f, n, radius).log_value,
+        "log_theorem": theorem_3_3(f, n, radius).log_value,
+        "log_free": n_free(f, radius).log_value,
+    }
+
+
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
+    """Draw constant and bounds for each radius, and say where the growth ends."""
+    table = turning(rows)
+    caption = "Where the growth ends; powers of ten"
+    return Finding([_picture(rows, table, folder)], said(rows, table), [(caption, table)])
+
+
+def turning(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tabulate where the growth ends, for each γR².
+
+    Parameters
+    ----------
+    rows
+        One a γR² and n, with logarithms of n, of the constant and of bounds.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a γR² (``strength``): ``exponent`` in n below e^{2γR²}, the powers of ten of e^{2γR²}
+        (``expected``), of the n at which the constant is largest (``at``), of the constant there
+        (``largest``) and at the largest n (``last``), and the ratio of the bound for every n to the largest
+        (``free``).
+
+    """
+    found = []
+    for _, part in rows.groupby("power", sort=True):
+        strength = float(part["g"].iloc[0])
+        before = part[(part["log_n"] > math.log(4)) & (part["log_n"] < 2 * strength - math.log(_FAR))]
+        fit = fit_exponent(
+            np.exp(before["log_n"].to_numpy(np.float64)),
+            np.exp(before["log_value"].to_numpy(np.float64)),
+            before["converged"].to_numpy(bool),
+        )
+        top = part.sort_values("log_value", kind="stable").iloc[-1].to_dict()
+        last = part.sort_values("log_n").iloc[-1].to_dict()
+        found.append(
+            {
+                "strength": strength,
+                "exponent": fit.slope,
+                "expected": 2 * strength / _DECADE,
+                "at": float(top["log_n"]) / _DECADE,
+                "largest": float(top["log_value"]) / _DECADE,
+                "last": float(last["log_value"]) / _DECADE,
+                "free": math.exp(float(top["log_free"]) - float(top["log_value"])),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+# ---- the picture
+
+
+def _picture(rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> drawing.Picture:
+    parts = [part for _, part in rows.groupby("power", sort=True)]
+    figure = drawing.canvas(drawing.WIDTH, 2.9)
+    axes = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
+    for axis, part in zip(axes, parts, strict=True):
+        _panel(axis, part)
+        power, radius = part["power"].iloc[0], part["radius"].iloc[0]
+        axis.set_title(f"$e^{{2\\gamma R^2}} = 10^{{{power}}}$, $R = {radius:.3g}$")
+    axes[0].set_ylabel("constant")
+    drawing.legend(figure)
+    alt = "The constant against n on log axes, rising like the root of n and then falling: " + "; ".join(
+        f"largest at n = 10 to the power {row.at:.3g}" for row in table.itertuples()
+    )
+    caption = (
+        "The local constant in W₂ at two Diracs of weights 1/n and 1 − 1/n at ±Ru, A = −I, V = I, for three "
+        "radii; circles: n tokens, measured as tokens. Proposition 3.4 is a lower bound, at these very "
+        "tokens; Theorem 3.3 and howsmooth's Theorem A are upper bounds for n tokens in the ball, the dotted "
+        "line the upper bound for every n. The constant is at least 1: all tokens may move alike, across u."
+    )
+    return drawing.picture(
+        figure, folder, "crossover", "Where growth like the root of n ends", f"{alt}.", caption
+    )
+
+
+def _panel(axis: Axes, rows: pd.DataFrame) -> None:
+    decades = rows.filter(like="log_").astype(float) / _DECADE
+    n = decades["log_n"]
+    drawing.dots(axis, n, decades["log_value"], (drawing.VIOLET, "o"), "measure", size=4)
+    drawing.dots(axis, n, decades["log_tokens"], (drawing.ORANGE, "o"), "$n$ tokens", size=22, filled=False)
+    lines = (
+        ("log_paper", drawing.GREY, drawing.DASHED, "Proposition 3.4"),
+        ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.3"),
+        ("log_sharp", "0.15", drawing.SOLID, "howsmooth's Theorem A"),
+        ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+    )
+    drawing.lines(axis, n, decades, lines)
+    top = float(decades[["log_theorem", "log_free"]].to_numpy().max())
+    axis.set(xlim=(0, 1.01 * float(n.max())), ylim=(-1, max(top, axis.get_ylim()[1])), xlabel="$n$")
+    for which in (axis.xaxis, axis.yaxis):
+        which.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        which.set_major_formatter(FuncFormatter(lambda value, place: f"$10^{{{value:.0f}}}$"))
+    axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
+
+
+# ---- the words
+
+
+def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """Say where the growth ends for each radius, and whether any bound is violated."""
+    seen = []
+    for row in table.to_dict("records"):
+        power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "
+        seen.append(
+            f"γR² = {row['strength']:.4g}, where e^(2γR²) is 10 to the power {row['expected']:.3g}: the "
+            f"constant {'' if math.isnan(row['exponent']) else power}is largest at n = 10 to the power "
+            f"{row['at']:.3g}, with {number(10 ** row['largest'])}, and is {number(10 ** row['last'])} at "
+            f"the largest n. The bound for every n is {number(row['free'])} times the largest value."
+        )
+    most = rows[rows["log_n"] == rows["log_n"].max()].sort_values("g").iloc[-1].to_dict()
+    above = math.exp(float(most["log_theorem"]) - float(most["log_free"]))
+    seen.append(
+        f"At n = 10 to the power {most['log_n'] / _DECADE:.3g} and γR² = {most['g']:.4g} Theorem 3.3, which "
+        f"goes on like the root of n, is {number(above)} times the bound for every n."
+    )
+    tokens = rows[rows["log_tokens"].notna()]
+    off = float(np.abs(np.expm1(tokens["log_tokens"].astype(float) - tokens["log_value"])).max())
+    wrong = int((rows["log_value"] > rows["log_free"] + 1e-9).sum())
+    wrong += int((rows["log_value"] < rows["log_formula"] - 1e-9).sum())
+    seen.append(
+        f"Measured as tokens, {len(tokens)} of these measures give the same constant up to a share of "
+        f"{off:.1g}. Of {len(rows)} measurements {int(rows['converged'].astype(bool).sum())} converged, and "
+        f"{wrong} are outside the lower bound at these tokens and the upper bound for every n."
+    )
+    return seen
+
+
+CROSSOVER = Figure(
+    name="crossover",
+    title="Where growth like √n ends: weights that no sequence of tokens has",
+    paper="Propositions 3.4 and 3.6",
+    about=(
+        "One heavy token at Ru against n − 1 at −Ru, A = −I, V = I, as a measure of two atoms with weights "
+        "1/n and 1 − 1/n, so that n may be any number: γR² is such that e^(2γR²) is 10^4, 10^20 and 10^40. "
+        "The constant grows like √n until one token has no longer the weight of all others; the bound that "
+        "holds for every n says that no other tokens do much better. No model and no text is involved."
+    ),
+    measure=measure,
+    show=show,
+)

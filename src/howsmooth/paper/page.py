@@ -1,0 +1,157 @@
+"""The page that puts all pictures together, with what is seen and how it was made; nothing here measures."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+import pandas as pd
+
+from howsmooth.paper.figure import Figure, Finding
+from howsmooth.study.names import readable
+from howsmooth.study.pages import digest, style_sheet, templates_of
+
+__all__ = ["PAGE", "SECTION", "render", "section", "table_name"]
+
+PAGE = "reproduce.html"
+"""The name of the page's file."""
+
+SECTION = "section.html"
+"""The name of the file in a figure's folder with its section of the page."""
+
+_ROWS_SHOWN = 12
+_MOST_ROWS = 300
+_DOTS_AN_INCH = 220  # of the pictures
+_PIXELS_AN_INCH = 110  # a little larger than on paper, where there is room
+
+
+def table_name(number: int) -> str:
+    """Return the file name of a section's table, counted from 0."""
+    return f"table-{number + 1}.csv"
+
+
+def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
+    """Write the page.
+
+    Parameters
+    ----------
+    sections
+        In the order of the page: a figure, and what :func:`section` gave for it.
+    command
+        That made it.
+    environment
+        As :func:`howsmooth.study.environment.environment`.
+
+    Returns
+    -------
+    str
+        HTML that needs nothing outside; its links lead to the PDF and CSV files beside it.
+
+    """
+    own = files("howsmooth.paper").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
+    style = style_sheet(own)
+    return _template("reproduce.html.jinja").render(
+        style=style,
+        style_digest=digest(style),
+        sections=sections,
+        command=command,
+        environment=list(environment.items()),
+    )
+
+
+def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -> str:
+    """Write a figure's section of the page.
+
+    Parameters
+    ----------
+    figure, finding
+        What was asked, and what was found.
+    folder
+        Where the page will lie: links to files within it are relative.
+    refused
+        Why the figure could not be made, in a sentence; empty if it was.
+
+    """
+    return _template("section.html.jinja").render(
+        figure=figure,
+        finding=finding,
+        refused=refused,
+        images=[
+            {
+                "source": f"data:image/png;base64,{base64.b64encode(png).decode()}",
+                "alt": picture.alt,
+                "caption": picture.caption,
+                "width": round(_width(png) * _PIXELS_AN_INCH / _DOTS_AN_INCH),
+                **_link(picture.pdf, folder),
+            }
+            for picture in finding.pictures
+            for png in (picture.png.read_bytes(),)
+        ],
+        tables=[
+            {
+                "caption": caption,
+                "open": len(table) <= _ROWS_SHOWN,
+                "count": len(table),
+                # Thousands of rows would make the page heavy, and are for a program.
+                **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
+                **_link(folder / figure.name / table_name(number), folder),
+            }
+            for number, (caption, table) in enumerate(finding.tables)
+        ],
+    )
+
+
+def _template(name: str) -> jinja2.Template:
+    templates = templates_of("howsmooth.paper")
+    templates.filters["plain"] = _plain
+    return templates.get_template(name)
+
+
+def _link(path: Path, folder: Path) -> dict[str, str]:
+    inside = path.relative_to(folder).as_posix()
+    return {"file": inside, "href": quote(inside)}
+
+
+def _width(png: bytes) -> int:
+    """Read the width in pixels from a PNG's header."""
+    return int(struct.unpack(">I", png[16:20])[0])
+
+
+def _cells(table: pd.DataFrame) -> dict[str, Any]:
+    numeric = [
+        pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in table.dtypes
+    ]
+    rows = [
+        [(_cell(value), number) for value, number in zip(row, numeric, strict=True)]
+        for row in table.astype(object).itertuples(index=False, name=None)
+    ]
+    return {"columns": list(zip(map(str, table.columns), numeric, strict=True)), "rows": rows}
+
+
+def _cell(value: object) -> str:
+    """Write a value in as many digits as a reader can use; what is missing as nothing."""
+    if value is None or value is pd.NA:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if math.isnan(value):
+            return ""
+        if math.isinf(value):
+            return "∞" if value > 0 else "\N{MINUS SIGN}∞"
+        if value == round(value) and abs(value) < 1e6:
+            return f"{value:.0f}".replace("-", "\N{MINUS SIGN}")
+        return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+    return str(value)
+
+
+def _plain(value: object, longest: int = 300) -> str:
+    """Names and sentences as they can be shown: no control or direction characters, not endless."""
+    return readable(str(value), longest=longest)

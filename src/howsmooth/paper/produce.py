@@ -1,0 +1,128 @@
+"""Carry out figures, one after the other, and write their page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.paper.figure import Bench, Figure, Finding, models_for
+from howsmooth.paper.figures import FIGURES
+from howsmooth.paper.page import PAGE, SECTION, render, section, table_name
+from howsmooth.paper.request import Request
+from howsmooth.paper.units import writing
+from howsmooth.study.environment import environment
+from howsmooth.study.files import replace_file, write_table
+from howsmooth.study.progress import Listener, Silent
+
+__all__ = ["Produced", "choose_figures", "produce"]
+
+
+@dataclass(frozen=True, eq=False)
+class Produced:
+    """What was made.
+
+    Attributes
+    ----------
+    page
+        Its file.
+    findings
+        Of the figures that were carried out now, by name.
+    seconds
+        That they took.
+    refused
+        Those that could not be made, with the reason.
+
+    """
+
+    page: Path
+    findings: dict[str, Finding] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def choose_figures(names: Sequence[str]) -> list[Figure]:
+    """Find figures by name, in the order of the paper; all of them if none is named.
+
+    Raises
+    ------
+    ArgumentError
+        If there is none of a name.
+
+    """
+    known = {one.name: one for one in FIGURES}
+    for name in names:
+        if name not in known:
+            raise ArgumentError("figure", expected=f"one of {', '.join(known)}", got=repr(name))
+    return [one for one in FIGURES if not names or one.name in names]
+
+
+def produce(
+    chosen: Sequence[Figure],
+    request: Request,
+    folder: Path,
+    listener: Listener | None = None,
+    command: str = "",
+) -> Produced:
+    """Measure what is missing, draw, and write the page.
+
+    Parameters
+    ----------
+    chosen
+        What to carry out.
+    request
+        What is asked of each.
+    folder
+        Each figure has a folder in it, by its name; the page lies beside them.
+    listener
+        Told what begins, and how far it is.
+    command
+        As typed, to be recorded with the measurements and on the page.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If nothing of what was chosen can be made: the reason of the first. What is refused beside others is
+        in the result, and on the page.
+
+    """
+    made = Produced(folder / PAGE)
+    listener, models = listener or Silent(), models_for(request)
+    first: HowsmoothError | None = None
+    for figure in chosen:
+        began = time.perf_counter()
+        listener.phase(f"{figure.paper}: {figure.title}")
+        try:
+            finding = figure.make(Bench(request, folder / figure.name, models, listener, command))
+            _write(figure, finding, folder)
+            made.findings[figure.name] = finding
+        except HowsmoothError as error:
+            first = first or error
+            made.refused[figure.name] = " ".join(str(error).split())
+        made.seconds[figure.name] = time.perf_counter() - began
+    if first is not None and not made.findings:
+        raise first
+    listener.phase("Writing the page")
+    sections = [(figure, text) for figure in FIGURES if (text := _section(figure, made, folder))]
+    with writing(folder):
+        replace_file(made.page, render(sections, command, environment(request.device)))
+    return made
+
+
+def _write(figure: Figure, finding: Finding, folder: Path) -> None:
+    """Write a figure's tables, and its section of the page, which later commands put on theirs."""
+    own = folder / figure.name
+    for number, (_, table) in enumerate(finding.tables):
+        write_table(table, own, table_name(number))
+    with writing(own):
+        replace_file(own / SECTION, section(figure, finding, folder))
+
+
+def _section(figure: Figure, made: Produced, folder: Path) -> str:
+    """Return the section of a figure: why it could not be made, or what was made now or earlier."""
+    if figure.name in made.refused:
+        return section(figure, Finding([], []), folder, made.refused[figure.name])
+    path = folder / figure.name / SECTION
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,0 +1,43 @@
+"""What the code published with the paper computes, item by item, to be shown beside the corrected quantity.
+
+The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. Each item is written from a
+description of what that code does; none of it is used elsewhere in the library. What each item changes,
+with numbers: docs/guide/as-published.md.
+"""
+
+from howsmooth.paper.published.c_3 import c_3_as_coded
+from howsmooth.paper.published.items import (
+    ITEMS,
+    PublishedLayer,
+    capture_layers,
+    items_that_apply,
+    parse_items,
+)
+from howsmooth.paper.published.maps import (
+    DropoutAttention,
+    has_fused_weight,
+    unmasked,
+    with_dropout,
+    wrong_slices,
+)
+from howsmooth.paper.published.measure import AsPublished, measure_as_published, measure_layer
+from howsmooth.paper.published.power_iteration import PowerIteration, power_iteration
+
+__all__ = [
+    "ITEMS",
+    "AsPublished",
+    "DropoutAttention",
+    "PowerIteration",
+    "PublishedLayer",
+    "c_3_as_coded",
+    "capture_layers",
+    "has_fused_weight",
+    "items_that_apply",
+    "measure_as_published",
+    "measure_layer",
+    "parse_items",
+    "power_iteration",
+    "unmasked",
+    "with_dropout",
+    "wrong_slices",
+]

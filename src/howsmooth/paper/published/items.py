@@ -1,0 +1,165 @@
+"""The items by which the published measurement differs from ‖D_X f‖, and which of them apply to a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.models import LoadedModel, Site, capture
+from howsmooth.models.training import DropoutRates, dropout_rates, training_tokens
+
+__all__ = ["ITEMS", "PublishedLayer", "capture_layers", "check_items", "items_that_apply", "parse_items"]
+
+ITEMS = {
+    "output": "the forward product gives the output f(X) in place of the tangent, so that the iteration "
+    "returns the square root of the norm of Jᵀ f(X)",
+    "block": "the map of a post-norm model is its attention with residual connection and norm",
+    "unmasked": "the layer of an encoder run as a decoder is called alone, without the mask that the model "
+    "makes for it",
+    "dropout": "an untrained model stays in training mode: dropout acts on tokens and map, anew in each "
+    "product",
+    "stopping": "the power iteration stops when the square of the constant moves by less than 0.0001, or "
+    "after 100 steps",
+}
+"""The items of a measurement, each with what it changes."""
+
+
+def parse_items(text: str) -> tuple[str, ...] | None:
+    """Read items as a plan holds them; None for ``all``: those that apply."""
+    return None if text == "all" else tuple(text.split(","))
+
+
+def check_items(items: Iterable[str]) -> tuple[str, ...]:
+    """Return the items in the order of ``ITEMS``.
+
+    Raises
+    ------
+    ArgumentError
+        If one of them is none of ``ITEMS``, or stands there twice.
+
+    """
+    given = list(items)
+    expected = f"all, or some of {', '.join(ITEMS)}"
+    for item in given:
+        if item not in ITEMS:
+            raise ArgumentError("as-published", expected=expected, got=repr(item))
+        if given.count(item) > 1:
+            raise ArgumentError("as-published", expected="each item only once", got=f"{item!r} twice")
+    return tuple(item for item in ITEMS if item in given)
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedLayer:
+    """One layer at some sequences.
+
+    Attributes
+    ----------
+    attention
+        Captured with scope ``attention``.
+    block
+        Captured with scope ``block``, for post-norm layers; None for others.
+    rates
+        Of the model's dropout; None if its configuration states none.
+    training_x
+        The tokens in a pass in training mode, (batch, n, d); None if there is no dropout, or if the pass was
+        not asked for.
+
+    """
+
+    attention: Site
+    block: Site | None
+    rates: DropoutRates | None
+    training_x: Tensor | None
+
+
+def capture_layers(
+    model: nn.Module | LoadedModel,
+    inputs: Tensor,
+    layers: Sequence[int] | None = None,
+    *,
+    training: bool = True,
+    seeds: Sequence[int],
+) -> list[PublishedLayer]:
+    """Capture layers of a model at token ids.
+
+    Parameters
+    ----------
+    model, layers
+        As for :func:`howsmooth.models.capture`.
+    inputs
+        Token ids (batch, n).
+    training
+        Whether to run the model once in training mode too, which ``dropout`` needs.
+    seeds
+        One a sequence, of the dropout in that pass.
+
+    Raises
+    ------
+    CaptureError
+        If a layer cannot be captured, or one module is used for several layers and there is dropout.
+
+    """
+    sites = capture(model, inputs, layers=layers)
+    post_norm = [site.layer for site in sites if site.layout == "post-norm"]
+    blocks = {
+        site.layer: site
+        for site in (capture(model, inputs, layers=post_norm, scope="block") if post_norm else ())
+    }
+    own = model.model if isinstance(model, LoadedModel) else model
+    rates = dropout_rates(own)
+    dropped: Sequence[Tensor | None] = [None] * len(sites)
+    if training and rates is not None:
+        dropped = training_tokens(own, inputs, sites, seeds)
+    return [
+        PublishedLayer(site, blocks.get(site.layer), rates, x) for site, x in zip(sites, dropped, strict=True)
+    ]
+
+
+def items_that_apply(
+    layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
+) -> tuple[str, ...]:
+    """Return the items that make a difference at a layer; those asked for must be among them.
+
+    Parameters
+    ----------
+    layer
+        From :func:`~howsmooth.paper.published.capture_layers`.
+    asked
+        Some of ``ITEMS``; None for all that apply.
+    untrained
+        Whether the model was built from its configuration: it is then in training mode until told
+        otherwise. With it, ``dropout`` applies to models that have any; asked for by name, to trained
+        ones too.
+
+    Raises
+    ------
+    ArgumentError
+        If an item asked for cannot apply; the message says why.
+
+    """
+    post_norm = layer.attention.layout == "post-norm"
+    obstacles = {
+        "block": "" if layer.block is not None else "its layers are not post-norm",
+        "unmasked": (
+            ""
+            if layer.attention.causal and post_norm
+            else "it is not an encoder run as a decoder, whose mask the model makes"
+        ),
+        "dropout": "" if layer.rates is not None else "its configuration states no dropout",
+    }
+    if asked is None:
+        kept = (item for item in ITEMS if not obstacles.get(item) and (item != "dropout" or untrained))
+        return check_items(kept)
+    items = check_items(asked)
+    for item in items:
+        if obstacles.get(item):
+            raise ArgumentError(
+                "as-published",
+                expected="items that apply to the model",
+                got=f"{item!r}: {obstacles[item]}",
+                remedy="Leave it out, or use all, which takes those that apply.",
+            )
+    return items

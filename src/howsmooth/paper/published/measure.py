@@ -1,0 +1,164 @@
+"""The local constant as the published code measures it, or with some of its items only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float64, Int
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.lipschitz import local_lipschitz
+from howsmooth.models import LoadedModel
+from howsmooth.paper.published.items import PublishedLayer, capture_layers, items_that_apply
+from howsmooth.paper.published.maps import unmasked, with_dropout
+from howsmooth.paper.published.power_iteration import power_iteration
+
+__all__ = ["AsPublished", "measure_as_published", "measure_layer"]
+
+# Items that only the published iteration can carry out; without them the estimate is the library's own.
+_OF_THE_ITERATION = frozenset({"output", "dropout", "stopping"})
+# Between the seeds of a start and of dropout, so that the two are not the same stream
+_APART = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, eq=False)
+class AsPublished:
+    """What was returned for each sequence.
+
+    Attributes
+    ----------
+    value
+        In float64, (batch,).
+    lower, upper
+        The interval, where :func:`howsmooth.local_lipschitz` measured; NaN where the published iteration
+        did, which has none.
+    settled
+        Whether the iteration was ended by its rule, and not by its number of steps.
+    steps
+        Steps, each one product with J and one with Jᵀ.
+    items
+        Of ``ITEMS``, in their order.
+    map
+        The map that was measured, in words.
+
+    """
+
+    value: Float64[Tensor, " batch"]
+    lower: Float64[Tensor, " batch"]
+    upper: Float64[Tensor, " batch"]
+    settled: Bool[Tensor, " batch"]
+    steps: Int[Tensor, " batch"]
+    items: tuple[str, ...]
+    map: str
+
+
+def measure_as_published(
+    model: nn.Module | LoadedModel,
+    tokens: Tensor,
+    layer: int,
+    items: Iterable[str] | None = None,
+    *,
+    untrained: bool = False,
+    seed: int = 0,
+) -> AsPublished:
+    """Measure one layer of a model at token ids as the published code does.
+
+    Parameters
+    ----------
+    model
+        As for :func:`howsmooth.models.capture`.
+    tokens
+        Token ids (batch, n).
+    layer
+        Which attention layer, negative from the end.
+    items
+        Some of ``ITEMS``: the others are as they should be. None for all that
+        apply; an empty list gives the corrected quantity, ‖D_X f‖ of the layer's attention with its mask.
+    untrained
+        Whether the weights are random: a model built from its configuration is in training mode, and
+        ``dropout`` then is among the items that apply.
+    seed
+        Of starts and dropout.
+
+    Raises
+    ------
+    ArgumentError
+        If an item is unknown or does not apply to the model.
+    CaptureError
+        If the layer cannot be captured.
+
+    References
+    ----------
+    The code published with Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024;
+    docs/guide/as-published.md.
+
+    """
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ArgumentError("tokens", expected="token ids of shape (batch, n)", got=got)
+    seeds = [seed + member for member in range(len(tokens))]
+    training = untrained if items is None else "dropout" in (items := list(items))
+    (captured,) = capture_layers(model, tokens, [layer], training=training, seeds=seeds)
+    chosen = items_that_apply(captured, items, untrained=untrained)
+    return measure_layer(captured, chosen, seeds=seeds)
+
+
+def measure_layer(
+    layer: PublishedLayer,
+    items: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    rtol: float = 1e-4,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+) -> AsPublished:
+    """Measure a captured layer with some items; see :func:`measure_as_published`.
+
+    Parameters
+    ----------
+    layer
+        From :func:`~howsmooth.paper.published.capture_layers`.
+    items
+        That apply to it.
+    seeds
+        One a sequence.
+    rtol, confidence, max_iterations
+        For :func:`howsmooth.local_lipschitz`, where that measures.
+
+    """
+    chosen = items_that_apply(layer, items)
+    site = layer.block if "block" in chosen and layer.block is not None else layer.attention
+    f = unmasked(site.map) if "unmasked" in chosen else site.map
+    if not _OF_THE_ITERATION & set(chosen):
+        found = local_lipschitz(
+            f, site.x, rtol=rtol, confidence=confidence, max_iterations=max_iterations, seed=seeds
+        )
+        return AsPublished(
+            found.value, found.lower, found.upper, found.converged, found.iterations, chosen, f.describe()
+        )
+    x, maps = site.x, [f] * len(seeds)
+    if "dropout" in chosen and layer.rates is not None and layer.training_x is not None:
+        # The tokens of a post-norm block are those of its attention.
+        x = layer.training_x
+        rates = layer.rates
+        maps = [
+            with_dropout(f, weights=rates.weights, outputs=rates.outputs, seed=(seed + _APART) % 2**63)
+            for seed in seeds
+        ]
+    runs = [
+        power_iteration(one, member, output="output" in chosen, absolute="stopping" in chosen, seed=seed)
+        for one, member, seed in zip(maps, x, seeds, strict=True)
+    ]
+    nothing = torch.full((len(runs),), torch.nan, dtype=torch.float64)
+    return AsPublished(
+        value=torch.tensor([run.value for run in runs], dtype=torch.float64),
+        lower=nothing,
+        upper=nothing.clone(),
+        settled=torch.tensor([run.settled for run in runs]),
+        steps=torch.tensor([run.steps for run in runs]),
+        items=chosen,
+        map=maps[0].describe(),
+    )

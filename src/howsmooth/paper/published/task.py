@@ -1,0 +1,190 @@
+"""The published quantity beside the corrected one, at the sequences of a study.
+
+For every sequence and layer: the corrected constant, the corrected one with each item of the published
+code alone, and all items together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
+from howsmooth.study.feeds import TextFeed
+from howsmooth.study.plan import derive_seed
+from howsmooth.study.published_rows import quantities
+from howsmooth.study.records import PublishedKey, PublishedValue, Row
+from howsmooth.study.subjects import OpenStudy, Placed
+from howsmooth.study.tasks.constants import batch_size, start_seed
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all, failure_row
+
+__all__ = ["PublishedTask", "published_left"]
+
+Wanted = Mapping[int, Mapping[str, tuple[str, ...]]]
+"""For each layer the quantities, with their items."""
+
+_COLUMNS = ("layer", "n", "sample", "quantity", "items")
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedTask(SequenceTask[PublishedKey]):
+    """Published values of some samples of one length, which share their forward passes."""
+
+    kind = PublishedValue
+
+    wanted: Wanted = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with a value missing."""
+        return tuple(sorted({layer for layer, *_ in self.missing}))
+
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Measure layer by layer; all values of one are written together."""
+        for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
+            if isinstance(one, Failed):
+                yield one
+                continue
+            try:
+                rows = list(self._values(one))
+            except Exception as error:
+                yield self.failed(error, (one.attention.layer, None), list(self.starts))
+            else:
+                yield rows
+
+    def _layers(self, model: Any, layers: Sequence[int]) -> list[PublishedLayer]:
+        assert self.data is not None
+        tokens = cast("Tensor", self.data.inputs(self.plan.device))
+        training = any("dropout" in items.split(",") for *_, items in self.missing)
+        axes: dict[str, str | int] = {
+            "seed": self.plan.seed,
+            "text": self.subject.text.digest,
+            "model": self.subject.fingerprint,
+        }
+        seeds = [derive_seed(purpose="dropout", sample=one, n=self.n, **axes) for one in self.starts]
+        return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
+
+    def _values(self, one: PublishedLayer) -> Iterator[Row]:
+        """Measure what is missing of one layer."""
+        layer, plan = one.attention.layer, self.plan
+        # As constants are, so that the corrected quantity is the very number that `howsmooth measure` gives.
+        seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
+        for name, items in self.wanted[layer].items():
+            words = ",".join(items)
+            keys = [(layer, self.n, sample, name, words) for sample in self.starts]
+            if not self.missing.intersection(keys):
+                continue
+            found = measure_layer(
+                one,
+                items,
+                seeds=seeds,
+                rtol=plan.rtol,
+                confidence=plan.confidence,
+                max_iterations=plan.max_iterations,
+            )
+            for slot, key in enumerate(keys):
+                if key in self.missing:
+                    yield self._row(one, found, slot, key, seeds[slot])
+
+    def _row(
+        self, one: PublishedLayer, found: Any, slot: int, key: PublishedKey, seed: int
+    ) -> PublishedValue:
+        layer, n, sample, name, items = key
+        value, lower, upper = (float(part[slot]) for part in (found.value, found.lower, found.upper))
+        if not math.isfinite(value):
+            raise NonFiniteError(name, expected="a finite value", got=f"{value} for sample {sample}")
+        return PublishedValue(
+            model=self.model,
+            text=self.subject.text.name,
+            layer=layer,
+            n=n,
+            sample=sample,
+            quantity=name,
+            items=items,
+            lipschitz=value,
+            lower=None if math.isnan(lower) else lower,
+            upper=None if math.isnan(upper) else upper,
+            settled=bool(found.settled[slot]),
+            steps=int(found.steps[slot]),
+            radius_mean=float(one.attention.radius_mean[slot]),
+            start=self.starts[sample],
+            seed=seed,
+            map=found.map,
+        )
+
+
+def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
+    """Return what lists the published values that a store does not have.
+
+    Parameters
+    ----------
+    items
+        Of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
+
+    """
+
+    def left(study: OpenStudy) -> Work:
+        tasks, kept, failed = [], 0, []
+        for placed in study.placed:
+            subject = placed.subject
+            try:
+                wanted = _wanted(study, placed, items)
+            except Exception as error:
+                if not study.keep_going:
+                    raise
+                row = failure_row(error, PublishedValue, subject.model.label, subject.text.name)
+                failed.append(Failed([row], error))
+                continue
+            where = {"model": subject.model.label, "text": subject.text.name}
+            known = study.store.keys(PublishedValue, _COLUMNS, **where) if study.store else frozenset()
+            for n in sorted(subject.lengths):
+                size = batch_size(subject.model.heads, n, study.plan.dtype)
+                for first in range(0, study.plan.samples, size):
+                    samples = range(first, min(first + size, study.plan.samples))
+                    asked = _asked(wanted, n, samples)
+                    kept += len(asked & known)
+                    if missing := asked - known:
+                        tasks.append(_task(study, placed, n, missing, wanted))
+        return Work(PublishedValue, "published values", tasks, kept, failed)
+
+    return left
+
+
+def _task(
+    study: OpenStudy, placed: Placed, n: int, missing: frozenset[PublishedKey], wanted: Wanted
+) -> PublishedTask:
+    starts = {sample: placed.starts[n, sample] for sample in sorted({key[2] for key in missing})}
+    where = (study.plan, placed.subject, placed.feed, n, "attention")
+    return PublishedTask(*where, starts, missing, wanted=wanted)
+
+
+def _asked(wanted: Wanted, n: int, samples: Sequence[int]) -> frozenset[PublishedKey]:
+    return frozenset(
+        (layer, n, sample, name, ",".join(items))
+        for sample in samples
+        for layer, found in wanted.items()
+        for name, items in found.items()
+    )
+
+
+def _wanted(study: OpenStudy, placed: Placed, items: Sequence[str] | None) -> Wanted:
+    """Return the quantities of each layer, found at the shortest length."""
+    subject, feed = placed.subject, placed.feed
+    if not isinstance(feed, TextFeed):
+        raise ArgumentError(
+            "as-published",
+            expected="texts, the only input that the published code takes",
+            got=f"{subject.text.kind} {subject.text.name!r}",
+        )
+    tokens = feed.inputs([0], min(subject.lengths)).to(study.plan.device)
+    model = study.models.load_for(subject)
+    found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
+    untrained = subject.spec.random_init
+    return {
+        one.attention.layer: quantities(items_that_apply(one, items, untrained=untrained)) for one in found
+    }

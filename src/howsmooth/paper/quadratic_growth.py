@@ -1,0 +1,447 @@
+"""Appendix C.7: tokens at which the constant of attention grows like the square of their radius."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator
+from torch import Tensor
+
+from howsmooth import lipschitz
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds import masked_n_free, masked_theorem_a, n_free, theorem_3_3, theorem_4_3, theorem_a
+from howsmooth.bounds.parameters import Head, Parameters, parameters_of
+from howsmooth.errors import ArgumentError
+from howsmooth.paper import drawing
+from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper.request import Request
+from howsmooth.paper.setting import Column, Setting, bilinear, columns, usual_length
+from howsmooth.paper.two_dirac import identity_head
+from howsmooth.paper.units import Key, Row
+from howsmooth.paper.words import exp
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.study.figures.style import literal, set_axis
+from howsmooth.study.names import decimal, readable
+from howsmooth.study.plan import derive_seed
+
+__all__ = [
+    "FAR", "IDENTITY", "QUADRATIC_GROWTH", "Balanced", "balanced", "exponents_in_radius", "measure", "show",
+]  # fmt: skip
+
+IDENTITY = "A = V = I"
+"""The model of the first panel: one head of four dimensions."""
+
+FAR = 300.0
+"""‖A‖R² from which on the growth is fitted."""
+
+_LENGTHS = (3, 11, 101)
+_MOST_LENGTHS = 4
+_SAMPLES = 8
+# ‖A‖R² at the radii: the constant is quadratic in R from about 10 on, with a causal mask from about 100.
+_STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
+_RTOL = 1e-6
+_SAME = 1e-5  # of a ratio from one: the measurement's own accuracy
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """The tokens of Appendix C.7 for one head: one or two zeros, the last token among them, and ±Ru in pairs.
+
+    The last row of the attention sees all tokens alike, with or without a causal mask, and whatever the
+    query bias, to which u is orthogonal.
+    """
+
+    head: Head
+    u: Float64[Tensor, " d"]
+
+    def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
+        """Return X, (n, d)."""
+        pairs = (n - 1) // 2
+        signs = torch.zeros(n, dtype=torch.float64)
+        signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
+        return radius * signs[:, None] * self.u
+
+    def formula(self, n: int, radius: float) -> float:
+        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, m the number of tokens ±Ru: the last block of the Jacobian.
+
+        A lower bound of ‖D_X f‖; for A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
+        """
+        head, m = self.head, 2 * ((n - 1) // 2)
+        form = (self.u @ head.left) @ head.right
+        block = head.V / n + (m / n * radius**2) * torch.outer(head.V @ self.u, form)
+        return float(torch.linalg.matrix_norm(block, 2))
+
+    def mean_field(self, n: int, radius: float, local: float) -> float:
+        """Return max(‖D_X f‖, max_i ‖V C_i A‖), unmasked: the growth where atoms of a measure may split.
+
+        The local constant of the mean-field map in W₂ at the measure of these tokens, so a lower bound of the
+        constant on the ball (docs/theory/mean-field.md). C_i is the covariance that token i sees, here a
+        multiple of uuᵀ.
+
+        Parameters
+        ----------
+        n, radius
+            Of the tokens.
+        local
+            ‖D_X f‖ at them.
+
+        """
+        head, x = self.head, self.tokens(n, radius)
+        scores = (x @ head.right.mT @ head.left.mT + head.b) @ x.mT
+        weights, places = torch.softmax(scores, dim=-1), x @ self.u
+        spread = weights @ places**2 - (weights @ places) ** 2
+        form = (self.u @ head.left) @ head.right
+        size = float(torch.linalg.vector_norm(head.V @ self.u) * torch.linalg.vector_norm(form))
+        return max(local, float(spread.max()) * size)
+
+
+def balanced(head: Head) -> Balanced:
+    """Choose u for a head: the best of singular vectors of A and V, made orthogonal to the query bias.
+
+    Raises
+    ------
+    ArgumentError
+        If scores or values are zero along all of them.
+
+    """
+    left, right = torch.linalg.qr(head.left), torch.linalg.qr(head.right.mT)
+    inner = torch.linalg.svd(left.R @ right.R.mT)
+    candidates = torch.cat([(left.Q @ inner.U)[:, :2], torch.linalg.svd(head.V).Vh[:2].mT], dim=1).mT
+    if bool(head.b.any()):
+        unit = head.b / torch.linalg.vector_norm(head.b)
+        candidates = candidates - torch.outer(candidates @ unit, unit)
+    sizes = torch.linalg.vector_norm(candidates, dim=1)
+    candidates = candidates[sizes > 1e-6] / sizes[sizes > 1e-6, None]
+    gains = torch.linalg.vector_norm(candidates @ head.V.mT, dim=1) * torch.linalg.vector_norm(
+        candidates @ head.left @ head.right, dim=1
+    )
+    if not len(gains) or not float(gains.max()) > 0:
+        raise ArgumentError("model", expected="heads whose scores and values are not zero", got=repr(head))
+    return Balanced(head, candidates[int(gains.argmax())])
+
+
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure the identity at every length, and every head of each layer at the longest.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a model, head, length and radius.
+
+    """
+    lengths, found = _lengths(bench.request), columns(bench)
+    # Heads take more time the wider they are; only shares matter.
+    parts = bench.parts([512.0, *(column.cost for column in found)])
+    parts[0].say(IDENTITY)
+    rows: list[Row] = []
+    for n in lengths:
+        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": bench.request.seed}
+        rows += bench.rows(key, partial(_rows, identity_head(1.0), key, None))
+    for column, part in zip(found, parts[1:], strict=True):
+        rows += _of_column(column, part, max(lengths))
+    return pd.DataFrame(rows)
+
+
+def _lengths(request: Request) -> list[int]:
+    """Choose lengths that have room for a zero and a pair ±Ru; a few of many, as they hardly differ."""
+    asked = sorted(request.lengths or _LENGTHS)
+    there = [n for n in asked if n >= 3]
+    if not there:
+        raise ArgumentError(
+            "lengths", expected="some of at least 3: a zero and a pair ±Ru", got=str(asked[-1])
+        )
+    places = torch.linspace(0, len(there) - 1, min(_MOST_LENGTHS, len(there))).round().int().tolist()
+    return [there[place] for place in places]
+
+
+def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
+    """Measure every head of a layer at n tokens; return its rows."""
+    here = Setting(
+        bench,
+        column.spec,
+        lengths=(usual_length(bench, column.spec),),
+        samples=bench.request.samples or _SAMPLES,
+        layers=column.layers,
+    )
+    f, radius = _layer(here, column)
+    rows: list[Row] = []
+    for h, part in bench.each(range(f.heads)):
+        part.say(f"{column.spec.label}, head {h}")
+        key: Key = {
+            "model": column.spec.label,
+            "fingerprint": here.subjects[0].fingerprint,
+            "texts": "; ".join(one.text.digest for one in here.subjects),
+            "layer": column.layer,
+            "head": h,
+            "n": n,
+            "samples": here.plan.samples,
+            "seed": here.plan.seed,
+            "dtype": here.plan.dtype,
+        }
+        rows += part.rows(key, partial(_rows, f.head(h), key, radius))
+    return rows
+
+
+def _layer(here: Setting, column: Column) -> tuple[SelfAttention, float]:
+    """Return the layer's attention, and the norm of real tokens there."""
+    found, squares = None, []
+    for subject in here.subjects:
+        for _, tokens in here.sequences(subject):
+            (site,) = here.sites(subject, tokens)
+            squares.append(float((site.radius_mean**2).mean()))
+            found = found or bilinear(site, column.spec.label)
+    assert found is not None
+    return found, math.sqrt(sum(squares) / len(squares))
+
+
+def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
+    """Measure one head at its radii, and at the norm of real tokens if there is one."""
+    parameters = parameters_of(f)
+    head = parameters.one_head("quadratic growth")
+    tokens, n = balanced(head), int(key["n"] or 0)
+    radii = [math.sqrt(strength / head.A_norm) for strength in _STRENGTHS]
+    for radius in radii if real is None else [*radii, real]:
+        start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
+        found = lipschitz.local_lipschitz(f, tokens.tokens(n, radius), rtol=_RTOL, seed=start)
+        value = float(found.value)
+        yield {
+            "radius": radius,
+            "real": radius == real,
+            "strength": head.A_norm * radius**2,
+            "value": value,
+            "lower": float(found.lower),
+            "upper": float(found.upper),
+            "converged": bool(found.converged),
+            "formula": tokens.formula(n, radius),
+            "mean_field": None if f.causal else tokens.mean_field(n, radius, value),
+            "causal": f.causal,
+            **dict(_uppers(parameters, n, radius)),
+        }
+
+
+def _uppers(parameters: Parameters, n: int, radius: float) -> Iterator[tuple[str, float]]:
+    """Give logarithms of upper bounds on the ball: the paper's, the sharpest, and one for every n."""
+    sharp, paper, free = (
+        (masked_theorem_a, theorem_4_3, masked_n_free)
+        if parameters.masking == "causal"
+        else (theorem_a, theorem_3_3, n_free)
+    )
+    yield "log_sharp", sharp(parameters, n, radius).log_value
+    yield "log_paper", paper(parameters, n, radius).log_value
+    yield "log_free", free(parameters, radius).log_value
+
+
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
+    """Draw each layer, fit its exponents in R, and say what is seen."""
+    table = exponents_in_radius(rows)
+    seen = [_identity_words(rows[rows["model"] == IDENTITY], table)]
+    others = rows[rows["model"] != IDENTITY].groupby(["model", "layer"], sort=False)
+    seen += [_words(part, table) for _, part in others]
+    caption = f"Exponents in R, where ‖A‖R² is at least {FAR:g}"
+    return Finding([_picture(rows, table, folder)], seen, [(caption, table)])
+
+
+def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit the growth with R of every head, where ‖A‖R² is at least :data:`FAR`.
+
+    Parameters
+    ----------
+    rows
+        One a model, layer, head, n and radius, with ``strength`` (‖A‖R²), ``value``, ``converged`` and
+        ``real``, whether the radius is that of real tokens (these are no part of the fit).
+
+    Returns
+    -------
+    pandas.DataFrame
+        Columns ``model, layer, head, n, exponent, low, high, points``.
+
+    """
+    names = ["model", "layer", "head", "n"]
+    found = []
+    for key, part in rows[~rows["real"].astype(bool)].groupby(names, sort=False):
+        far = part[part["strength"] >= FAR]
+        radius, value = (far[name].to_numpy(np.float64) for name in ("radius", "value"))
+        fit = fit_exponent(radius, value, far["converged"].to_numpy(bool))
+        ends = {"exponent": fit.slope, "low": fit.low, "high": fit.high, "points": fit.n_points}
+        found.append(dict(zip(names, key, strict=True)) | ends)
+    return pd.DataFrame(found)
+
+
+# ---- the picture
+
+
+def _picture(rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> drawing.Picture:
+    panels = [
+        (str(model), layer, part) for (model, layer), part in rows.groupby(["model", "layer"], sort=False)
+    ]
+    across = min(2, len(panels))
+    down = math.ceil(len(panels) / across)
+    figure = drawing.canvas(drawing.WIDTH if across > 1 else drawing.COLUMN, 0.7 + 2.1 * down)
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for axis, (model, layer, part) in zip(axes, panels, strict=False):
+        title = readable(model, 34)
+        if model == IDENTITY:
+            _identity_panel(axis, part)
+        else:
+            _heads_panel(axis, part)
+            title += f", layer {layer}, n = {part['n'].iloc[0]}"
+        axis.set_title(f"{literal(title)}: {_power(_of(table, part))}")
+        axis.set_xlabel("radius $R$")
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[::across]:
+        axis.set_ylabel("local Lipschitz constant")
+    drawing.legend(figure)
+    names = "; ".join(readable(model) for model, _, _ in panels)
+    alt = "The local Lipschitz constant against the radius on log axes, with fitted exponents: " + "; ".join(
+        f"{readable(model)} {_span(_of(table, part))}" for model, _, part in panels
+    )
+    caption = (
+        "The local Lipschitz constant at one or two tokens 0 and all others at ±Ru, against R. First panel: "
+        "A = V = I in four dimensions, dashed 1/n + γR²m/n, m the number of tokens ±Ru. Other panels: every "
+        "head of a layer, and R² dashed with only its factor fitted to their median; the vertical line is "
+        "the norm of real tokens. "
+        f"Exponents are fitted where ‖A‖R² is at least {FAR:g}."
+    )
+    return drawing.picture(figure, folder, "quadratic-growth", f"Appendix C.7: {names}", f"{alt}.", caption)
+
+
+def _identity_panel(axis: Axes, rows: pd.DataFrame) -> None:
+    for place, (n, part) in enumerate(rows.groupby("n", sort=True)):
+        look = drawing.LOOKS[place % len(drawing.LOOKS)]
+        drawing.lines(axis, part["radius"], part, [("formula", look[0], drawing.DASHED, "")])
+        label = f"measured, and formula, $n = {n}$"
+        drawing.dots(axis, part["radius"], part["value"], look, label, filled=part["converged"])
+    n = rows["n"].max()
+    longest = rows[rows["n"] == n].sort_values("radius")
+    bounds = longest.filter(like="log_").apply(exp)
+    top = 3 * float(bounds["log_sharp"].max())
+    lines = (
+        ("log_sharp", "0.15", drawing.SOLID, f"howsmooth's bound, $n = {n}$"),
+        ("log_paper", drawing.GREY, drawing.DASHDOT, f"Theorem 3.3, $n = {n}$"),
+        ("log_free", drawing.GREY, drawing.DOTTED, "bound for every $n$"),
+    )
+    drawing.lines(axis, longest["radius"], bounds, lines, most=1e3 * top)
+    set_axis(axis, "x", rows["radius"])
+    set_axis(axis, "y", pd.concat([rows["value"], pd.Series([top])]))
+
+
+def _heads_panel(axis: Axes, rows: pd.DataFrame) -> None:
+    free = rows[~rows["real"].astype(bool)]
+    for _, part in free.groupby("head", sort=True):
+        axis.plot(
+            part["radius"], part["value"], color=drawing.VIOLET, linewidth=0.5, marker="o", markersize=1.6,
+            markeredgewidth=0, alpha=0.75, zorder=3, label="a head",
+        )  # fmt: skip
+    far = free[(free["strength"] >= FAR) & free["converged"] & (free["value"] > 0)]
+    if len(far):
+        factor = math.exp(float(np.median(np.log(far["value"]) - 2 * np.log(far["radius"]))))
+        ends = np.array([far["radius"].min(), far["radius"].max()])
+        label = "$c\\,R^2$, $c$ fitted"
+        axis.plot(
+            ends, factor * ends**2, color=drawing.FIT_COLOUR, linestyle=drawing.DASHED, label=label, zorder=4
+        )
+    for radius in rows["radius"][rows["real"].astype(bool)].unique():
+        axis.axvline(float(radius), color=drawing.GREY, linestyle=drawing.DOTTED, zorder=1)
+    set_axis(axis, "x", rows["radius"])
+    set_axis(axis, "y", rows["value"])
+    ticks = [float(tick) for tick in axis.get_yticks() if round(math.log10(tick), 6).is_integer()]
+    if len(ticks) > 1:
+        axis.yaxis.set_major_locator(FixedLocator(ticks))
+
+
+# ---- the words
+
+
+def _of(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    same = (table["model"] == rows["model"].iloc[0]) & (table["layer"] == rows["layer"].iloc[0])
+    return pd.DataFrame(table[same & table["exponent"].notna()])
+
+
+def _ends(fits: pd.DataFrame) -> list[str]:
+    """Write the smallest and the largest exponent, once if they are the same; none without a fit."""
+    ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
+    return list(dict.fromkeys(ends))
+
+
+def _span(fits: pd.DataFrame) -> str:
+    return " to ".join(_ends(fits)) or "without a fit"
+
+
+def _power(fits: pd.DataFrame) -> str:
+    return " to ".join(f"$R^{{{end}}}$" for end in _ends(fits)) or "no exponent"
+
+
+def _identity_words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
+    fits = _of(table, rows)
+    names = ("n", "exponent", "low", "high")
+    exponents = ", ".join(
+        f"{decimal(slope, 3)} at n = {n} ({decimal(low, 3)} to {decimal(high, 3)})"
+        for n, slope, low, high in zip(*(fits[name] for name in names), strict=True)
+    )
+    good = rows[rows["converged"].astype(bool) & (rows["strength"] >= FAR)]
+    if good.empty:
+        return f"{IDENTITY}, four dimensions: no measurement converged where ‖A‖R² is at least {FAR:g}."
+    off = float((good["value"] / good["formula"] - 1).abs().max())
+    last = good[good["n"] == good["n"].max()].sort_values("radius").iloc[-1]
+    apart = float((good["mean_field"].astype(float) / good["value"]).max()) - 1
+    log = math.log(float(last["value"]))
+    sharp, theirs = math.exp(last["log_sharp"] - log), math.exp(last["log_paper"] - log)
+    same = "the same number" if apart < _SAME else f"up to {1 + apart:.4g} times as large"
+    return (
+        f"{IDENTITY}, four dimensions: where ‖A‖R² is at least {FAR:g} the measured constant grows like R to "
+        f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²m/n, m the number of tokens "
+        f"±Ru, by a share of at most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is "
+        f"{last['value']:.4g}; "
+        f"howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 {theirs:.3g} times, and "
+        f"the bound for every n is exp({last['log_free']:.4g}). Where the tokens are a measure, whose atoms "
+        f"may split, the constant is {same}."
+    )
+
+
+def _words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
+    name, layer, fits = readable(str(rows["model"].iloc[0])), rows["layer"].iloc[0], _of(table, rows)
+    heads = rows["head"].nunique()
+    words = (
+        f"{name}, layer {layer}: at n = {rows['n'].iloc[0]} the exponent in R is {_span(fits)} over its "
+        f"{heads} heads, where ‖A‖R² is at least {FAR:g}."
+    )
+    if len(fits):
+        widest = float((fits["high"] - fits["low"]).max()) / 2
+        words += f" The widest of the 95 % intervals is ± {widest:.2g}."
+    real = rows[rows["real"].astype(bool) & rows["converged"].astype(bool)]
+    if len(real):
+        ratio = np.exp(real["log_sharp"].to_numpy(np.float64)) / real["value"].to_numpy(np.float64)
+        words += (
+            f" At the norm of real tokens, R = {real['radius'].iloc[0]:.4g}, ‖A‖R² is "
+            f"{real['strength'].min():.3g} to {real['strength'].max():.3g}, and the balanced tokens give "
+            f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}; howsmooth's bound on "
+            f"the ball is {ratio.min():.3g} to {ratio.max():.3g} times as large."
+        )
+    hollow = int((~rows["converged"].astype(bool)).sum())
+    return words + (f" {hollow} measurements did not converge and are not fitted." if hollow else "")
+
+
+QUADRATIC_GROWTH = Figure(
+    name="quadratic-growth",
+    title="Tokens at which the constant grows like R²",
+    paper="Appendix C.7",
+    about=(
+        "One token (or two) at zero, all others balanced at ±Ru: the zero sees all tokens alike, however "
+        "large R is, and its own block of the Jacobian is V(I/n + (m/n)R² uuᵀA), m the number of tokens "
+        "±Ru. For A = γI, V = I and odd n this is 1/n + γR²(n−1)/n: attention is not Lipschitz on all "
+        "sequences, not even on three tokens. Left, A = V = I; then every head of a layer of each model, "
+        "with u the best of singular vectors of A and V, orthogonal to the query bias."
+    ),
+    measure=measure,
+    show=show,
+)

@@ -1,0 +1,267 @@
+"""Proposition 3.6: two Diracs at which the constant of mean-field attention grows like g e^g, g = γR²."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds import n_free, theorem_3_5
+from howsmooth.bounds.mean_field_lower import (
+    proposition_3_6,
+    proposition_3_6_asymptotic,
+    proposition_3_6_better_weight,
+)
+from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
+from howsmooth.paper import drawing
+from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper.units import Key, Row
+from howsmooth.study.plan import derive_seed
+
+__all__ = [
+    "BETTER", "HALF", "OPPOSITE", "PAPER_WEIGHT", "RTOL", "TWO_DIRAC", "describe", "identity_head", "measure",
+    "said", "show", "two_diracs",
+]  # fmt: skip
+
+OPPOSITE, HALF = "A = −I, heavy Dirac at −Ru", "A = 8I, heavy Dirac at Ru/2"
+"""The two families."""
+
+PAPER_WEIGHT, BETTER = "e^(−2g)", "1/(1 + 3e^(2g))"
+"""The two weights of the light Dirac."""
+
+RTOL = 1e-8
+"""Relative tolerance of the constants at measures."""
+
+_DIMENSION = 4
+# γ and the place of the heavy Dirac over that of the light one, so that g = R² for both.
+_FAMILIES = {OPPOSITE: (-1.0, -1.0), HALF: (8.0, 0.5)}
+# At R = 26.5, g = 702, the constant is near the largest float64; e^{2g} is not one from R = 18.9 on.
+_RADII = (*(0.25 * step for step in range(2, 32)), *(0.5 * step for step in range(16, 54)))
+# Beyond this radius the ratios hardly move.
+_NEAR = 10.0
+# Where e^{2γR²} is no float64 number any more.
+_OVERFLOW = math.sqrt(math.log(np.finfo(np.float64).max) / 2)
+
+_COLOURS = {PAPER_WEIGHT: drawing.VIOLET, BETTER: drawing.ORANGE}
+_MARKS = {OPPOSITE: "o", HALF: "^"}
+_LABELS = {
+    OPPOSITE: "$A=-I$", HALF: "$A=8I$", PAPER_WEIGHT: "light mass $e^{-2g}$",
+    BETTER: "light mass $1/(1+3e^{2g})$",
+}  # fmt: skip
+
+
+def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
+    """Return A = γI, V = I on R^d."""
+    eye = torch.eye(d, dtype=torch.float64)[None]
+    return SelfAttention(gamma * eye, eye, eye, scale=1.0)
+
+
+def two_diracs(
+    radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
+) -> DiscreteMeasure:
+    """Return the measure on Ru and ratio · Ru, u the first unit vector, with these weights."""
+    points = torch.zeros(2, d, dtype=torch.float64)
+    points[0, 0], points[1, 0] = radius, ratio * radius
+    return DiscreteMeasure(points, log_weights=log_weights)
+
+
+def describe(bench: Bench, measures: str) -> None:
+    """Say how numbers at some measures come about."""
+    bench.made["Measures"] = f"{measures}; no model and no text."
+    bench.made["Settings"] = (
+        f"seed {bench.request.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
+    )
+
+
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure both families with both weights; return a row a measure."""
+    seed = bench.request.seed
+    pairs = [(family, weight) for family in _FAMILIES for weight in (PAPER_WEIGHT, BETTER)]
+    rows = []
+    for (family, weight), part in bench.each(pairs):
+        part.say(f"{family}, {weight}")
+        key: Key = {"family": family, "weight": weight, "seed": seed}
+        rows += part.rows(key, partial(map, partial(_row, key), _RADII))
+    describe(bench, "two Diracs in four dimensions, A = −I or 8I, V = I")
+    return pd.DataFrame(rows)
+
+
+def _row(key: Key, radius: float) -> Row:
+    gamma, ratio = _FAMILIES[str(key["family"])]
+    f, g = identity_head(gamma), radius**2
+    start = derive_seed(purpose="two Diracs", radius=repr(radius), **key)
+    at = two_diracs(radius, ratio, _log_weights(str(key["weight"]), g))
+    found = wasserstein_lipschitz(f, at, rtol=RTOL, seed=start)
+    return {
+        "radius": radius,
+        "g": g,
+        "log_value": math.log(found.value),
+        "log_lower": math.log(found.lower),
+        "log_upper": math.log(found.upper) if found.upper < math.inf else None,
+        "converged": found.converged,
+        "by": found.by,
+        "log_paper": proposition_3_6(gamma, radius).log_value,
+        "log_asymptotic": proposition_3_6_asymptotic(gamma, radius).log_value,
+        "log_better": proposition_3_6_better_weight(gamma, radius).log_value,
+        "log_free": n_free(f, radius).log_value,
+        "log_theorem": theorem_3_5(f, radius).log_value,
+    }
+
+
+def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
+    """Logarithms of the mass p of the light Dirac and of 1 − p: e^{−2g}, or 1/(1 + 3e^{2g})."""
+    if name == PAPER_WEIGHT:
+        logs = (-2 * g, math.log(-math.expm1(-2 * g)))
+    else:
+        tail = math.log1p(math.exp(-2 * g) / 3)
+        logs = (-math.log(3) - 2 * g - tail, -tail)
+    return torch.tensor(logs, dtype=torch.float64)
+
+
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
+    """Draw the growth and its ratio to the paper's rate, and say what is seen."""
+    table = rows.assign(ratio=_over_rate(rows)["log_value"])[
+        ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
+    ]
+    caption = "Logarithms of the constant, and its ratio to (g/2) e^g"
+    return Finding([_picture(rows, folder)], said(rows), [(caption, table)])
+
+
+def _over_rate(rows: pd.DataFrame) -> pd.DataFrame:
+    """Divide the constants and bounds, given as logarithms, by the proposition's (g/2) e^g."""
+    logs = rows.filter(like="log_").astype(np.float64)
+    return logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp)
+
+
+# ---- the picture
+
+
+def _picture(rows: pd.DataFrame, folder: Path) -> drawing.Picture:
+    figure = drawing.canvas(drawing.WIDTH, 2.9)
+    left, right = figure.subplots(1, 2)
+    _ratios(right, rows)
+    _growth(left, rows[rows["family"] == OPPOSITE])
+    drawing.legend(figure, 3)
+    highest = float(rows["log_value"].max()) / math.log(10)
+    alt = (
+        "Left, the logarithm of the constant against the radius, growing like the square of the radius up to "
+        f"10 to the power {highest:.0f}, between the lower bounds and the bound for "
+        "every n. Right, its ratio to (g/2) e^g, which tends to 1 for the paper's weight and to 1.3 for the "
+        "better one."
+    )
+    caption = (
+        "Left: the local constant in W₂ of mean-field attention at two Diracs, A = −I, against R, with "
+        "bounds; beyond the vertical line e^(2γR²) is no float64 number. Right: for both families, up to "
+        "R = 10, divided by (g/2) e^g, g = γR², the rate of Proposition 3.6; bounds for A = −I."
+    )
+    return drawing.picture(figure, folder, "two-dirac", "Proposition 3.6: two Diracs", alt, caption)
+
+
+_BOUNDS = (
+    ("log_asymptotic", drawing.FIT_COLOUR, drawing.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
+    ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+)
+
+
+def _growth(axis: Axes, rows: pd.DataFrame) -> None:
+    decades = rows.filter(like="log_").astype(np.float64) / math.log(10)
+    top = 1.35 * float(decades["log_value"].max())
+    one = rows["weight"] == BETTER
+    lines = (*_BOUNDS, ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.5"))
+    drawing.lines(axis, rows["radius"][one], decades[one], lines)
+    for place, (weight, part) in enumerate(rows.groupby("weight", sort=False)):
+        # Every other radius for each weight: in logarithms they lie upon each other.
+        some = part.index[place::2]
+        look = (_COLOURS[str(weight)], _MARKS[OPPOSITE])
+        drawing.dots(axis, rows["radius"][some], decades["log_value"][some], look, size=7)
+    axis.axvline(_OVERFLOW, color="0.7", linewidth=0.7, zorder=1)
+    axis.set(xlim=(0, 1.02 * float(rows["radius"].max())), ylim=(-0.02 * top, top), xlabel="radius $R$")
+    axis.set_ylabel("local constant in $W_2$")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"$10^{{{value:.0f}}}$"))
+    axis.grid(visible=True, which="major", axis="y", linewidth=0.4, color="0.88", zorder=0)
+
+
+def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
+    shown = rows[(rows["g"] >= 1) & (rows["radius"] <= _NEAR)]
+    ratios = _over_rate(shown)
+    one = (shown["family"] == OPPOSITE) & (shown["weight"] == BETTER)
+    lines = (
+        *_BOUNDS,
+        ("log_better", drawing.ORANGE, drawing.SOLID, ""),
+        ("log_paper", drawing.VIOLET, drawing.SOLID, "its forms for finite $R$, by mass"),
+    )
+    drawing.lines(axis, shown["radius"][one], ratios[one], lines)
+    for (family, weight), part in shown.groupby(["family", "weight"], sort=False):
+        look = (_COLOURS[str(weight)], _MARKS[str(family)])
+        label = f"{_LABELS[str(family)]}, {_LABELS[str(weight)]}"
+        drawing.dots(axis, part["radius"], ratios["log_value"][part.index], look, label, size=7)
+    axis.set(xlim=(0, 1.02 * _NEAR), ylim=(0, 4.2), xlabel="radius $R$")
+    axis.set_ylabel(r"divided by $(g/2)\,e^g$")
+    axis.grid(visible=True, which="major", axis="y", linewidth=0.4, color="0.88", zorder=0)
+
+
+# ---- the words
+
+
+def said(rows: pd.DataFrame) -> list[str]:
+    """Say what is seen: each family at its largest radius, the bounds there, and whether any is violated."""
+    seen = [_family_words(str(family), part) for family, part in rows.groupby("family", sort=False)]
+    opposite = rows[(rows["family"] == OPPOSITE) & (rows["weight"] == BETTER)].sort_values("radius")
+    last = opposite.iloc[-1]
+    free = math.exp(last["log_free"] - last["log_value"])
+    theirs = (last["log_theorem"] - last["log_value"]) / math.log(10)
+    seen.append(
+        f"For A = −I howsmooth's bound for every n is {free:.3g} times the better one of the two at "
+        f"R = {last['radius']:.4g}; Theorem 3.5 is 10 to the power {theirs:.3g} times as large."
+    )
+    form = rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"])
+    below = int((rows["log_value"] < np.maximum(form, rows["log_asymptotic"]) - 1e-9).sum())
+    above = int((rows["log_value"] > rows["log_free"] + 1e-9).sum())
+    converged = rows["converged"].astype(bool)
+    beyond = int(((rows["radius"] > _OVERFLOW) & converged).sum())
+    split = int((rows["by"] == "splitting").sum())
+    seen.append(
+        f"Of {len(rows)} measurements {above} are above the bound for every n, {below} below the "
+        f"proposition's form with their mass, and {int((~converged).sum())} did not converge; {beyond} are "
+        f"at radii where e^(2γR²) is no float64 number. In {split} of them it is an atom that splits."
+    )
+    return seen
+
+
+def _family_words(family: str, rows: pd.DataFrame) -> str:
+    words = []
+    for weight, own in rows.groupby("weight", sort=False):
+        last = own.sort_values("radius").iloc[-1]
+        ratio = math.exp(last["log_value"] - last["log_asymptotic"])
+        name = "log_paper" if weight == PAPER_WEIGHT else "log_better"
+        gap = math.exp(last["log_value"] - last[name]) - 1
+        words.append(
+            f"with the light mass {weight} the constant at R = {last['radius']:.4g} is 10 to the power "
+            f"{last['log_value'] / math.log(10):.4g}, which is {ratio:.4g} times (g/2) e^g and exceeds "
+            f"the proposition's form for finite R, with this mass, by a share of {max(gap, 0.0):.2g}"
+        )
+    return f"{family}: {'; '.join(words)}."
+
+
+TWO_DIRAC = Figure(
+    name="two-dirac",
+    title="Two Diracs at which the constant of mean-field attention grows exponentially",
+    paper="Proposition 3.6",
+    about=(
+        "A light Dirac at Ru, a heavy one at −Ru (A = −I) or at Ru/2 (A = 8I), V = I, in four dimensions, so "
+        "that g = γR² is R². The light mass is the paper's e^(−2g), or 1/(1 + 3e^(2g)), the best as R grows. "
+        "The local constant in W₂ of mean-field attention is measured at these measures, with weights as "
+        "logarithms: beyond R = 18.9 e^(2g) is no float64 number. No model and no text is involved."
+    ),
+    measure=measure,
+    show=show,
+)

@@ -1,1 +1,0 @@
-"""Pictures of the experiments, drawn from what was measured; nothing here measures."""

@@ -1,0 +1,146 @@
+"""From one frame of a flow to the next, and how far perturbations of its start grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from howsmooth.dynamics import Layers, Rescaled, Sphere, Trajectory, flow, growth
+from howsmooth.errors import NonFiniteError
+from howsmooth.measures import Gaussian
+from howsmooth.study.flows.frames import Frame
+from howsmooth.study.flows.opening import System
+from howsmooth.study.flows.plan import FIXED_STEP, FlowPlan
+from howsmooth.study.records import Ending, GrowthRow
+
+__all__ = ["Integration"]
+
+_TOKENS, _MEASURE = "tokens", "Gaussian measure"
+
+
+class Integration:
+    """A flow that is carried out frame by frame.
+
+    Parameters
+    ----------
+    plan
+        What to integrate, and how.
+    system
+        As :func:`~howsmooth.study.flows.opening.open_system` gives it for this plan.
+
+    Raises
+    ------
+    ArgumentError
+        If the times do not fit the system.
+
+    """
+
+    def __init__(self, plan: FlowPlan, system: System) -> None:
+        self.plan = plan
+        self.system = system
+        self.grid = plan.grid(system.layers)
+
+    @cached_property
+    def start(self) -> Frame:
+        """The first frame."""
+        x, d = self.system.x, self.system.x.shape[1]
+        if not self.plan.closure:
+            return Frame(0, 0.0, x)
+        covariance = self.system.radius**2 * torch.eye(d, dtype=torch.float64)
+        return Frame(0, 0.0, x, torch.zeros(d, dtype=torch.float64), covariance)
+
+    def after(self, frame: Frame) -> Frame | Ending:
+        """Integrate from one frame to the next, or say why there is none; the first is made once.
+
+        Raises
+        ------
+        howsmooth.errors.HowsmoothError
+            If the flow is impossible, which the first frame shows.
+
+        """
+        return self._first if frame.place == 0 else self._moved(frame)
+
+    @cached_property
+    def _first(self) -> Frame | Ending:
+        return self._moved(self.start)
+
+    def growth(self, times: Sequence[float]) -> list[GrowthRow]:
+        """Measure how far perturbations of the start have grown at some times, by steps of a fixed size."""
+        fixed = self.plan.method in FIXED_STEP
+        found = growth(
+            self._field,
+            self.system.x,
+            times,
+            method=self.plan.method if fixed else "rk4",
+            step=self.grid.step if fixed else self.grid.times[1],
+            seed=self.plan.seed,
+        )
+        measured = ("value", "lower", "upper", "converged", "product", "exponential")
+        columns = {name: getattr(found, name).tolist() for name in measured}
+        error = found.discretisation_error
+        return [
+            GrowthRow(
+                time=time,
+                confidence=found.confidence,
+                discretisation_error=None if error is None else float(error[k]),
+                method=found.method,
+                step=found.step,
+                **{name: values[k] for name, values in columns.items()},
+            )
+            for k, time in enumerate(found.times.tolist())
+        ]
+
+    def _moved(self, frame: Frame) -> Frame | Ending:
+        began = time.perf_counter()
+        tokens = self._stretch(_TOKENS, self._field, frame.x, frame.place)
+        if isinstance(tokens, Ending):
+            return tokens
+        mean = covariance = None
+        evaluations = int(tokens.evaluations)
+        if frame.mean is not None:
+            measure = Gaussian(frame.mean, frame.covariance)
+            moved = self._stretch(_MEASURE, self.system.maps[0], measure, frame.place)
+            if isinstance(moved, Ending):
+                return moved
+            last: Any = moved.final
+            mean, covariance = last.mean, last.covariance
+            evaluations += int(moved.evaluations)
+        place, x = frame.place + 1, torch.as_tensor(tokens.final)
+        seconds = time.perf_counter() - began
+        return Frame(place, self.grid.times[place], x, mean, covariance, evaluations, seconds)
+
+    @cached_property
+    def _field(self) -> object:
+        maps = self.system.maps
+        if self.plan.rescale:
+            return Rescaled(maps[0])
+        field = maps[0] if self.system.layers is None else Layers(maps)
+        return Sphere(field, self.system.radius) if self.plan.sphere else field
+
+    def _stretch(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
+        """Integrate from the time of one frame to that of the next; say why, if there is no next one."""
+        times = self.grid.times[place : place + 2]
+        try:
+            trajectory = self._flow(field, state, times)
+            if trajectory.status == "finished":
+                return trajectory
+            # All over again: when it ends must be compared with a finer flow from the very start.
+            start = self.start
+            whole = start.x if what == _TOKENS else Gaussian(start.mean, start.covariance)
+            trajectory = self._flow(field, whole, self.grid.times[: place + 2])
+        except NonFiniteError:
+            if place == 0:
+                raise
+            reason = f"the velocity is not finite at t = {times[0]:.10g}"
+            return Ending("blew up", what, reason, *times)
+        lower, upper = trajectory.blow_up or times
+        return Ending(trajectory.status, what, trajectory.reason, float(lower), float(upper))
+
+    def _flow(self, field: object, state: Any, times: Sequence[float]) -> Trajectory:
+        step = self.grid.step
+        rtol = self.plan.rtol if step is None else None
+        return flow(field, state, times, method=self.plan.method, step=step, rtol=rtol)

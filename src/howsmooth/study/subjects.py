@@ -1,0 +1,520 @@
+"""The subjects of a study: each model on each text, loaded and checked, and where its sequences lie.
+
+Everything that can be refused is refused here, before anything is measured: texts (or images, sound, token
+ids, embedded tokens) are read, models loaded, layers, heads, lengths and samples held against what there is,
+and every model is captured once at the shortest length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
+from howsmooth.study.feeds import Feed, Inputs, Source, feed_of, open_source, place_in
+from howsmooth.study.names import encodable
+from howsmooth.study.plan import ModelSpec, Plan, derive_seed
+from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
+from howsmooth.study.store import Store
+
+__all__ = [
+    "MEASURE", "Impossible", "Models", "OpenStudy", "Placed", "Subject", "capture_sites", "check_fits",
+    "check_sources", "checked_subjects", "counted", "on_device", "opened_study", "place_sequences",
+    "subject_of",
+]  # fmt: skip
+
+MEASURE = "measure"
+"""The kind of work, as the store has it, of constants and of all that stands beside them."""
+
+Impossible = list[tuple[ModelSpec, str | None, Exception]]
+"""Models, or texts with a model, that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on a text, or on what else it takes, checked.
+
+    ``layers``, ``heads`` and ``lengths`` are the chosen ones; ``heads`` is used by the scope ``head`` only.
+    ``content`` is the text that the tokenizer of an untrained model is trained on, and empty for others.
+    """
+
+    spec: ModelSpec
+    model: ModelRecord
+    text: TextRecord
+    content: str = field(repr=False)
+    fingerprint: str
+    tokenizer_source: str
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A subject with what its sequences are cut from, and their first tokens by length and sample."""
+
+    subject: Subject
+    feed: Feed
+    starts: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenStudy:
+    """A study that can be carried out.
+
+    Attributes
+    ----------
+    plan
+        What is to be measured.
+    store
+        It knows all models and texts of the subjects; ``None`` if there is none yet and none was to be made.
+    models
+        Loads them.
+    placed
+        The subjects.
+    impossible
+        What was left out, if the run is to keep going.
+    keep_going
+        Whether it is.
+
+    """
+
+    plan: Plan
+    store: Store | None
+    models: Models
+    placed: list[Placed]
+    impossible: Impossible
+    keep_going: bool
+
+
+class Models:
+    """Loads models, keeping the last one only: a study may hold more of them than memory does."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._key: tuple[ModelSpec, str] | None = None
+        self._model: Any = None
+
+    def load(self, spec: ModelSpec, content: str) -> Any:
+        """Load a model; ``content`` is the text that the tokenizer of an untrained one is trained on."""
+        from howsmooth.models import load_model  # it brings transformers, which takes seconds
+
+        key = (spec, content if spec.random_init else "")
+        if self._model is None or self._key != key:
+            self._model = None  # let go of the old one before the new one needs the memory
+            self._model = load_model(
+                spec.name,
+                random_init=spec.random_init,
+                as_decoder=spec.as_decoder,
+                part=spec.part,
+                seed=self._plan.seed,
+                device=self._plan.device,
+                dtype=getattr(torch, self._plan.dtype),
+                tokenizer_text=key[1] or None,
+            )
+            self._key = key
+        return self._model
+
+    def load_for(self, subject: Subject) -> Any:
+        """Load the model of a subject, the same as when it was checked.
+
+        Raises
+        ------
+        ModelError
+            If its fingerprint is another one now.
+
+        """
+        model = self.load(subject.spec, subject.content)
+        if model.fingerprint != subject.fingerprint:
+            raise ModelError(
+                f"{subject.model.label} changed while it was measured: its weights differ between two loads. "
+                "Let its files rest, and run the same command again."
+            )
+        return model
+
+
+@contextmanager
+def opened_study(
+    plan: Plan,
+    folder: Path,
+    *,
+    write: bool = True,
+    keep_going: bool = False,
+    models: Models | None = None,
+) -> Iterator[OpenStudy]:
+    """Open the store of a study and check the plan against it; a new store is made once all checks passed.
+
+    Parameters
+    ----------
+    plan
+        What is to be measured.
+    folder
+        Of the study.
+    write
+        Whether it is to be carried out; otherwise nothing is made or changed.
+    keep_going
+        Leave out what is impossible instead of raising the first reason.
+    models
+        What loads models, if that is there already; of the same seed, device and precision.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the plan is impossible, with ``keep_going`` if all of it is, or if the store cannot be used.
+
+    """
+    identity = asdict(plan.identity)
+    with ExitStack() as stack:
+        # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
+        store = stack.enter_context(Store.open(folder, write=write)) if Store.exists(folder) else None
+        if store is not None:
+            store.check(MEASURE, identity)
+        models, impossible = models or Models(plan), Impossible()
+        checked = checked_subjects(plan, models, impossible if keep_going else None)
+        for subject, _ in checked if store is not None else ():
+            assert store is not None
+            _check_unchanged(store, subject)
+        placed = list(_placed(plan, checked, store, impossible if keep_going else None))
+        if not placed:
+            raise impossible[0][2]
+        if write:
+            store = store or stack.enter_context(Store.open(folder))
+            store.begin(MEASURE, identity)
+            store.add(record for one in placed for record in _records(one))
+        yield OpenStudy(plan, store, models, placed, impossible, keep_going)
+
+
+def _check_unchanged(store: Store, subject: Subject) -> None:
+    """Refuse a model or a text that changed under its name.
+
+    Raises
+    ------
+    StoreError
+        Naming what differs, and the remedy.
+
+    """
+    label, text = subject.model.label, subject.text
+    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
+        if digest != text.digest:
+            raise StoreError(
+                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
+                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
+            )
+    # A tokenizer trained on the text makes the fingerprint depend on the text; any other model has one.
+    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
+    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
+        if fingerprint != subject.fingerprint:
+            what = "the weights or the configuration"
+            if tokenizer != subject.tokenizer_source:
+                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
+            raise StoreError(
+                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
+                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
+            )
+
+
+def _records(one: Placed) -> tuple[ModelRecord, TextRecord, InputRecord]:
+    subject = one.subject
+    given = InputRecord(
+        subject.model.label,
+        subject.text.name,
+        subject.fingerprint,
+        subject.tokenizer_source,
+        one.feed.count,
+    )
+    return subject.model, subject.text, given
+
+
+def _placed(
+    plan: Plan, checked: list[tuple[Subject, Feed]], store: Store | None, impossible: Impossible | None
+) -> Iterator[Placed]:
+    """Say where the sequences of each subject lie; without room for them, it is impossible."""
+    for subject, feed in checked:
+        held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
+        try:
+            yield Placed(subject, feed, place_sequences(plan, subject, feed, held))
+        except TextError as error:
+            if impossible is None:
+                raise
+            impossible.append((subject.spec, subject.text.name, error))
+
+
+def place_sequences(
+    plan: Plan, subject: Subject, feed: Feed, held: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    """Place the sequences of a plan; those that the store has, ``held``, stay where they are."""
+    draw = derive_seed(
+        purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
+    )
+    try:
+        return place_in(feed, subject.lengths, plan.samples, draw, held)
+    except ValueError as error:
+        name = f"{subject.text.kind} {subject.text.name!r}"
+        where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
+        raise TextError(
+            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer --samples, or "
+            "fewer or shorter --lengths, or another --out with a longer text."
+        ) from error
+
+
+# ---- subjects, checked
+
+
+def checked_subjects(
+    plan: Plan, models: Models, impossible: Impossible | None = None
+) -> list[tuple[Subject, Feed]]:
+    """Load and check every model on every text, model by model, text by text within it.
+
+    Parameters
+    ----------
+    plan, models
+        What to measure, and what loads it.
+    impossible
+        Takes what cannot be used, with the reason; by default the first reason is raised.
+
+    """
+    sources = [open_source(spec) for spec in plan.sources]
+    check_sources(sources)
+    checked: list[tuple[Subject, Feed]] = []
+    for spec in plan.models:
+        for source in sources:
+            reached: str | None = None
+            try:
+                model = models.load(spec, source.content)
+                reached = encodable(source.name)
+                subject, feed = subject_of(plan, spec, source, model)
+                check_fits(plan, subject, feed)
+            except Exception as error:
+                if impossible is None:
+                    raise
+                impossible.append((spec, reached, error))
+                if reached is None:
+                    break  # a model that cannot be loaded cannot be for another text
+            else:
+                if impossible is None and source is sources[0]:
+                    _check_capture(plan, subject, feed, model)
+                checked.append((subject, feed))
+    if not checked and impossible:
+        raise impossible[0][2]
+    return checked
+
+
+def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None:
+    """Capture a model once at the shortest length, to refuse now what would fail later."""
+    n = min(subject.lengths)
+    shortest = on_device(feed.inputs([0], n), plan.device)
+    try:
+        for scope in plan.scopes:
+            capture_sites(model, shortest, subject, scope, subject.layers, n)
+    except CaptureError as error:
+        others = _self_attention(error, model, shortest)
+        if not others or plan.layers_of(subject.spec).items:
+            raise
+        listed = ",".join(map(str, others))
+        raise CaptureError(f"{error} Choose the others with --layers {listed}.") from error
+
+
+def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
+    """List the layers of self-attention if a layer was refused as cross-attention."""
+    from howsmooth.models import capture
+    from howsmooth.models.owners import CrossAttention
+
+    if not isinstance(error, CrossAttention):
+        return []
+    return sorted({site.layer for site in capture(model, inputs)})
+
+
+def capture_sites(
+    model: Any, inputs: Inputs, subject: Subject, scope: str, layers: Sequence[int], n: int
+) -> list[Any]:
+    """Capture the attention layers of one forward pass, in the order of layer and head.
+
+    Parameters
+    ----------
+    model, subject
+        What is captured.
+    inputs
+        Input ids (batch, n), or what else the model takes.
+    scope
+        Of :data:`howsmooth.study.plan.SCOPES`.
+    layers
+        Which ones.
+    n
+        How many tokens each layer must have been given.
+
+    Returns
+    -------
+    list of howsmooth.models.Site
+
+    Raises
+    ------
+    CaptureError
+        If other layers or heads come back than were asked for, or tokens of another number.
+
+    """
+    from howsmooth.models import capture
+
+    heads = list(subject.heads) if scope == "head" else None
+    sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads)
+    wanted = [(layer, head) for layer in layers for head in heads or (None,)]
+    found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
+    if [(site.layer, site.head) for site in found] != wanted:
+        raise CaptureError(
+            f"{subject.model.label}: capturing the scope {scope!r} of layers {list(layers)} gave "
+            f"{[(site.layer, site.head) for site in found]} as (layer, head), so results could not be told "
+            "apart."
+        )
+    for site in found:
+        if site.x.shape[-2] != n:
+            raise CaptureError(
+                f"{subject.model.label}: layer {site.layer} was given {site.x.shape[-2]} tokens where {n} "
+                "were expected, so its constant would stand under a wrong length."
+            )
+    return found
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Move inputs to a device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def counted(model: Any, label: str) -> tuple[int, int]:
+    """Return the numbers of layers and heads of a model.
+
+    Raises
+    ------
+    CaptureError
+        If no attention of it could be seen.
+
+    """
+    if model.layers is None or model.heads is None:
+        raise CaptureError(f"{label}: {model.obstacle}")
+    return model.layers, model.heads
+
+
+def check_sources(sources: list[Source]) -> None:
+    """Refuse a text without words, and two sources of one name."""
+    names: set[str] = set()
+    for source in sources:
+        if source.kind == "text" and not source.content.strip():
+            raise TextError(f"text {source.name!r} is empty. Give a text with words in it.")
+        if source.name in names:
+            raise ArgumentError(
+                source.kind,
+                expected=f"{'texts' if source.kind == 'text' else 'files'} of different names",
+                got=f"{source.name!r} twice",
+                remedy="Rename one of the files, since results stand under the name.",
+            )
+        names.add(source.name)
+
+
+def subject_of(plan: Plan, spec: ModelSpec, source: Source, model: Any) -> tuple[Subject, Feed]:
+    """Bring a loaded model and a source together, with the layers, heads and lengths that a plan asks for.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the model has no such layers or heads, or takes something else.
+
+    """
+    label = spec.label
+    layer_count, head_count = counted(model, label)
+    layers = plan.layers_of(spec).resolve(layer_count, label, "layers")
+    heads = plan.heads_of(spec).resolve(head_count, label, "heads") if "head" in plan.scopes else ()
+    feed = feed_of(source, model, layers)
+    # A folder may stand elsewhere for a worker.
+    folder = Path(spec.name)
+    return Subject(
+        spec=replace(spec, name=str(folder.absolute())) if folder.is_dir() else spec,
+        model=ModelRecord(
+            label=label,
+            name=encodable(spec.name),
+            random_init=spec.random_init,
+            as_decoder=spec.as_decoder,
+            source=model.source,
+            layers=layer_count,
+            heads=head_count,
+            max_length=model.max_length,
+        ),
+        text=TextRecord(
+            encodable(source.name), source.digest, encodable(source.source), source.size, source.kind
+        ),
+        content=source.content if spec.random_init else "",
+        fingerprint=model.fingerprint,
+        tokenizer_source=feed.preparation,
+        layers=layers,
+        heads=heads,
+        lengths=plan.lengths_of(spec) or feed.usual,
+    ), feed
+
+
+def _check_lengths(subject: Subject, feed: Feed) -> None:
+    lengths, label, most = subject.lengths, subject.model.label, subject.model.max_length
+    missing = next((n for n in lengths if feed.lengths and n not in feed.lengths), None)
+    if missing is not None:
+        near = sorted(sorted(feed.lengths, key=lambda n: abs(n - missing))[:4])
+        raise ArgumentError(
+            "lengths",
+            expected=f"numbers of tokens that {label} makes of {subject.text.name}"
+            + (f", such as {', '.join(map(str, near))}" if len(feed.lengths) > 1 else f": {near[0]}"),
+            got=str(missing),
+            remedy="Leave --lengths out for the usual ones.",
+        )
+    if most is not None and max(lengths) > most:
+        raise ArgumentError(
+            "lengths",
+            expected=f"at most {most} tokens, the positions of {label}",
+            got=str(max(lengths)),
+            remedy="Shorten --lengths.",
+        )
+
+
+def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
+    """Refuse lengths that there are not, and more sequences than a source without any used has room for.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        Saying what is there.
+
+    """
+    _check_lengths(subject, feed)
+    name, label = f"{subject.text.kind} {subject.text.name!r}", subject.model.label
+    if feed.parts is None:
+        if plan.samples > feed.count:
+            raise TextError(
+                f"{name} has {feed.count} for {label}, fewer than {plan.samples} samples. Use "
+                f"--samples {feed.count} or fewer, or give more."
+            )
+        return
+    lengths = [n + feed.beyond for n in subject.lengths]
+    longest = max(size for _, size in feed.parts)
+    if len(feed.parts) > 1 and max(lengths) > longest:
+        raise TextError(
+            f"{name} is too short: its longest sequence has {longest - feed.beyond} tokens, and "
+            f"{max(subject.lengths)} are needed. Use shorter --lengths."
+        )
+    sample, tokens = sum(lengths), feed.count
+    needed = plan.samples * sample
+    if needed > tokens:
+        one = len(lengths) == 1
+        of_lengths = f"{sample} tokens" if one else f"each of {len(lengths)} lengths"
+        asked = f"{plan.samples} sequences of {of_lengths} without overlap need"
+        if plan.samples == 1:
+            asked = f"a sequence of {of_lengths} needs"
+        fitting = tokens // sample
+        choices = [f"--samples {fitting} or fewer"] if fitting else []
+        is_text = subject.text.kind == "text"
+        choices += ["fewer or shorter --lengths", "a longer text" if is_text else "more of it"]
+        raise TextError(
+            f"{name} is too short: {asked} {needed} tokens, and it has {tokens} "
+            f"{'with the tokenizer of' if is_text else 'for'} {label}. "
+            f"Use {', or '.join(choices)}."
+        )

@@ -1,0 +1,128 @@
+"""Bounds beside the constants: all that apply at one sequence, one layer after another."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from howsmooth.study.plan import ATTENTION_SCOPES
+from howsmooth.study.records import KEY_COLUMNS, Bounding, Key, Measurement, Row, Run
+from howsmooth.study.sequences import bounded_lengths
+from howsmooth.study.store import Store
+from howsmooth.study.subjects import OpenStudy
+from howsmooth.study.tasks import site_bounds
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
+
+__all__ = [
+    "SHARE", "BoundsTask", "bounds_left", "seconds_for_bounds",
+    "spent_on_bounds",
+]  # fmt: skip
+
+SHARE = 0.2
+"""The part of the time of the measurements that bounds take by default at most."""
+
+
+class BoundsTask(SequenceTask[Key]):
+    """The bounds of one layer at one sequence, sample 0."""
+
+    kind = Bounding
+    # They stand beside measurements that are there: a report without them is better than none.
+    essential = False
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer."""
+        return tuple(sorted({layer for _, layer, *_ in self.missing}))
+
+    @property
+    def words(self) -> str:
+        """The model and the length."""
+        return f"{super().words}, bounds"
+
+    def count(self, rows: Sequence[Row]) -> int:
+        """Count the attention, of which all bounds are found together."""
+        return 1
+
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Compute the bounds of one head after another."""
+        for site in self.sites(model):
+            if isinstance(site, Failed):
+                yield site
+            elif (self.scope, site.layer, site.head, self.n, 0) in self.missing:
+                try:
+                    yield self._bounded(site)
+                except Exception as error:
+                    yield self.failed(error, (site.layer, site.head), [0])
+
+    def _bounded(self, site: Any) -> list[Row]:
+        began = time.perf_counter()
+        found = site_bounds.bound_site(site)
+        seconds = time.perf_counter() - began
+        return [
+            Bounding(
+                model=self.model,
+                text=self.subject.text.name,
+                scope=self.scope,
+                layer=site.layer,
+                head=site.head,
+                n=self.n,
+                sample=0,
+                start=self.starts[0],
+                radius=found.radius,
+                seconds=seconds,
+                **asdict(bound),
+            )
+            for bound in found.bounds
+        ]
+
+
+def bounds_left(study: OpenStudy) -> Work:
+    """List the bounds that the store does not have, of all that is measured, from short to long."""
+    tasks: list[BoundsTask] = []
+    kept = 0
+    for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
+        assert study.store is not None
+        where = {"model": subject.model.label, "text": subject.text.name, "sample": 0}
+        measured = study.store.keys(Measurement, KEY_COLUMNS, **where)
+        known = study.store.keys(Bounding, KEY_COLUMNS, **where)
+        for n in bounded_lengths(subject.lengths):
+            for scope in (scope for scope in study.plan.scopes if scope in ATTENTION_SCOPES):
+                heads = subject.heads if scope == "head" else (None,)
+                for layer in subject.layers:
+                    asked = measured & {(scope, layer, head, n, 0) for head in heads}
+                    kept += len(asked & known)
+                    if missing := asked - known:
+                        places = {0: starts[n, 0]}
+                        tasks.append(BoundsTask(study.plan, subject, feed, n, scope, places, missing))
+    return Work(Bounding, "attentions' bounds", sorted(tasks, key=lambda task: task.n), kept)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The seconds that bounds of some attentions took: ``alike`` and ``n`` as a task has them."""
+
+    alike: tuple[Any, ...]
+    n: int
+    seconds: float
+
+
+def spent_on_bounds(store: Store) -> list[Spent]:
+    """List what the bounds of each attention in a store took."""
+    columns = ("model", "text", *KEY_COLUMNS, "seconds")
+    return [
+        Spent((Bounding.table, model, scope), n, seconds)
+        for model, _, scope, _, _, n, _, seconds in store.keys(Bounding, columns)
+    ]
+
+
+def seconds_for_bounds(study: OpenStudy) -> float:
+    """Return how long bounds may still take: by default a fifth of the other work, less what they took."""
+    assert study.store is not None
+    if study.plan.bounds == "all":
+        return math.inf
+    # Runs say how long they worked, on bounds too.
+    spent = sum(one.seconds for one in spent_on_bounds(study.store))
+    return SHARE * (study.store.total(Run, "worked") - spent) - spent

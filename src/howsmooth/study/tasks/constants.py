@@ -1,0 +1,188 @@
+"""Constants: one capture for all layers of a batch, one batched estimate for all samples of a layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from howsmooth import lipschitz
+from howsmooth.study.plan import Plan, derive_seed
+from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord
+from howsmooth.study.subjects import OpenStudy, Subject
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
+
+__all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
+
+# Samples of a length are measured together up to about this much memory.
+_BATCH_BYTES = 2**31
+_ARRAYS_A_HEAD = 6
+# Sensitivities are kept of the first sample, up to this many tokens: more could not be shown.
+_MOST_TOKENS = 512
+
+
+class ConstantsTask(SequenceTask[Key]):
+    """The constants of some samples of one length and scope, which share one forward pass."""
+
+    kind = Measurement
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with a constant missing."""
+        return tuple(sorted({layer for _, layer, *_ in self.missing}))
+
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Measure layer by layer, and sample by sample where one of them spoils the others."""
+        for site in self.sites(model):
+            if isinstance(site, Failed):
+                yield site
+                continue
+            samples = [
+                s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing
+            ]
+            try:
+                together = self._measured(site, samples) if samples else ()
+            except Exception as error:
+                if len(samples) == 1:
+                    yield self.failed(error, (site.layer, site.head), samples)
+                else:
+                    yield from self._one_by_one(site, samples)
+            else:
+                yield together
+
+    def _one_by_one(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
+        for sample in samples:
+            try:
+                yield self._measured(site, [sample])
+            except Exception as error:
+                yield self.failed(error, (site.layer, site.head), [sample])
+
+    def _measured(self, site: Any, samples: Sequence[int]) -> list[Row]:
+        """Measure some samples of one layer and head together."""
+        plan = self.plan
+        place = (self.scope, site.layer, site.head, self.n)
+        seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
+        places = [list(self.starts).index(sample) for sample in samples]
+        began = time.perf_counter()
+        estimate = lipschitz.local_lipschitz(
+            site.map,
+            site.x[places],
+            rtol=plan.rtol,
+            confidence=plan.confidence,
+            max_iterations=plan.max_iterations,
+            seed=seeds,
+            method=plan.identity.method,
+            memory=plan.memory,
+        )
+        seconds = (time.perf_counter() - began) / len(samples)
+        rows: list[Row] = [
+            self._row(site, estimate, sample, places[slot], slot, seeds[slot], seconds)
+            for slot, sample in enumerate(samples)
+        ]
+        if 0 in samples and self.n <= _MOST_TOKENS:
+            rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
+        return rows
+
+    def _row(
+        self, site: Any, estimate: Any, sample: int, place: int, slot: int, seed: int, seconds: float
+    ) -> Measurement:
+        return Measurement(
+            model=self.model,
+            layer=site.layer,
+            head=site.head,
+            scope=self.scope,
+            causal=site.causal,
+            text=self.subject.text.name,
+            sample=sample,
+            n=self.n,
+            radius_mean=float(site.radius_mean[place]),
+            radius_max=float(site.radius_max[place]),
+            lipschitz=float(estimate.value[slot]),
+            lower=float(estimate.lower[slot]),
+            upper=float(estimate.upper[slot]),
+            confidence=float(estimate.confidence),
+            converged=bool(estimate.converged[slot]),
+            iterations=int(estimate.iterations[slot]),
+            seconds=seconds,
+            seed=seed,
+            dtype=self.plan.dtype,
+            method=estimate.method,
+            masking=site.masking,
+            site=site.name,
+            start=self.starts[sample],
+        )
+
+    def _sequence(self) -> SequenceRecord:
+        """Keep the words of sample 0, for the sensitive tokens."""
+        assert self.data is not None
+        where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
+        return SequenceRecord(*where, self.data.place, self.data.words)
+
+    def _sensitivity(self, site: Any, estimate: Any, slot: int) -> Sensitivity:
+        """Say how the leading directions are spread over the tokens."""
+        where = (self.model, self.subject.text.name, self.scope, site.layer, site.head, self.n, 0)
+        return Sensitivity(
+            *where, _energy(estimate.input_direction[slot]), _energy(estimate.output_direction[slot])
+        )
+
+
+def _energy(direction: torch.Tensor) -> tuple[float, ...]:
+    """Return each token's share of a direction (n, d), to seven digits."""
+    shares = direction.double().square().sum(dim=-1).cpu()
+    total = float(shares.sum())
+    parts = shares / total if total > 0 else torch.zeros_like(shares)
+    return tuple(float(f"{part:.7g}") for part in parts.tolist())
+
+
+def start_seed(
+    plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
+) -> int:
+    """Return the seed of the solver's start, which depends on nothing but what is measured."""
+    return derive_seed(
+        purpose="start",
+        seed=plan.seed,
+        text=subject.text.digest,
+        model=subject.fingerprint,
+        scope=scope,
+        layer=layer,
+        head=head,
+        n=n,
+        sample=sample,
+    )
+
+
+def constants_left(study: OpenStudy) -> Work:
+    """List the constants that the store does not have, subject by subject, from short to long."""
+    tasks, kept = [], 0
+    for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
+        where = {"model": subject.model.label, "text": subject.text.name}
+        known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
+        for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
+            asked = _asked(study.plan, subject, scope, n)
+            kept += len(asked & known)
+            size = batch_size(subject.model.heads, n, study.plan.dtype)
+            for first in range(0, study.plan.samples, size):
+                missing = frozenset(key for key in asked - known if first <= key[-1] < first + size)
+                samples = {sample: starts[n, sample] for sample in sorted({key[-1] for key in missing})}
+                if missing:
+                    tasks.append(ConstantsTask(study.plan, subject, feed, n, scope, samples, missing))
+    return Work(Measurement, "constants", tasks, kept)
+
+
+def _asked(plan: Plan, subject: Subject, scope: str, n: int) -> frozenset[Key]:
+    """Return the keys of the constants that a plan asks of a subject at one scope and length."""
+    heads = subject.heads if scope == "head" else (None,)
+    return frozenset(
+        (scope, layer, head, n, sample)
+        for layer in subject.layers
+        for head in heads
+        for sample in range(plan.samples)
+    )
+
+
+def batch_size(heads: int, n: int, dtype: str) -> int:
+    """How many sequences of n tokens are measured together without filling the memory."""
+    itemsize = 8 if dtype == "float64" else 4
+    return max(1, _BATCH_BYTES // (heads * n * n * itemsize * _ARRAYS_A_HEAD))
