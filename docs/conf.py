@@ -67,10 +67,10 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upp
 _OTHERS = (
     "torch numpy np pandas pd scipy matplotlib jaxtyping transformers pathlib collections abc typing sqlite3 "
     "filelock Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self "
-    "concurrent distributed os dict"
+    "concurrent distributed os dict PIL"
 )
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),
-    (r"py:class", r"howsmooth\.study\.spread\.One"),  # a type variable
+    (r"py:class", r"howsmooth\..*\.(_T|_Plan|K|T|R)"),  # type variables
     (r"py:attr", r"[A-Z]\w+\.\w+"),  # attributes stand in lists, which have no anchors
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import reduce
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -29,8 +30,17 @@ def _plain(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: lis
 
 
 def _home(app: Sphinx, module: str, name: str) -> str | None:
-    """Say where the source of an alias such as ``tuple[int, int]`` is: not in the module of ``tuple``."""
-    value = getattr(importlib.import_module(module), name, None)
+    """Return the module in which a name is defined, or None where Sphinx finds it out by itself.
+
+    An alias such as ``tuple[int, int]`` is not defined in the module of ``tuple``, and an attribute whose
+    value is a class is not defined in the module of that class.
+    """
+    try:
+        value = reduce(getattr, name.split("."), importlib.import_module(module))
+    except AttributeError:  # an annotation alone
+        return None
+    if "." in name:
+        return module if isinstance(value, type) else None
     defined = getattr(value, "__module__", None)
     return module if isinstance(defined, str) and not defined.startswith("howsmooth") else None
 

@@ -45,7 +45,8 @@ class PublishedAttacks:
     identity
         What the attacks have in common.
     summary, exponents, heads
-        As :func:`summary` and :func:`fits` give them, and the rows of :class:`HeadStrength`.
+        As :func:`summary` and :func:`fits` give them, and the rows of
+        :class:`~howsmooth.study.records.HeadStrength`.
     pictures
         The figures.
     files
@@ -67,7 +68,7 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     attacks
-        The rows of :class:`Attack`, in any order.
+        The rows of :class:`~howsmooth.study.records.Attack`, in any order.
 
     Returns
     -------

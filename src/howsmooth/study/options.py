@@ -2,7 +2,7 @@
 
 A field says its type, its default, what its values are, and what people are told of it. From that come
 the arguments in Python, the keys of a plan file (:mod:`howsmooth.study.plan_file`) and the options of the
-command line (:mod:`howsmooth.cli.options`): all three hand what they were given to the dataclass, whose
+command line (``howsmooth.cli.options``): all three hand what they were given to the dataclass, whose
 fields read it in the same way.
 """
 

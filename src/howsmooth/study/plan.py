@@ -83,7 +83,7 @@ KINDS = ("text", "tokens", "embeddings", "images", "audio")
 DEFAULT_TEXT = "alice"
 
 PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
-"""Items of the code published with the paper; what each changes: :data:`howsmooth.paper.published.ITEMS`."""
+"""Items of the code published with the paper; `howsmooth.paper.published.items` explains each."""
 
 _PUBLISHED_ELSEWHERE = {
     "slices": "It changes adversarial tokens: howsmooth reproduce adversarial --as-published shows it.",

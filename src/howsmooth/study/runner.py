@@ -201,12 +201,14 @@ class Runner:
                     running[self._submitted(executor, task)] = task
                 if not running:
                     return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                done = wait(running, return_when=FIRST_COMPLETED).done
+                # In the order of the tasks, so that a failure does not lose what came before it.
+                for future in [future for future in running if future in done]:
                     task = running.pop(future)
-                    done = _result(future, task)
-                    for found in done.found:
+                    result = _result(future, task)
+                    for found in result.found:
                         yield task, found
-                    self.pace.learn(task.alike, task.n, task.size, done.seconds)
+                    self.pace.learn(task.alike, task.n, task.size, result.seconds)
                     yield task, None
         finally:
             for future in running:

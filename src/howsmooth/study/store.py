@@ -276,7 +276,7 @@ class Store:
         Parameters
         ----------
         kind
-            Of :data:`KINDS`.
+            Of :data:`howsmooth.study.records.KINDS`.
         order
             Columns or expressions to sort by; by default rows come as they were written.
 

@@ -20,7 +20,7 @@ _ENDINGS = (".npy", ".npz")
 
 
 def kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Say where tokens come from: of :data:`DRAWN`, ``given`` by the source, or the path of a file.
+    """Say where tokens come from: ``gaussian``, ``sphere``, ``given`` by the source, or the path of a file.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 
 __all__ = [
-    "SHARE", "BoundsTask", "bounds_left", "seconds_for_bounds",
+    "SHARE", "BoundsTask", "Spent", "bounds_left", "seconds_for_bounds",
     "spent_on_bounds",
 ]  # fmt: skip
 
