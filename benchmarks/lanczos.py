@@ -25,8 +25,8 @@ from turns import show
 
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 from howsmooth.spectral import lanczos as solve
+from howsmooth.spectral.accurate_sums import squared_lengths
 from howsmooth.spectral.basis import Basis
-from howsmooth.spectral.sums import squared_lengths
 
 
 class Shared(LinearOperator):

@@ -25,8 +25,8 @@ from howsmooth.spectral import (
     lanczos_together,
 )
 from howsmooth.spectral import basis as basis_module
+from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
 from howsmooth.spectral.basis import Basis
-from howsmooth.spectral.sums import PIECE, inner_products, squared_lengths
 from tests.test_spectral import Dense, gaussian, with_spectrum
 
 HALF, OWN = torch.float16, None

@@ -22,8 +22,8 @@ from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate, _check_arguments, _judged
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.accurate_sums import squared_lengths
 from howsmooth.spectral.lanczos import lanczos
-from howsmooth.spectral.sums import squared_lengths
 
 __all__ = ["local_lipschitz", "measure", "own_rows"]
 

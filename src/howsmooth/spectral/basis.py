@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.spectral.sums import PIECE, inner, pieces, row_lengths, split, squared_lengths
+from howsmooth.spectral.accurate_sums import PIECE, inner, pieces, row_lengths, split, squared_lengths
 
 __all__ = ["Basis", "Reduction", "norms", "reduced"]
 

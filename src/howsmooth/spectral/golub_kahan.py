@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from scipy import linalg
 from torch import Tensor
 
+from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
+from howsmooth.spectral.checks import check_finite, checked_rounding
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
-from howsmooth.spectral.refusals import check_finite, checked_rounding
-from howsmooth.spectral.sums import PIECE, inner_products, squared_lengths
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 

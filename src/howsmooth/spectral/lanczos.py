@@ -4,7 +4,12 @@ It is Golub–Kahan in the form that needs no left vectors: from a Gaussian star
 V_kᵀ JᵀJ V_k = T_k tridiagonal, whose entries are those of B_kᵀB_k. So the same interval holds
 (:mod:`howsmooth.spectral.interval`), and one pass over an operator that shares work between J and Jᵀ is
 enough for a step. The basis serves reorthogonalisation and the Ritz vector only: it may be kept in half
-precision, whose error enters in second order. Derivation and measurements: docs/theory/spectral-norm.md.
+precision, whose error enters in second order. Derivation and measurements: the documentation's page "The
+spectral norm, with an interval".
+
+:func:`_run` is the algorithm: the recurrence makes a row of T_k (:mod:`howsmooth.spectral.recurrence`), T_k
+gives each member's interval (:meth:`_Members.bound`), and members whose interval is narrow enough leave
+(:meth:`_Members.finished`).
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,10 +27,11 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.checks import check_finite, checked_rounding
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
 from howsmooth.spectral.operator import LinearOperator, length_rounding
-from howsmooth.spectral.refusals import check_finite, checked_rounding
+from howsmooth.spectral.recurrence import Recurrence, inverse
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -89,8 +96,8 @@ def lanczos(
         If a product is not finite, or rounding leaves it no digit.
 
     """
-    run = _run(operator, start, None, rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
-    return _in_lockstep([run], _by_themselves)[0]
+    settings = _Settings(rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
+    return _in_lockstep([_run(operator, start, settings)], _by_themselves)[0]
 
 
 def lanczos_together(
@@ -120,8 +127,9 @@ def lanczos_together(
 
     """
     of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
+    settings = _Settings(rtol, confidence, max_iterations)
     runs = [
-        _run(operator, start, size, rtol, confidence, max_iterations, None, None, None)
+        _run(operator, start, settings, size)
         for operator, start, size in zip(operators, starts, of_each, strict=True)
     ]
     return _in_lockstep(runs, products)
@@ -153,132 +161,167 @@ def _by_themselves(
     return [operator.energy_product(v) for operator, v in zip(operators, vectors, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of :func:`lanczos`, whose docstring says what they mean."""
+
+    rtol: float
+    confidence: float
+    max_iterations: int
+    basis_dtype: torch.dtype | None = None
+    basis_bytes: int | None = None
+    reduce: Reduction | None = None
+
+
 def _run(
-    operator: LinearOperator,
-    start: Tensor,
-    sizes: Sequence[int] | None,
-    rtol: float,
-    confidence: float,
-    max_iterations: int,
-    basis_dtype: torch.dtype | None,
-    basis_bytes: int | None,
-    reduce: Reduction | None,
+    operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
 ) -> _Run:
-    """Do as :func:`lanczos` says, asking for the products."""
-    slack = checked_rounding(operator).copy()
-    total = operator.batch
-    in_sizes = _in_sizes(operator, start, sizes, reduce)
-    dtype, rows = _basis_form(operator, rtol, basis_dtype, basis_bytes)
-    # What a basis of fewer digits takes from the vectors is not small enough for a proof; and processes that
-    # share a sequence must decide alike.
-    proved = operator.proved if dtype == operator.dtype and reduce is None else None
-    if dtype != operator.dtype:
-        # Second order: docs/theory/spectral-norm.md.
-        slack += torch.finfo(dtype).eps ** 2
-    # Both J and Jᵀ round, so what the products cannot tell from zero is twice as large as for one of them.
-    level = 2.0 * slack
+    """Run the recurrence until each member's interval is narrow enough, asking for the products."""
+    dtype, rows = _basis_form(operator, settings)
+    in_sizes = _in_sizes(operator, start, sizes, settings.reduce)
     largest = int(in_sizes.max())
-    quantile = _quantiles(in_sizes, confidence)
-    steps_allowed = min(max_iterations, largest, rows)
+    steps_allowed = min(settings.max_iterations, largest, rows)
+    members = _Members(operator, settings, dtype, in_sizes, steps_allowed)
+    basis = Basis(largest, dtype, operator.dtype, settings.reduce)
+    if members.proved is not None:
+        basis.taken = torch.zeros(operator.batch, dtype=torch.float64)
+    recurrence = Recurrence(operator, start, basis)
+    right = start.new_empty(operator.batch, operator.in_size)
 
-    sigma, upper = np.zeros(total), np.zeros(total)
-    steps = np.zeros(total, dtype=np.int64)
-    converged, broke_down = np.zeros(total, dtype=bool), np.zeros(total, dtype=bool)
-    right = start.new_empty(total, operator.in_size)
-
-    diagonal, off = np.zeros((total, steps_allowed)), np.zeros((total, steps_allowed))
-    active = np.arange(total)  # the member in each row of the batch, and whether it still runs
-    running = np.ones(total, dtype=bool)
-    whole = operator
-    factors: Tensor | None = None  # powers of two that bring the maps near to one
-    units = np.ones(total)
-
-    basis = Basis(largest, dtype, operator.dtype, reduce)
-    if proved is not None:
-        basis.taken = torch.zeros(total, dtype=torch.float64)
-    z = start.reshape(total, -1).clone()
-    gamma = norms(z, reduce)
-    before: Tensor | None = None
-
+    active = np.arange(operator.batch)  # the member in each row of the batch
+    running = np.ones(operator.batch, dtype=bool)  # whether the member in each row still runs
     for k in range(1, steps_allowed + 1):
-        v = z.mul_(_inverse(gamma).to(z.dtype)[:, None])
-        del z  # or the last one would stay while the next is made
-        basis.append(v)
-        if k == 1:
-            w, z = _gram(operator, v, factors)
-            if (factors := _factors(w, reduce)) is not None:
-                w, z = _gram(operator, v, factors)
-                units = 1.0 / factors.cpu().numpy()
-            alpha = norms(w, reduce).square()
-            del w
-        else:
-            alpha, z = yield from _energy(operator, v, factors)
-            alpha = reduced(alpha, reduce)
-        z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
-        if before is not None:
-            z.addcmul_(gamma.to(z.dtype)[:, None], before, value=-1)
-        gamma = basis.orthogonalise_(z, [v] if before is None else [v, before])
-        before = v
-        entries = torch.stack((alpha, gamma)).cpu()  # together: other devices are waited for once
+        alpha, gamma = yield from recurrence.step()
+        entries = torch.stack((alpha, gamma)).cpu()  # one copy, since other devices are waited for
         check_finite(entries)
-        diagonal[active, k - 1], off[active, k - 1] = entries.numpy()
-
+        if k == 1:
+            members.units = recurrence.units
+        members.diagonal[active, k - 1], members.off[active, k - 1] = entries.numpy()
         places = np.flatnonzero(running)
-        members = active[places]
-        a, b, complete = diagonal[members, :k], off[members, :k], in_sizes[members] == k
-        if proved is None or basis.taken is None:
-            top, limit = _limits(a, b, quantile[members], level[members], complete)
-            settled = complete
-        else:
-            errors = proved.rounding.numpy()[members] / units[members]
-            taken = basis.taken.numpy()[places]
-            top, limit, settled = _proved_limits(a, b, quantile[members], errors, taken, rtol)
-            errors = proved.total.numpy()[members] / units[members]
-            slack[members] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
-            level[members] = 2.0 * slack[members] + 2.0**-49
-        broke_down[members] = complete | settled | (b[:, -1] <= level[members] * top)
-        sigma[members] = units[members] * np.sqrt(top)
-        upper[members] = units[members] * np.sqrt(limit)
-        if proved is None:
-            upper[members] *= 1 + slack[members]
-        else:
-            upper[members] += proved.model.numpy()[members]
-            upper[members] *= 1 + 2.0**-50
-        lower = sigma[members] * (1 - slack[members])
-        converged[members] = upper[members] - lower <= rtol * sigma[members]
-        done = converged[members] | broke_down[members] | (k == steps_allowed)
-        for row, member in zip(places[done].tolist(), members[done].tolist(), strict=True):
-            basis.combine(row, _leading_vector(diagonal[member, :k], off[member, :k]), out=right[member])
-        running[places[done]], steps[members[done]] = False, k
+        some = active[places]
+        members.bound(some, k, None if basis.taken is None else basis.taken.numpy()[places])
+        done = members.finished(some, k)
+        for row, member in zip(places[done].tolist(), some[done].tolist(), strict=True):
+            basis.combine(row, members.ritz_vector(member, k), out=right[member])
+        running[places[done]] = False
         if not running.any():
             break
         if running.sum() <= _COMPACT_AT * len(active):
-            keep = torch.as_tensor(np.flatnonzero(running), device=z.device)
+            recurrence.keep(torch.as_tensor(np.flatnonzero(running), device=right.device))
             active, running = active[running], running[running]
-            operator = operator.select(keep)
-            z, before, gamma = z[keep], before[keep], gamma[keep]
-            factors = None if factors is None else factors[keep]
-            basis.keep(keep)
 
-    del basis, before, v  # more than four vectors, while the left directions are made
-    left, lengths = _left(whole, right, reduce)
-    lower = sigma * (1 - slack)
-    if proved is not None:
-        # What a vector's image has been seen to have, ‖J‖ has; all else is widths.
-        sigma = lengths.cpu().numpy()
-        lower = np.maximum(sigma - proved.total.numpy(), 0.0) * (1 - length_rounding(whole))
-        upper = np.maximum(np.minimum(upper, proved.size.numpy()), sigma)
-        converged = upper - lower <= rtol * sigma
-    return LeadingTriplet(
-        sigma=torch.from_numpy(sigma),
-        lower=torch.from_numpy(lower),
-        upper=torch.from_numpy(upper),
-        converged=torch.from_numpy(converged),
-        broke_down=torch.from_numpy(broke_down),
-        steps=torch.from_numpy(steps),
-        right=right.view(total, *whole.in_shape),
-        left=left.view(total, *whole.out_shape),
-    )
+    # More than four vectors, which are let go of before the left directions are made.
+    del basis, recurrence, alpha, gamma
+    left, lengths = _left(operator, right, settings.reduce)
+    return members.triplet(operator, right, left, lengths)
+
+
+class _Members:
+    """The rows of T_k, the interval and the state of each member, as arrays over all members.
+
+    Rounding enters in one of two ways. Where the operator proves how far its products are off
+    (``operator.proved``), the interval contains ‖J‖ with all rounding enclosed. Elsewhere an estimate of the
+    relative rounding of the products widens the interval on both sides, and is the level below which an entry
+    of T_k counts as zero.
+
+    Parameters
+    ----------
+    operator, settings
+        The arguments of the run.
+    dtype
+        The dtype of the basis.
+    in_sizes
+        The dimension of each member's input space.
+    steps_allowed
+        The number of steps after which all members end.
+
+    """
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        settings: _Settings,
+        dtype: torch.dtype,
+        in_sizes: np.ndarray,
+        steps_allowed: int,
+    ) -> None:
+        count = operator.batch
+        self._rtol = settings.rtol
+        self._steps_allowed = steps_allowed
+        self._in_sizes = in_sizes
+        self._quantile = _quantiles(in_sizes, settings.confidence)
+        self.slack = checked_rounding(operator).copy()
+        # What a basis of fewer digits takes from the vectors is not small enough for a proof; and processes
+        # that share a sequence must decide alike.
+        own_digits = dtype == operator.dtype
+        self.proved = operator.proved if own_digits and settings.reduce is None else None
+        if not own_digits:
+            # The error of the basis enters in second order: "The spectral norm" derives it.
+            self.slack += torch.finfo(dtype).eps ** 2
+        # Both J and Jᵀ round, so what the products cannot tell from zero is twice as large as for one.
+        self._level = 2.0 * self.slack
+        self.diagonal, self.off = np.zeros((count, steps_allowed)), np.zeros((count, steps_allowed))
+        self.units = np.ones(count)
+        self.sigma, self.upper = np.zeros(count), np.zeros(count)
+        self.steps = np.zeros(count, dtype=np.int64)
+        self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+
+    def bound(self, some: np.ndarray, k: int, taken: np.ndarray | None) -> None:
+        """Set σ̂, the upper limit and the state of some members from k rows of T.
+
+        ``taken`` bounds the sums of squares that reorthogonalisation took from their vectors; the proof of
+        rounding needs it.
+        """
+        a, b, units = self.diagonal[some, :k], self.off[some, :k], self.units[some]
+        complete = self._in_sizes[some] == k  # the Krylov space is the whole space
+        if self.proved is None or taken is None:
+            top, limit = _limits(a, b, self._quantile[some], self._level[some], complete)
+            self.upper[some] = units * np.sqrt(limit) * (1 + self.slack[some])
+            settled = complete
+        else:
+            errors = self.proved.rounding.numpy()[some] / units
+            top, limit, settled = _proved_limits(a, b, self._quantile[some], errors, taken, self._rtol)
+            errors = self.proved.total.numpy()[some] / units
+            self.slack[some] = errors / np.sqrt(np.maximum(top, np.finfo(float).tiny))
+            self._level[some] = 2.0 * self.slack[some] + 2.0**-49
+            self.upper[some] = (units * np.sqrt(limit) + self.proved.model.numpy()[some]) * (1 + 2.0**-50)
+        self.sigma[some] = units * np.sqrt(top)
+        self.broke_down[some] = complete | settled | (b[:, -1] <= self._level[some] * top)
+        width = self.upper[some] - self.sigma[some] * (1 - self.slack[some])
+        self.converged[some] = width <= self._rtol * self.sigma[some]
+
+    def finished(self, some: np.ndarray, k: int) -> np.ndarray:
+        """Return which of some members end with step k, and note the step."""
+        done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
+        self.steps[some[done]] = k
+        return done
+
+    def ritz_vector(self, member: int, k: int) -> np.ndarray:
+        """Return the leading eigenvector of a member's T_k."""
+        return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
+
+    def triplet(
+        self, operator: LinearOperator, right: Tensor, left: Tensor, lengths: Tensor
+    ) -> LeadingTriplet:
+        """Return the result, from the right vectors, the unit vectors along their images, and |J right|."""
+        sigma, upper, converged = self.sigma, self.upper, self.converged
+        lower = sigma * (1 - self.slack)
+        if self.proved is not None:
+            # |J v| of a unit vector v is a proved lower limit, whatever the recurrence did before.
+            sigma = lengths.cpu().numpy()
+            lower = np.maximum(sigma - self.proved.total.numpy(), 0.0) * (1 - length_rounding(operator))
+            upper = np.maximum(np.minimum(upper, self.proved.size.numpy()), sigma)
+            converged = upper - lower <= self._rtol * sigma
+        return LeadingTriplet(
+            sigma=torch.from_numpy(sigma),
+            lower=torch.from_numpy(lower),
+            upper=torch.from_numpy(upper),
+            converged=torch.from_numpy(converged),
+            broke_down=torch.from_numpy(self.broke_down),
+            steps=torch.from_numpy(self.steps),
+            right=right.view(len(right), *operator.in_shape),
+            left=left.view(len(left), *operator.out_shape),
+        )
 
 
 def _in_sizes(
@@ -296,43 +339,11 @@ def _quantiles(in_sizes: np.ndarray, confidence: float) -> np.ndarray:
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
-def _gram(operator: LinearOperator, v: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return J v and JᵀJ v as rows (member, size), J times its factor."""
-    shape = (len(v), *operator.in_shape)
-    if factors is None:
-        w, z = operator.gram_product(v.view(shape))
-        return w.reshape(len(v), -1), z.reshape(len(v), -1)
-    factors = factors[:, None].to(v.dtype)
-    w, z = operator.gram_product((factors * v).view(shape))
-    return w.reshape(len(v), -1), factors * z.reshape(len(v), -1)
-
-
-def _energy(
-    operator: LinearOperator, v: Tensor, factors: Tensor | None
-) -> Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Ask for |J v|² and JᵀJ v, and return them as rows (member, size), J times its factor."""
-    shape = (len(v), *operator.in_shape)
-    if factors is None:
-        energy, z = yield operator, v.view(shape)
-        return energy, z.reshape(len(v), -1)
-    factors = factors[:, None].to(v.dtype)
-    energy, z = yield operator, (factors * v).view(shape)
-    return energy, factors * z.reshape(len(v), -1)
-
-
-def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
-    """Powers of two that keep ‖J‖⁴ in the range of float32; None where it is there already."""
-    largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
-    exponents = torch.log2(largest).round()
-    near = (largest == 0) | ~torch.isfinite(largest) | (exponents.abs() <= 20)
-    return None if bool(near.all()) else torch.exp2(torch.where(near, 0.0, -exponents))
-
-
 def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> tuple[Tensor, Tensor]:
     """Return unit vectors along J v, zero where that is, and its length."""
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
     lengths = norms(image, reduce)
-    return image * _inverse(lengths).to(image.dtype)[:, None], lengths
+    return image * inverse(lengths).to(image.dtype)[:, None], lengths
 
 
 def _proved_limits(
@@ -378,10 +389,9 @@ def _leading_vector(diagonal: np.ndarray, off: np.ndarray) -> np.ndarray:
     return leading
 
 
-def _basis_form(
-    operator: LinearOperator, rtol: float, dtype: torch.dtype | None, memory: int | None
-) -> tuple[torch.dtype, int]:
-    """Return what the basis is kept in and how many vectors it may hold."""
+def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
+    """Return the dtype of the basis, and how many vectors it may hold."""
+    dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(
             "basis_dtype",
@@ -394,7 +404,7 @@ def _basis_form(
         return dtype or operator.dtype, sys.maxsize
     if dtype is None:
         roomy = memory >= _EXPECTED_STEPS * entries * operator.dtype.itemsize
-        small = torch.float16 if rtol >= _LEAST_HALF else torch.float32
+        small = torch.float16 if settings.rtol >= _LEAST_HALF else torch.float32
         dtype = operator.dtype if roomy else small
     rows = memory // (entries * dtype.itemsize)
     if rows < 2:
@@ -405,8 +415,3 @@ def _basis_form(
             remedy="Give more memory, or measure fewer tokens.",
         )
     return dtype, rows
-
-
-def _inverse(lengths: Tensor) -> Tensor:
-    """1 / length, zero where the length is zero."""
-    return torch.where(lengths > 0, 1.0 / lengths, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.roundoff import gamma
-from howsmooth.spectral.sums import squared_lengths
+from howsmooth.spectral.accurate_sums import squared_lengths
 
 __all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_rounding", "squared_lengths"]
 

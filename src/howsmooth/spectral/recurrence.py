@@ -1,0 +1,121 @@
+"""The Lanczos recurrence on JᵀJ, for a batch of members, with full reorthogonalisation.
+
+With a start g, v₁ = g / |g| and v₀ = 0, step k computes
+
+    α_k = |J v_k|²
+    z   = JᵀJ v_k − α_k v_k − γ_{k−1} v_{k−1},   made orthogonal to v₁, …, v_k
+    γ_k = |z|
+    v_{k+1} = z / γ_k
+
+The α on the diagonal and the γ beside it are the tridiagonal matrix T_k = V_kᵀ JᵀJ V_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.operator import LinearOperator
+
+__all__ = ["Products", "Recurrence", "inverse"]
+
+Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A step that asks for an operator's ``energy_product`` with some vectors, and is sent the result."""
+
+
+class Recurrence:
+    """The state of the recurrence: v_{k−1}, the z of the last step, γ_{k−1} and the basis.
+
+    Vectors are rows (member, size); α and γ are (member,) in float64.
+
+    Parameters
+    ----------
+    operator
+        The batch of maps J.
+    start
+        The vectors g, (batch, *in_shape).
+    basis
+        An empty basis, which keeps the v.
+
+    """
+
+    def __init__(self, operator: LinearOperator, start: Tensor, basis: Basis) -> None:
+        self.basis = basis
+        self._operator = operator
+        self._z: Tensor | None = start.reshape(operator.batch, -1).clone()
+        self._gamma = norms(self._z, basis.reduce)
+        self._before: Tensor | None = None
+        # J times these is what the recurrence sees; None where all are one.
+        self._factors: Tensor | None = None
+
+    @property
+    def units(self) -> np.ndarray:
+        """The number by which σ of the recurrence is to be multiplied, for each member."""
+        if self._factors is None:
+            return np.ones(len(self._gamma))
+        units: np.ndarray = 1.0 / self._factors.cpu().numpy()
+        return units
+
+    def step(self) -> Products:
+        """Carry out one step, asking for the product, and return α_k and γ_k."""
+        v, before, gamma = self._normalised(), self._before, self._gamma
+        self.basis.append(v)
+        alpha, z = self._first_product(v) if before is None else (yield from self._product(v))
+        z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
+        if before is not None:
+            z.addcmul_(gamma.to(z.dtype)[:, None], before, value=-1)
+        gamma = self.basis.orthogonalise_(z, [v] if before is None else [v, before])
+        self._z, self._before, self._gamma = z, v, gamma
+        return alpha, gamma
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop the members in all other rows."""
+        assert self._z is not None
+        assert self._before is not None
+        self._operator = self._operator.select(rows)
+        self._z, self._before, self._gamma = self._z[rows], self._before[rows], self._gamma[rows]
+        self._factors = None if self._factors is None else self._factors[rows]
+        self.basis.keep(rows)
+
+    def _normalised(self) -> Tensor:
+        """Return v = z / γ in the memory of z, which is let go of: a further vector may not fit."""
+        assert self._z is not None
+        z, self._z = self._z, None
+        return z.mul_(inverse(self._gamma).to(z.dtype)[:, None])
+
+    def _first_product(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return |J v|² and JᵀJ v of the first step, after the scale of J has been set by it."""
+        w, z = self._gram(v)
+        self._factors = _factors(w, self.basis.reduce)
+        if self._factors is not None:
+            w, z = self._gram(v)
+        return norms(w, self.basis.reduce).square(), z
+
+    def _gram(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        w, z = self._operator.gram_product(self._scaled(v).view(len(v), *self._operator.in_shape))
+        return w.reshape(len(v), -1), self._scaled(z.reshape(len(v), -1))
+
+    def _product(self, v: Tensor) -> Products:
+        energy, z = yield self._operator, self._scaled(v).view(len(v), *self._operator.in_shape)
+        return reduced(energy, self.basis.reduce), self._scaled(z.reshape(len(v), -1))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._factors is None else self._factors[:, None].to(x.dtype) * x
+
+
+def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
+    """Return powers of two that keep ‖J‖⁴ in the range of float32; None where it is there already."""
+    largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
+    exponents = torch.log2(largest).round()
+    near = (largest == 0) | ~torch.isfinite(largest) | (exponents.abs() <= 20)
+    return None if bool(near.all()) else torch.exp2(torch.where(near, 0.0, -exponents))
+
+
+def inverse(lengths: Tensor) -> Tensor:
+    """Return 1 / length, and zero where the length is zero."""
+    return torch.where(lengths > 0, 1.0 / lengths, 0.0)
