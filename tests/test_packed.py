@@ -109,7 +109,8 @@ def test_one_seed_gives_every_sequence_its_own_start_and_autodiff_agrees() -> No
 
 
 def test_sequences_in_a_list_that_do_not_fit_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from howsmooth import batching, lipschitz
+    from howsmooth import batching
+    from howsmooth.lipschitz import mixed_precision
 
     f, xs = random_attention(5), unequal(3)
     whole = hs.local_lipschitz(f, xs, rtol=1e-9)
@@ -119,7 +120,7 @@ def test_sequences_in_a_list_that_do_not_fit_in_memory_together(monkeypatch: pyt
         cut.extend(batching.batches(*arguments))
         return iter(cut)
 
-    monkeypatch.setattr(lipschitz, "batches", noted)
+    monkeypatch.setattr(mixed_precision, "batches", noted)
     monkeypatch.setattr(batching, "_BASIS_BYTES", 9 * 2 * D * 8 * batching._EXPECTED_STEPS)
     parts = hs.local_lipschitz(f, xs, rtol=1e-9)
     # From short to long, nine tokens at most, those that fill up the shorter ones among them.
@@ -155,16 +156,16 @@ def test_refusals(change: dict, argument: str, words: str) -> None:
 
 def test_the_verdict_takes_no_residual_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a loose tolerance the Ritz residual is large; taken for rounding, it would ask for float64."""
-    from howsmooth import lipschitz
+    from howsmooth.lipschitz import solver
 
     solved: list[torch.dtype] = []
-    solve = lipschitz.lanczos_together
+    solve = solver.lanczos_together
 
     def noted(operators: list, starts: list, **options: object) -> object:
         solved.append(operators[0].dtype)
         return solve(operators, starts, **options)
 
-    monkeypatch.setattr(lipschitz, "lanczos_together", noted)
+    monkeypatch.setattr(solver, "lanczos_together", noted)
     f = random_attention(6, value_dim=2).to(dtype=torch.float32)
     x = tokens(6, 50, 2, D, dtype=torch.float32)
     found = hs.local_lipschitz(f, x, rtol=0.3, confidence=0.5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.distributed.start import own_start
-from howsmooth.lipschitz import _member_seeds
+from howsmooth.lipschitz.solver import member_seeds
 from howsmooth.measures import Gaussian
 from howsmooth.nn.penalty.directions import Directions
 from howsmooth.seeds import torch_seed
@@ -33,7 +33,7 @@ def test_small_seeds_are_pytorchs_own() -> None:
 @pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 + 5])
 def test_members_of_a_batch_have_streams_of_their_own(seed: int) -> None:
     """Two of 20,000 share one with a probability of 2^-32 a pair, 5 % in all; of these seeds none do."""
-    streams = [torch_seed(one) for one in _member_seeds(seed, 20_000)]
+    streams = [torch_seed(one) for one in member_seeds(seed, 20_000)]
     assert len(set(streams)) == 20_000
     # Spread over all 32 bits, as hashes are: each bit is set in half of them.
     bits = torch.tensor(streams)[:, None] >> torch.arange(32) & 1

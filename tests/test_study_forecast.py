@@ -19,6 +19,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.lipschitz import mixed_precision
 from howsmooth.study.forecast import Forecast, forecast
 from howsmooth.study.plan import ModelSpec, Plan
 from tests._study import FakeModel, Tools, Work, installed, make_plan, make_tools, run
@@ -66,13 +67,13 @@ def told(plan: Plan, folder: Path, tools: Tools, **options: Any) -> Forecast:
 def test_a_footprint_says_how_a_sequence_will_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held against what ``local_lipschitz`` then does."""
     asked: list[bool] = []
-    linearised = lipschitz.closed_form_jacobian
+    linearised = mixed_precision.closed_form_jacobian
 
     def streamed(*args: Any, **options: Any) -> Any:
         asked.append(options["streamed"])
         return linearised(*args, **options)
 
-    monkeypatch.setattr(lipschitz, "closed_form_jacobian", streamed)
+    monkeypatch.setattr(mixed_precision, "closed_form_jacobian", streamed)
     f, n = attention(8), 512
     x = torch.randn(n, 8, generator=torch.Generator().manual_seed(1))
     kept = footprint(f, (n, 8), dtype=torch.float32, device=torch.device("cpu"), memory=2**30)

@@ -19,7 +19,9 @@ from howsmooth.distributed.shares import RowShares
 from howsmooth.distributed.start import own_start
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
-from howsmooth.lipschitz import LipschitzEstimate, _check_arguments, _judged
+from howsmooth.lipschitz import LipschitzEstimate
+from howsmooth.lipschitz.arguments import check_arguments
+from howsmooth.lipschitz.mixed_precision import judge
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.accurate_sums import squared_lengths
@@ -200,7 +202,7 @@ def _single(
     defect = _length(rounded.double() - gram, exchange).cpu() / sigma.clamp_min(
         torch.finfo(torch.float64).tiny
     )
-    judged = _judged(found, sigma, defect, exact, rtol)
+    judged = judge(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
     if bool(judged.converged) or not bool(found.converged | found.broke_down):
         return judged
@@ -230,7 +232,7 @@ def _agreed(
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError("seed", expected="an integer", got=repr(seed))
         check_shareable(f)
-        _check_arguments(f, x, rtol, confidence, max_iterations)
+        check_arguments(f, x, rtol, confidence, max_iterations)
         shares = RowShares(n, collectives.world)
         own = shares.count(collectives.rank)
         if x.ndim != 2 or x.shape[0] != own:

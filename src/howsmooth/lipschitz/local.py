@@ -1,0 +1,319 @@
+"""The front door: ``local_lipschitz`` reads its arguments, chooses a method, and builds the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
+from howsmooth.attention.map import check_measure, check_tokens
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates, Method
+from howsmooth.jacobian import (
+    AutodiffJacobian,
+    allowance_for_rounding,
+    closed_form_jacobian,
+    has_closed_form,
+    in_double,
+    moved_by_rounding,
+    weighted_autodiff_jacobian,
+)
+from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
+from howsmooth.lipschitz.mixed_precision import Part, solve_closed_forms
+from howsmooth.lipschitz.solver import Solver, member_seeds, starts
+from howsmooth.memory import memory_budget
+from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
+
+__all__ = ["local_lipschitz"]
+
+_Estimate = TypeVar("_Estimate", LipschitzEstimate, LipschitzEstimates)
+
+
+@overload
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor | AbstractMeasure,
+    *,
+    rtol: float = ...,
+    confidence: float = ...,
+    max_iterations: int = ...,
+    seed: int | Sequence[int] = ...,
+    method: str = ...,
+    memory: int | None = ...,
+    batch_dims: int | None = ...,
+) -> LipschitzEstimate: ...
+
+
+@overload
+def local_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: list[Tensor] | tuple[Tensor, ...],
+    *,
+    rtol: float = ...,
+    confidence: float = ...,
+    max_iterations: int = ...,
+    seed: int | Sequence[int] = ...,
+    method: str = ...,
+    memory: int | None = ...,
+    batch_dims: int | None = ...,
+) -> LipschitzEstimates: ...
+
+
+def local_lipschitz(
+    f: Any,
+    x: object,
+    *,
+    rtol: float = 1e-4,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int | Sequence[int] = 0,
+    method: str = "auto",
+    memory: int | None = None,
+    batch_dims: int | None = None,
+) -> LipschitzEstimate | LipschitzEstimates:
+    """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
+
+    Lanczos' process on JᵀJ, J the Jacobian, from a random start (Golub–Kahan bidiagonalisation of J where it
+    comes from autodiff or stands at a measure); members run together, and each stops when its own interval is
+    narrower than ``rtol``.
+
+    At a discrete measure Σ_i a_i δ_{x_i} it is the weighted norm sup |J E|_a / |E|_a of the mean-field map,
+    |E|_a² = Σ_i a_i |e_i|² (Lemma C.5): how far the image moves in W₂ where the atoms move whole. Where they
+    may split, see :func:`howsmooth.measures.wasserstein_lipschitz`.
+
+    Parameters
+    ----------
+    f
+        A map of this library (closed form), or any differentiable PyTorch map of tokens (..., n, d) to a
+        tensor with the same leading axes (autodiff). Members of the batch must be independent.
+    x
+        Tokens (..., n, d), float32 or float64, batched over the leading axes (see ``batch_dims`` for vectors
+        and images); or a list or tuple of tokens
+        (n_i, d), n_i of their own, which share matrix products and, where they are short, operations; or a
+        measure with atoms, at which a map of this library is measured, in float64.
+    rtol
+        Relative width of the interval at which a member has converged.
+    confidence
+        Probability, over the random start, with which each interval holds.
+    max_iterations
+        Golub–Kahan steps at most.
+    seed
+        Seed of the random start, of which 64 bits count: one for all members, or one a member. A member's
+        result depends on its own input and seed, not on the batch it stands in; with one seed, member i
+        uses its own stream i.
+    method
+        "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
+    memory
+        Bytes that may be used; by default half of what is free. Where attention probabilities, n² a head, do
+        not fit, they are formed anew in each product, in memory O(n d). The numbers are the same to rounding.
+        It limits the closed form alone.
+    batch_dims
+        Number of leading axes of ``x`` that count members; by default all but the last two, which are
+        tokens (n, d). With 1, images (batch, channels, height, width) or vectors (batch, d) are measured one
+        by one by any ``f`` that takes such batches; with 0, ``x`` is one member. Of an ``f`` that is no map
+        of this library and acts on each row of a matrix ``x`` by itself it cannot be told whether the rows
+        are vectors or the tokens of one sequence, whose constant is the largest of theirs: it must be said.
+
+    Returns
+    -------
+    LipschitzEstimate or LipschitzEstimates
+        With value, interval, status and directions; the latter for a list or tuple, of shape (len(x),).
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    NonFiniteError
+        If ``x``, f(x) or a product is not finite, or the constant itself is beyond float64's range.
+    DerivativeError
+        If ``f`` cannot be differentiated, or its two derivatives disagree.
+
+    References
+    ----------
+    Definition of the local constant: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024,
+    Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: the documentation's pages "The spectral
+    norm, with an interval" and "Rounding".
+
+    """
+    asked = _Question(rtol, confidence, max_iterations, seed, method, memory)
+    if batch_dims is not None:
+        check_batch_dims(batch_dims, f, x)
+    if isinstance(x, AbstractMeasure):
+        return _at_measure(f, x, asked)
+    if isinstance(x, list | tuple):
+        return _at_sequences(f, x, asked)
+    check_arguments(f, x, rtol, confidence, max_iterations, batch_dims)
+    assert isinstance(x, Tensor)
+    return _at_batch(f, x, asked, batch_dims)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The arguments of a call that say how to measure; ``local_lipschitz`` explains them."""
+
+    rtol: float
+    confidence: float
+    max_iterations: int
+    seed: int | Sequence[int]
+    method: str
+    memory: int | None
+
+    def solver(self, lengths: Sequence[int]) -> Solver:
+        """Return the solver for members of these lengths."""
+        seeds = member_seeds(self.seed, len(lengths))
+        return Solver(self.rtol, self.confidence, self.max_iterations, seeds, lengths)
+
+    def answer(
+        self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
+    ) -> _Estimate:
+        """Build the result from the fields of a :class:`~howsmooth.spectral.LeadingTriplet`."""
+        return kind(
+            value=found["sigma"],
+            lower=found["lower"],
+            upper=found["upper"],
+            confidence=self.confidence,
+            converged=found["converged"],
+            iterations=found["steps"],
+            input_direction=found["right"],
+            output_direction=found["left"],
+            method=method,
+            scope=scope,
+            rtol=self.rtol,
+            seed=self.seed if isinstance(self.seed, int) else tuple(self.seed),
+        )
+
+
+def _at_batch(
+    f: Callable[[Tensor], Tensor], x: Tensor, asked: _Question, batch_dims: int | None
+) -> LipschitzEstimate:
+    """Measure at members of one shape, over the leading axes of ``x``."""
+    chosen = _chosen_method(f, asked.method)
+    if isinstance(f, TokenMap):
+        check_tokens(x, f)
+    leading = x.ndim - 2 if batch_dims is None else batch_dims
+    lead, x = x.shape[:leading], x.detach()
+    flat = x.reshape(-1, *x.shape[leading:])
+    solver = asked.solver([flat.shape[1]] * len(flat))
+    if chosen == "autodiff":
+        operator = AutodiffJacobian(f, x, leading)
+        if batch_dims is None and x.ndim == 2 and not isinstance(f, TokenMap) and operator.keeps_rows_apart():
+            raise ArgumentError(
+                "batch_dims",
+                expected="0 or 1, as f acts on each row of x by itself",
+                got="None",
+                remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
+                f"batch_dims=0 for one sequence of {len(x)} tokens.",
+            )
+        parts = [solver.golub_kahan(operator, range(len(flat)))]
+    else:
+        assert isinstance(f, TokenMap)
+        # Members of one length come back in the order in which they were given.
+        found = solve_closed_forms(in_double(f), flat, solver, memory_budget(asked.memory, x.device))
+        parts = [triplet for _, triplet in found]
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
+    shaped = {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
+    return asked.answer(LipschitzEstimate, shaped, chosen, _scope(f))
+
+
+def _at_sequences(
+    f: Callable[[Tensor], Tensor], xs: Sequence[object], asked: _Question
+) -> LipschitzEstimates:
+    """Measure at several sequences (n_i, d)."""
+    members = checked_sequences(f, xs, asked.rtol, asked.confidence, asked.max_iterations)
+    chosen = _chosen_method(f, asked.method)
+    lengths = [x.shape[0] for x in members]
+    solver = asked.solver(lengths)
+    if chosen == "autodiff":
+        parts: list[Part] = [
+            ([i], solver.golub_kahan(AutodiffJacobian(f, x), [i])) for i, x in enumerate(members)
+        ]
+    else:
+        assert isinstance(f, TokenMap)
+        budget = memory_budget(asked.memory, members[0].device)
+        parts = solve_closed_forms(in_double(f), members, solver, budget)
+    rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
+    ordered = [rows[i] for i in range(len(members))]
+    found: dict[str, Any] = {
+        name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in _FIELDS
+    }
+    for name, values in found.items():
+        # Directions have as many rows as the longest member of their batch: the others end with zeros.
+        directions = name in ("right", "left")
+        found[name] = (
+            tuple(t[:n] for t, n in zip(values, lengths, strict=True)) if directions else torch.stack(values)
+        )
+    return asked.answer(LipschitzEstimates, found, chosen, _scope(f))
+
+
+def _at_measure(
+    f: Callable[[Tensor], Tensor], measure: AbstractMeasure, asked: _Question
+) -> LipschitzEstimate:
+    """Measure the weighted norm at a discrete measure, in float64 whatever the dtype of its atoms."""
+    if not isinstance(f, TokenMap):
+        raise ArgumentError(
+            "f",
+            expected="a map of howsmooth, which acts on measures",
+            got=type(f).__name__,
+            remedy="The constants of other maps are measured at tokens.",
+        )
+    check_measure(measure, f)
+    points, weighting = measure.weighted_tokens()
+    x, weighting = points.detach().double(), Weighting(weighting.log_weights.detach(), weighting.positions)
+    check_arguments(f, x, asked.rtol, asked.confidence, asked.max_iterations)
+    chosen = _chosen_method(f, asked.method)
+    operator: LinearOperator
+    if chosen == "closed form":
+        operator = closed_form_jacobian(f, x[None], weighting=weighting)
+    else:
+        operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
+    start = starts(operator, member_seeds(asked.seed, 1), [x.shape[0]])
+    # The constant may be e^350, whose square overflows, so the operator is scaled to a norm near one.
+    image = operator.product(start)
+    size = float(image.abs().max())
+    factor = 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
+    if chosen == "closed form":
+        # Nothing is proved of rounding at measures; where terms cancel, atoms moved by rounding show it.
+        moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
+        seen = allowance_for_rounding((factor * at.product(start) for at in moved), factor * image)
+        operator.rounding = torch.maximum(operator.rounding, seen)
+    found = golub_kahan(
+        Scaled(operator, factor),
+        start,
+        rtol=asked.rtol,
+        confidence=asked.confidence,
+        max_iterations=asked.max_iterations,
+    )
+    if not math.isfinite(float(found.sigma) / factor):
+        log = math.log(float(found.sigma)) - math.log(factor)
+        raise NonFiniteError("f", expected="a constant in the range of float64", got=f"exp({log:.6g})")
+    fields = {name: getattr(found, name)[0] for name in _FIELDS}
+    fields |= {name: fields[name] / factor for name in ("sigma", "lower", "upper")}
+    scope = f"{f.describe()}, at a measure of {x.shape[0]} atoms"
+    return asked.answer(LipschitzEstimate, fields, chosen, scope)
+
+
+_FIELDS = tuple(LeadingTriplet.__annotations__)
+
+
+def _scope(f: Callable[[Tensor], Tensor]) -> str:
+    return f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
+
+
+def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
+    match method, has_closed_form(f):
+        case ("auto" | "closed form", True):
+            return "closed form"
+        case ("auto", False) | ("autodiff", _):
+            return "autodiff"
+        case ("closed form", False):
+            remedy = f"{type(f).__name__} has no closed-form Jacobian; use 'autodiff'."
+        case _:
+            remedy = ""
+    raise ArgumentError(
+        "method", expected="'auto', 'closed form' or 'autodiff'", got=repr(method), remedy=remedy
+    )

@@ -1,0 +1,177 @@
+"""Closed-form Jacobians: float32 products do the work, float64 products judge what came of it.
+
+A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
+with v gives the value |J v|, a lower limit that rounding does not touch, and the difference of the two JᵀJ v,
+which bounds to first order how far rounding moved the upper limit. Members whose interval becomes too wide
+are measured again with float64 products.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
+from howsmooth.jacobian import closed_form_jacobian, closed_form_jacobians, joined
+from howsmooth.lipschitz.solver import Solver
+from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral.operator import length_rounding
+
+__all__ = ["Part", "judge", "solve_closed_forms"]
+
+# The part of the relative width asked for that rounding of each side may take where that is cheaper.
+_ROUNDING_SHARE = 1 / 4
+
+Part = tuple[Sequence[int], LeadingTriplet]
+"""The numbers of some members, and what was found at them."""
+
+
+def solve_closed_forms(
+    double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
+) -> list[Part]:
+    """Measure at members (n_i, d): together where they fit in memory, each by itself that does not."""
+    parts: list[Part] = []
+    for lots in batches(double, members, budget):
+        first = lots[0][0]
+        if is_streamed(double, members[first][None], budget):
+            parts.append(([first], _streamed(double, members[first][None], [first], solver, budget)))
+        else:
+            parts += zip(lots, _cached(double, members, lots, solver), strict=True)
+    return parts
+
+
+def _cached(
+    double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
+) -> list[LeadingTriplet]:
+    """Solve with products in the dtype of the members (n_i, d); for float32, with a verdict in float64.
+
+    Float64 products along the float32 directions give the value, and show what rounding did: where the
+    factors of the Jacobian cancel, float32 loses digits that no constant times epsilon foresees. Members
+    that this leaves too wide, or that broke down at float32's rounding level (few distinct singular
+    values), are measured again with float64 products.
+    """
+    dtype, exact = members[0].dtype, torch.float64
+    jacobians = _jacobians(double, members, lots, (dtype, exact) if dtype != exact else (exact,))
+    found = solver.together([at[dtype] for at in jacobians], lots)
+    if dtype == exact:
+        return found
+    return [
+        _verdict(at[dtype], at[exact], of_lot, numbers, solver)
+        for at, of_lot, numbers in zip(jacobians, found, lots, strict=True)
+    ]
+
+
+def _jacobians(
+    double: TokenMap,
+    members: Sequence[Tensor] | Tensor,
+    lots: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+) -> list[dict[torch.dtype, LinearOperator]]:
+    """Linearise each length at once, and join those of a lot: its members go from short to long."""
+    groups = [
+        [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
+        for lot in lots
+    ]
+    xs = [torch.stack([members[i] for i in group]).double() for lot in groups for group in lot]
+    found = iter(closed_form_jacobians(double, xs, dtypes))
+    of_lots = [list(itertools.islice(found, len(lot))) for lot in groups]
+    return [{dtype: joined([at[dtype] for at in lot]) for dtype in dtypes} for lot in of_lots]
+
+
+def _verdict(
+    operator: LinearOperator,
+    exact: LinearOperator,
+    found: LeadingTriplet,
+    members: Sequence[int],
+    solver: Solver,
+) -> LeadingTriplet:
+    """Return what float64 says about the triplet that ``operator``, in float32, has given."""
+    right = _unit(found.right.double())
+    image, gram = exact.gram_product(right)
+    sigma = _norms(image)
+
+    # Float32 has found σ̂² v for JᵀJ v, up to the residual of the Ritz vector, mostly far below the interval.
+    found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
+    defect = _defect(found_gram, gram, sigma)
+    judged = judge(found, sigma, defect, exact, solver.rtol)
+    if not bool(judged.converged.all()):
+        _, rounded = operator.energy_product(right.to(operator.dtype))
+        defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
+        judged = judge(found, sigma, defect, exact, solver.rtol)
+    stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
+    if not len(stuck):
+        return judged
+    (again,) = solver.together([exact.select(stuck.to(exact.device))], [[members[i] for i in stuck.tolist()]])
+    for name in LeadingTriplet.__annotations__:
+        kept = getattr(judged, name)
+        kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
+    return judged
+
+
+def _streamed(
+    double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
+) -> LeadingTriplet:
+    """Do the same for one member without its probabilities: no n × n matrix, JᵀJ in one pass.
+
+    Of the operators in float32 and in float64 one is alive at a time.
+    """
+
+    def operator(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
+        return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)
+
+    basis_bytes = room_for_basis(double, x, budget)
+    if x.dtype == torch.float64:
+        return solver.lanczos(operator(x.dtype), members, basis_bytes)
+    single = operator(x.dtype, _ROUNDING_SHARE * solver.rtol)
+    found = solver.lanczos(single, members, basis_bytes)
+    right = _unit(found.right.double())
+    _, rounded = single.gram_product(right.to(x.dtype))
+    del single
+    exact = operator(torch.float64)
+    image, gram = exact.gram_product(right)
+    sigma = _norms(image)
+    judged = judge(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
+    del image, gram, rounded, right
+    stuck = ~judged.converged & (found.converged | found.broke_down)
+    room = budget - beside_the_basis(double, x.double())
+    if not bool(stuck.any()) or room < fewest_vectors(x):
+        return judged
+    again = solver.lanczos(exact, members, room)
+    return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
+
+
+def judge(
+    found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
+) -> LeadingTriplet:
+    """Return float32's triplet with the value σ = |J v| of float64, and what rounding may have done.
+
+    The lower limit is proved where the float64 products are. The upper one is an estimate to first order:
+    rounding of the float32 run moves σ by at most the defect, twice which is allowed for, beside the width of
+    the float32 interval, what the float64 value moved, and what rounding does to the defect itself.
+    """
+    error = exact.rounding * sigma if exact.proved is None else exact.proved.total
+    upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect + 6 * error
+    lower = (sigma - error).clamp_min(0.0) * (1 - length_rounding(exact))
+    return replace(found, sigma=sigma, lower=lower, upper=upper, converged=upper - lower <= rtol * sigma)
+
+
+def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
+    """Return ‖Δv‖ / σ from both JᵀJ v: a perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order."""
+    return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def _norms(t: Tensor) -> Tensor:
+    """Frobenius norm of each member, on the CPU."""
+    norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
+    return norms
+
+
+def _unit(t: Tensor) -> Tensor:
+    """Return each member divided by its norm; zero stays zero."""
+    length = t.flatten(1).norm(dim=1).view(-1, 1, 1)
+    return torch.where(length > 0, t / length, t)

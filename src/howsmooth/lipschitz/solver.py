@@ -1,0 +1,109 @@
+"""The solvers of ``howsmooth.spectral``, started from the seeds of the members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import energy_products_together, filled
+from howsmooth.seeds import torch_seed
+from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos, lanczos_together
+
+__all__ = ["Solver", "member_seeds", "starts"]
+
+# Starts of at least this many entries are drawn by several threads.
+_WORTH_A_THREAD = 1 << 14
+
+
+@dataclass(frozen=True)
+class Solver:
+    """The accuracy that is asked for, and the seed of the start and the length of each member.
+
+    Members are named by their numbers: a batch may hold any of them, in any order.
+    """
+
+    rtol: float
+    confidence: float
+    max_iterations: int
+    seeds: Sequence[int]
+    lengths: Sequence[int]
+
+    def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
+        """Solve for an operator of these members, with both Krylov bases."""
+        return golub_kahan(
+            operator,
+            self._starts(operator, members),
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+        )
+
+    def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
+        """Solve with one basis, in the memory that is left for it."""
+        return lanczos(
+            operator,
+            self._starts(operator, members),
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+            basis_bytes=basis_bytes,
+        )
+
+    def together(
+        self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
+    ) -> list[LeadingTriplet]:
+        """Solve for Jacobians of one map at several lengths, which share products.
+
+        Members that are shorter than their operator fill up the rest with zeros.
+        """
+        return lanczos_together(
+            operators,
+            [self._starts(*parts) for parts in zip(operators, members, strict=True)],
+            rtol=self.rtol,
+            confidence=self.confidence,
+            max_iterations=self.max_iterations,
+            products=energy_products_together,
+            sizes=[
+                [self.lengths[i] * operator.in_shape[-1] for i in numbers]
+                for operator, numbers in zip(operators, members, strict=True)
+            ],
+        )
+
+    def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:
+        return starts(operator, [self.seeds[i] for i in members], [self.lengths[i] for i in members])
+
+
+def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
+    """Return one generator seed a member, in 64 bits."""
+    if isinstance(seed, int):
+        # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
+        return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
+    if len(seed) != members:
+        raise ArgumentError("seed", expected=f"an integer, or {members} of them", got=f"{len(seed)} integers")
+    return [int(s) % 2**64 for s in seed]
+
+
+def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return Gaussian starts of ``lengths`` tokens, filled up with zeros to the operator's length.
+
+    They are drawn on the CPU in float64, so that every device and dtype has the same.
+    """
+    longest, *rest = operator.in_shape
+
+    def draw(seed: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(torch_seed(seed))
+        start = torch.randn((length, *rest), generator=generator, dtype=torch.float64)
+        start = start.to(operator.dtype)
+        return start if length == longest else filled(start, longest)
+
+    if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
+        members = list(map(draw, seeds, lengths))
+    else:
+        with ThreadPoolExecutor() as pool:  # by itself PyTorch draws one after the other
+            members = list(pool.map(draw, seeds, lengths))
+    return torch.stack(members).to(operator.device)
