@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -28,8 +27,6 @@ SECTION = "section.html"
 
 _ROWS_SHOWN = 12
 _MOST_ROWS = 300
-_DOTS_AN_INCH = 220  # of the pictures
-_PIXELS_AN_INCH = 110  # a little larger than on paper, where there is room
 
 
 def table_name(number: int) -> str:
@@ -85,14 +82,11 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
         refused=refused,
         images=[
             {
-                "source": f"data:image/png;base64,{base64.b64encode(png).decode()}",
-                "alt": picture.alt,
-                "caption": picture.caption,
-                "width": round(_width(png) * _PIXELS_AN_INCH / _DOTS_AN_INCH),
+                "source": f"data:image/png;base64,{base64.b64encode(picture.png.read_bytes()).decode()}",
+                "drawn": picture,
                 **_link(picture.pdf, folder),
             }
             for picture in finding.pictures
-            for png in (picture.png.read_bytes(),)
         ],
         tables=[
             {
@@ -117,11 +111,6 @@ def _template(name: str) -> jinja2.Template:
 def _link(path: Path, folder: Path) -> dict[str, str]:
     inside = path.relative_to(folder).as_posix()
     return {"file": inside, "href": quote(inside)}
-
-
-def _width(png: bytes) -> int:
-    """Read the width in pixels from a PNG's header."""
-    return int(struct.unpack(">I", png[16:20])[0])
 
 
 def _cells(table: pd.DataFrame) -> dict[str, Any]:

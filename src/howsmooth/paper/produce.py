@@ -1,4 +1,4 @@
-"""Carry out figures, one after the other, and write their page."""
+"""All figures: carried out one after the other, their files and their page written."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.paper.all_bounds import ALL_BOUNDS
+from howsmooth.paper.crossover import CROSSOVER
 from howsmooth.paper.figure import Bench, Figure, Finding, models_for
-from howsmooth.paper.figures import FIGURES
+from howsmooth.paper.figure_1 import FIGURE_1
+from howsmooth.paper.gamma_radius import GAMMA_RADIUS
+from howsmooth.paper.gpt2_growth import GPT2_GROWTH
 from howsmooth.paper.page import PAGE, SECTION, render, section, table_name
+from howsmooth.paper.quadratic_growth import QUADRATIC_GROWTH
 from howsmooth.paper.request import Request
+from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.units import writing
+from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.files import replace_file, write_table
 from howsmooth.study.progress import Listener, Silent
 
-__all__ = ["Produced", "choose_figures", "produce"]
+__all__ = ["FIGURES", "Produced", "choose_figures", "produce"]
+
+FIGURES: tuple[Figure, ...] = (
+    FIGURE_1, TWO_DIRAC, CROSSOVER, WORST_INPUTS, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH, ALL_BOUNDS,
+)  # fmt: skip
+"""All figures, in the order of the paper."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from howsmooth import lipschitz
@@ -19,13 +18,14 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import drawing
+from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
 from howsmooth.paper.setting import Column, Setting, bilinear, columns, loaded, usual_length
 from howsmooth.paper.units import Key, Row
 from howsmooth.paper.words import between, exp, power, power_label
 from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.figures.style import literal, set_axis
+from howsmooth.study.figures.style import literal
 from howsmooth.study.names import file_stem, readable
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.strengths import strengths
@@ -44,7 +44,11 @@ _STEPS, _RESTARTS, _ATOM_STEPS = 1, 8, 40
 # Of the time of one model, what its text needs.
 _TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
-_SERIES = ("paper", "found", "wrong slices", "as published")
+_NAMES = {
+    "n": "n", "text median": "text, median", "paper": "paper's tokens",
+    "paper median": "paper's tokens, median", "found": "largest found", "found by": "found by",
+    "upper": "at most",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,7 @@ class Layer:
     @property
     def name(self) -> str:
         """What it is, in words."""
-        return f"{readable(self.column.spec.label)}, layer {self.column.layer}"
+        return f"{readable(self.column.spec.label)}, layer {self.column.layer}, head {_HEAD}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +126,16 @@ def measure(bench: Bench) -> list[list[Ball]]:
     for column, part in bench.each(layers, [one.cost for one in layers]):
         reading, searching = part.parts((_TEXT, _BALLS))
         layer = _on_text(column, reading)
-        radii = tuple(dict.fromkeys((*RADII, layer.radius)))
-        rows = pd.DataFrame(_in_balls(layer, radii, lengths, searching))
-        found.append(
-            [_ball(layer, float(str(radius)), part) for radius, part in rows.groupby("ball", sort=False)]
-        )
+        jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in lengths]
+        rows: list[Row] = []
+        for (radius, n), share in searching.each(jobs, [n + 100.0 for _, n in jobs]):
+            share.say(f"{column.spec.label}, R = {radius:.4g}, n = {n}")
+            rows += _in_ball(layer, radius, n, share)
+        balls = []
+        for written, own in pd.DataFrame(rows).groupby("ball", sort=False):
+            theorem = _THEOREMS[str(own[own["kind"] == "theirs"]["name"].iloc[0])]
+            balls.append(Ball(layer, float(str(written)), side_by_side(own, layer.text, _HEAD), theorem))
+        found.append(balls)
     return found
 
 
@@ -143,55 +152,47 @@ def _on_text(column: Column, bench: Bench) -> Layer:
         layers=column.layers,
         scopes=("head",),
     )
-    attention, fused = _attention(here, column)
-    rows = here.study(f"studies/{column.stem}", bench).rows
-    radius = float(rows["radius_max"].max())
-    text = rows[rows["converged"]]
-    return Layer(column, attention, here.subjects[0].fingerprint, fused, text, radius)
-
-
-def _attention(here: Setting, column: Column) -> tuple[SelfAttention, bool]:
-    """Return all heads of the layer with its output, and whether their weights are fused and transposed."""
     subject = here.subjects[0]
     _, tokens = next(here.sequences(subject))
     (site,) = here.sites(subject, tokens[:1])
-    model = getattr(here.model(subject), "model", None)
+    model = getattr(bench.models.load_for(subject), "model", None)
     fused = model is not None and has_fused_weight(model.get_submodule(site.name))
-    return bilinear(site, column.spec.label), fused
+    rows = here.study(f"studies/{column.stem}", bench).rows
+    return Layer(
+        column,
+        bilinear(site, column.spec.label),
+        subject.fingerprint,
+        fused,
+        text=rows[rows["converged"]],
+        radius=float(rows["radius_max"].max()),
+    )
 
 
-def _in_balls(layer: Layer, radii: tuple[float, ...], lengths: tuple[int, ...], bench: Bench) -> list[Row]:
-    """Measure one head in every ball at every length, as published too if that is asked for."""
-    jobs = [(radius, n) for radius in radii for n in lengths]
+def _in_ball(layer: Layer, radius: float, n: int, bench: Bench) -> list[Row]:
+    """Measure one head in a ball at one length, as published too if that is asked for."""
     rows: list[Row] = []
-    for (radius, n), part in bench.each(jobs, [n + 100.0 for _, n in jobs]):
-        part.say(f"{layer.column.spec.label}, R = {radius:.4g}, n = {n}")
-        for published in (False, True) if bench.request.as_published else (False,):
-            key: Key = {
-                "model": layer.column.spec.label,
-                "fingerprint": layer.fingerprint,
-                "layer": layer.column.layer,
-                "ball": repr(radius),
-                "n": n,
-                "published": int(published),
-                "search": f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}",
-                "seed": bench.request.seed,
-                "dtype": bench.request.dtype,
-            }
-            seed = derive_seed(purpose="adversarial", **key)
-            kind = _published_rows if published else _rows
-            rows += part.rows(key, partial(kind, layer, radius, n, seed))
+    for kind in (_rows, _published_rows) if bench.request.as_published else (_rows,):
+        key: Key = {
+            "model": layer.column.spec.label,
+            "fingerprint": layer.fingerprint,
+            "layer": layer.column.layer,
+            "ball": repr(radius),
+            "n": n,
+            "published": int(kind is _published_rows),
+            "search": f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}",
+            "seed": bench.request.seed,
+            "dtype": bench.request.dtype,
+        }
+        rows += bench.rows(key, partial(kind, layer, radius, n, derive_seed(purpose="adversarial", **key)))
     return rows
-
-
-# ---- what is measured at one radius and length; a row is a kind, a head and a number
 
 
 def _rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Give the paper's tokens for every head; for one head ours and the bounds besides."""
     f = layer.attention
     for h in _real(f):
-        yield _measured("paper", "two_cluster", f.head(h), h, _clusters(f.head(h), n, radius), seed)
+        x = two_cluster(f.head(h), n, radius).x
+        yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
     head = f.head(_HEAD)
     found = ascend(
         head,
@@ -203,7 +204,7 @@ def _rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
         atom_steps=_ATOM_STEPS,
         seed=seed,
     )
-    yield _measured("search", found.start, head, _HEAD, found.x, seed)
+    yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
     biased = f.query_bias is not None
     theirs = (theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3)(head, n, radius)
     for kind, bound in (("upper", best(head, length=n, radius=radius)), ("theirs", theirs)):
@@ -216,20 +217,14 @@ def _published_rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[
     They are the paper's, but for weights that are fused and transposed: then of slices along the wrong axis.
     """
     f = layer.attention
-    wrong = wrong_slices(f) if layer.fused else None
-    for h in _real(f if wrong is None else wrong):
-        head = f.head(h)
-        x = _clusters(head if wrong is None else wrong.head(h), n, radius)
-        if wrong is not None:
-            yield _measured("wrong slices", "two_cluster", head, h, x, seed)
-        theirs = power_iteration(head, x, output=True, absolute=True, seed=seed)
-        yield {
-            "kind": "as published",
-            "name": "two_cluster",
-            "head": h,
-            "value": theirs.value,
-            "converged": theirs.settled,
-        }
+    sliced = wrong_slices(f) if layer.fused else f
+    for h in _real(sliced):
+        x = two_cluster(sliced.head(h), n, radius).x
+        what = {"name": "two_cluster", "head": h}
+        if layer.fused:
+            yield {"kind": "wrong slices", **what, **_measured(f.head(h), x, seed)}
+        theirs = power_iteration(f.head(h), x, output=True, absolute=True, seed=seed)
+        yield {"kind": "as published", **what, "value": theirs.value, "converged": theirs.settled}
 
 
 def _real(f: SelfAttention) -> list[int]:
@@ -237,29 +232,10 @@ def _real(f: SelfAttention) -> list[int]:
     return [h for h, strength in enumerate(strengths(f)) if strength.gamma is not None]
 
 
-def _clusters(head: SelfAttention, n: int, radius: float) -> Tensor:
-    return two_cluster(head, n, radius).x
-
-
-def _measured(kind: str, name: str, head: SelfAttention, h: int, x: Tensor, seed: int) -> Row:
+def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
     found = lipschitz.local_lipschitz(head, x, rtol=_RTOL, seed=seed)
-    return {
-        "kind": kind,
-        "name": name,
-        "head": h,
-        "value": float(found.value),
-        "lower": float(found.lower),
-        "upper": float(found.upper),
-        "converged": bool(found.converged),
-    }
-
-
-# ---- side by side
-
-
-def _ball(layer: Layer, radius: float, rows: pd.DataFrame) -> Ball:
-    theorem = _THEOREMS[str(rows[rows["kind"] == "theirs"]["name"].iloc[0])]
-    return Ball(layer, radius, side_by_side(rows, layer.text, _HEAD), theorem)
+    names = ("value", "lower", "upper")
+    return {name: float(getattr(found, name)) for name in names} | {"converged": bool(found.converged)}
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> pd.DataFrame:
@@ -289,137 +265,78 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> pd.DataFr
     for n, part in rows.groupby("n", sort=True):
         values = part[part["converged"] == True]  # noqa: E712
         own = values[values["head"] == head]
+        by_kind = own.groupby("kind")["value"].first()
         paper = values[values["kind"] == "paper"]["value"]
-        ours = own[own["kind"].isin(["paper", "search"])]
         here = text[text["n"] == n]
-        on_text = here["lipschitz"]
         bounds = part.set_index("kind")["log_value"]
-        best = ours.sort_values("value").iloc[-1] if len(ours) else None
+        worst = own[own["kind"].isin(["paper", "search"])].sort_values("value").tail(1)
         found.append(
-            {
-                "n": n,
-                "text median": on_text.median(),
-                "text own": here[here["head"] == head]["lipschitz"].median(),
-                "text low": on_text.min(),
-                "text high": on_text.max(),
-                "paper": _only(own, "paper"),
-                "paper median": paper.median(),
-                "paper low": paper.min(),
-                "paper high": paper.max(),
-                "found": math.nan if best is None else best["value"],
-                "found by": "" if best is None else best["name"],
+            {"n": n, "text own": here[here["head"] == head]["lipschitz"].median()}
+            | _span("text", here["lipschitz"])
+            | _span("paper", paper)
+            | {
+                "found": worst["value"].max(),
+                "found by": "".join(worst["name"]),
                 "upper": bounds["upper"],
                 "theirs": bounds["theirs"],
-                "wrong slices": _only(own, "wrong slices"),
-                "as published": _only(own, "as published"),
                 "unsettled": int((part["converged"] == False).sum()),  # noqa: E712
             }
+            | {kind: by_kind.get(kind, math.nan) for kind in ("paper", "wrong slices", "as published")}
         )
     return pd.DataFrame(found)
 
 
-def _only(rows: pd.DataFrame, kind: str) -> float:
-    values = rows[rows["kind"] == kind]["value"]
-    return float(values.iloc[0]) if len(values) else math.nan
+def _span(name: str, values: pd.Series) -> Row:
+    return {f"{name} median": values.median(), f"{name} low": values.min(), f"{name} high": values.max()}
 
 
 def show(layers: list[list[Ball]], folder: Path) -> Finding:
     """Draw each layer, and say what is seen in each ball."""
     pictures = [_picture(balls, folder) for balls in layers]
-    seen = [words for balls in layers for words in _words(balls)]
-    tables = [_shown(ball) for balls in layers for ball in balls]
+    seen = [words for balls in layers for words in _said(balls)]
+    table = pd.concat([_shown(ball) for balls in layers for ball in balls], ignore_index=True)
     caption = "Constants and bounds at every radius and length; medians are over all heads of the layer"
-    return Finding(pictures, seen, [(caption, pd.concat(tables, ignore_index=True))])
-
-
-# ---- the picture
+    return Finding(pictures, seen, [(caption, table)])
 
 
 def _picture(balls: list[Ball], folder: Path) -> drawing.Picture:
-    first = balls[0].layer
-    figure = drawing.canvas(drawing.WIDTH, 3.0)
-    axes = figure.subplots(1, len(balls), sharex=True, sharey=True, squeeze=False)[0]
-    for axis, ball in zip(axes, balls, strict=True):
-        _panel(axis, ball)
-        axis.set_xlabel("sequence length $n$")
-    tables = pd.concat([ball.table for ball in balls])
-    for axis in axes:
-        set_axis(axis, "x", tables["n"], whole=True)
-        set_axis(axis, "y", _heights(balls))
-    axes[0].set_ylabel("local Lipschitz constant")
-    figure.suptitle(literal(f"{first.name}, head {_HEAD}"))
-    drawing.legend(figure)
-    stem = file_stem("adversarial", first.column.spec.label, f"layer-{first.column.layer:02d}")
-    spoken = "; ".join(
-        f"R = {ball.radius:.4g}: the paper's tokens {_ends(ball.table['paper'])}, the largest found "
-        f"{_ends(ball.table['found'])}"
-        for ball in balls
-    )
-    alt = f"{first.name}, head {_HEAD}: constants against the length on log axes, by radius. {spoken}."
-    caption = (
-        f"{first.name}, head {_HEAD}: the local Lipschitz constant at the paper's two clusters and at "
-        "the worst tokens found in the ball of radius R, beside that on text (median, smallest and largest "
-        "over sequences and heads). Dashed, the median over all heads of the layer at the paper's tokens, "
-        "and shaded from the smallest to the largest. Lines above: upper bounds on the ball. The ball of "
-        "real tokens is as large as the longest of them."
-    )
-    return drawing.picture(figure, folder, stem, f"Section 5.2: {first.name}", alt, caption)
+    layer = balls[0].layer
+    canvas, _ = drawing.draw([list(map(_panel, balls))], 3.0, sharey=True)
+    canvas.suptitle(literal(layer.name))
+    stem = file_stem("adversarial", layer.column.spec.label, f"layer-{layer.column.layer:02d}")
+    return drawing.picture(canvas, folder, stem, f"Section 5.2: {layer.name}")
 
 
-def _heights(balls: list[Ball]) -> pd.Series:
-    """List what is to be seen; bounds far above all constants would leave them no room, and may overflow."""
-    tables = pd.concat([ball.table for ball in balls])
-    names = [*_SERIES, "paper low", "paper high", "text low", "text high"]
-    values = tables[names].to_numpy(np.float64).ravel()
-    values = values[values > 0]
-    bounds = np.concatenate([exp(tables[name]) for name in ("upper", "theirs")])
-    return pd.Series(np.concatenate([values, bounds[bounds < 1e3 * values.max(initial=1.0)]]))
-
-
-def _panel(axis: Axes, ball: Ball) -> None:
-    table, n, fit = ball.table, ball.table["n"], ball.fit("found")
-    drawing.dots(axis, n, table["found"], (drawing.VIOLET, "o"), "largest found", size=13)
-    if not fit.note:
-        good = table[table["found"] > 0]
-        factor = math.exp(float((np.log(good["found"]) - np.log(good["n"]) / 2).mean()))
-        ends = np.array([fit.n_min, fit.n_max], dtype=float)
-        label = r"$c\sqrt{n}$, $c$ fitted"
-        axis.plot(
-            ends,
-            factor * np.sqrt(ends),
-            color=drawing.VIOLET,
-            linestyle=drawing.DOTTED,
-            label=label,
-            zorder=4,
-        )
-    drawing.dots(axis, n, table["paper"], (drawing.TEAL, "^"), "the paper's tokens", size=16)
-    low, high = table["paper low"], table["paper high"]
-    axis.fill_between(n, low, high, color=drawing.TEAL, alpha=0.18, linewidth=0, zorder=1)
-    drawing.lines(axis, n, table, [("paper median", drawing.TEAL, drawing.DASHED, "their median over heads")])
-    axis.vlines(n, table["text low"], table["text high"], color=drawing.GREY, linewidth=0.8, zorder=3)
-    drawing.dots(axis, n, table["text median"], (drawing.GREY, "s"), "on text", size=11)
+def _panel(ball: Ball) -> Panel:
+    table, n = ball.table, ball.table["n"]
     bounds = table[["upper", "theirs"]].apply(exp)
-    lines = (
-        ("upper", "0.15", drawing.SOLID, "howsmooth's bound"),
-        ("theirs", drawing.GREY, drawing.DASHDOT, ball.theorem),
-    )
-    drawing.lines(axis, n, bounds, lines, most=np.finfo(np.float64).max)
-    drawing.dots(axis, n, table["wrong slices"], (drawing.ORANGE, "x"), "published tokens", size=16)
-    drawing.dots(axis, n, table["as published"], (drawing.ORANGE, "+"), "as published", size=16)
-    heading = f"$R = {ball.radius:.4g}$" + (", real tokens" if ball.real else "")
+    # Bounds far above all constants would leave these no room, and may overflow.
+    near = bounds[bounds < 1e3 * table[["found", "paper high", "text high"]].max().max()]
+    curves = [
+        Curve(n, table["found"], "largest found", drawing.VIOLET, "o", size=13),
+        *drawing.with_slope(
+            table, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", drawing.VIOLET, drawing.DOTTED
+        ),
+        Curve(n, table["paper"], "the paper's tokens", drawing.TEAL, "^", size=16),
+        Curve(n, table["paper median"], "their median over heads", drawing.TEAL, dashes=drawing.DASHED,
+              spread=(table["paper low"], table["paper high"])),
+        Curve(n, table["text median"], "on text", drawing.GREY, "s", size=11,
+              spread=(table["text low"], table["text high"])),
+        *(Curve(n, near[name]) for name in near),
+        *drawing.lines(
+            n, bounds.where(np.isfinite(bounds)),
+            ("upper", drawing.BLACK, drawing.SOLID, "howsmooth's bound"),
+            ("theirs", drawing.GREY, drawing.DASHDOT, ball.theorem),
+        ),
+        Curve(n, table["wrong slices"], "published tokens", drawing.ORANGE, "x", size=16),
+        Curve(n, table["as published"], "as published", drawing.ORANGE, "+", size=16),
+    ]  # fmt: skip
     found, paper = (power_label(ball.fit(name), ends=False) for name in ("found", "paper"))
-    axis.set_title(f"{heading}\nfound {found}\npaper's {paper}")
+    title = f"$R = {ball.radius:.4g}$" + (", real tokens" if ball.real else "")
+    return Panel(curves, f"{title}\nfound {found}\npaper's {paper}")
 
 
-# ---- the words
-
-
-def _ends(values: pd.Series) -> str:
-    there = values.dropna()
-    return f"{there.iloc[0]:.3g} to {there.iloc[-1]:.3g}" if len(there) else "not there"
-
-
-def _words(balls: list[Ball]) -> list[str]:
+def _said(balls: list[Ball]) -> list[str]:
     said = [_ball_words(ball) for ball in balls]
     published = [ball for ball in balls if ball.table["as published"].notna().any()]
     if published:
@@ -430,10 +347,14 @@ def _words(balls: list[Ball]) -> list[str]:
     return said
 
 
+def _ends(values: pd.Series) -> str:
+    there = values.dropna()
+    return f"{there.iloc[0]:.3g} to {there.iloc[-1]:.3g}"
+
+
 def _ball_words(ball: Ball) -> str:
-    table = ball.table
-    n = table["n"]
-    words = f"{ball.layer.name}, head {_HEAD}, R = {ball.radius:.4g}"
+    table, n = ball.table, ball.table["n"]
+    words = f"{ball.layer.name}, R = {ball.radius:.4g}"
     words += " (the norm of the longest real token): " if ball.real else ": "
     if table["paper"].notna().any():
         words += (
@@ -442,11 +363,11 @@ def _ball_words(ball: Ball) -> str:
             f"{_ends(table['paper median'])}. "
         )
     if table["found"].notna().any():
-        share = table["found"] / exp(table["upper"])
         words += (
             f"The largest found goes from {_ends(table['found'])}, {power(ball.fit('found'))}, and is "
             f"{between(table['found'] / table['paper'])} times that at the paper's tokens and "
-            f"{between(share)} times howsmooth's bound, which none in the ball can exceed"
+            f"{between(table['found'] / exp(table['upper']))} times howsmooth's bound, which none in the "
+            "ball can exceed"
         )
         if np.isfinite(table["theirs"]).all():
             theirs = exp(table["theirs"] - table["upper"])
@@ -464,37 +385,26 @@ def _ball_words(ball: Ball) -> str:
 
 
 def _published_words(balls: list[Ball]) -> str:
-    tables = pd.concat([ball.table for ball in balls])
-    words = f"{balls[0].layer.name}, head {_HEAD}, as published: "
-    if balls[0].layer.fused:
+    tables, layer = pd.concat([ball.table for ball in balls]), balls[0].layer
+    words, right = f"{layer.name}, as published: ", tables["paper"]
+    if layer.fused:
+        right = tables["wrong slices"]
         words += (
             "the tokens that heads sliced along the wrong axis give have constants "
-            f"{between(tables['wrong slices'] / tables['paper'])} times those at the paper's tokens; "
+            f"{between(right / tables['paper'])} times those at the paper's tokens; "
         )
-        right = tables["wrong slices"]
-    else:
-        right = tables["paper"]
-    returned = between(tables["as published"] / right)
-    words += (
-        "the published iteration, with the output in place of the tangent and its absolute stopping, returns "
-        f"{returned} times the constant at its tokens, and grows like "
-    )
     fits = [f"{power(ball.fit('as published'))} at R = {ball.radius:.4g}" for ball in balls]
-    return f"{words}{'; '.join(fits)}."
-
-
-_NAMES = {
-    "n": "n", "text median": "text, median", "paper": "paper's tokens",
-    "paper median": "paper's tokens, median", "found": "largest found",
-    "found by": "found by", "upper": "at most",
-}  # fmt: skip
+    return (
+        f"{words}the published iteration, with the output in place of the tangent and its absolute stopping, "
+        f"returns {between(tables['as published'] / right)} times the constant at its tokens, and grows like "
+        f"{'; '.join(fits)}."
+    )
 
 
 def _shown(ball: Ball) -> pd.DataFrame:
-    table = ball.table.assign(upper=exp(ball.table["upper"]))
+    table = ball.table.assign(upper=exp(ball.table["upper"]), theirs=exp(ball.table["theirs"]))
     names = dict(_NAMES)
-    if np.isfinite(table["theirs"]).any():
-        table = table.assign(theirs=exp(table["theirs"]))
+    if np.isfinite(ball.table["theirs"]).any():
         names["theirs"] = ball.theorem
     published = {"wrong slices": "published tokens", "as published": "as published"}
     names |= {name: words for name, words in published.items() if table[name].notna().any()}
@@ -512,8 +422,10 @@ WORST_INPUTS = Figure(
         "The local Lipschitz constant of one head, values only, at the paper's two clusters: a token Ru and "
         "copies of Ru/2 or of −Ru, u an eigenvector of A. R is one of the paper's radii, or the norm of the "
         "longest real token that the layer is given. Beside it, the constant at the worst tokens that "
-        "howsmooth finds in the same ball, on real text of the same length, and upper bounds on the ball, "
-        "which no tokens can exceed."
+        "howsmooth finds in the same ball; on real text of the same length, with bars from the smallest to "
+        "the largest over sequences and heads; and upper bounds on the ball, which no tokens can exceed. "
+        "Dashed, the median over all heads of the layer at the paper's tokens, and shaded from the smallest "
+        "to the largest."
     ),
     measure=measure,
     show=show,
