@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
-from howsmooth.paper.figure import Bench, models_for
 from howsmooth.paper.drawing import fit_factor
+from howsmooth.paper.figure import Bench, models_for
 from howsmooth.paper.figure_1 import FIGURE_1, measure, said
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.request import Request

@@ -30,7 +30,7 @@ from howsmooth.study.names import file_stem, readable
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.strengths import strengths
 
-__all__ = ["RADII", "WORST_INPUTS", "Ball", "Layer", "measure", "show", "side_by_side"]
+__all__ = ["RADII", "WORST_INPUTS", "measure", "show", "side_by_side"]
 
 RADII = (15.5, 21.5, 100.0)
 """The paper's radii; that of real tokens is added for each layer."""
@@ -45,14 +45,14 @@ _STEPS, _RESTARTS, _ATOM_STEPS = 1, 8, 40
 _TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
 _NAMES = {
-    "n": "n", "text median": "text, median", "paper": "paper's tokens",
-    "paper median": "paper's tokens, median", "found": "largest found", "found by": "found by",
-    "upper": "at most",
+    "model": "model", "layer": "layer", "head": "head", "R": "R", "n": "n", "text median": "text, median",
+    "paper": "paper's tokens", "paper median": "paper's tokens, median", "found": "largest found",
+    "found by": "found by", "upper": "at most", "wrong slices": "published tokens",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class _Layer:
     """One layer of one model.
 
     Attributes
@@ -79,67 +79,36 @@ class Layer:
     text: pd.DataFrame
     radius: float
 
-    @property
-    def name(self) -> str:
-        """What it is, in words."""
-        return f"{readable(self.column.spec.label)}, layer {self.column.layer}, head {_HEAD}"
 
+def measure(bench: Bench) -> pd.DataFrame:
+    """Measure each layer on text, and one head of it in every ball.
 
-@dataclass(frozen=True, eq=False)
-class Ball:
-    """The tokens of at most some norm, in one layer.
-
-    Attributes
-    ----------
-    layer, radius
-        What it is.
-    table
-        As :func:`side_by_side` gives it.
-    theorem
-        The paper's that gives the column ``theirs``.
+    Returns
+    -------
+    pandas.DataFrame
+        A row a model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`; ``real``,
+        whether the radius is the norm of the longest real token; and ``fused``, whether the layer's weights
+        are.
 
     """
-
-    layer: Layer
-    radius: float
-    table: pd.DataFrame
-    theorem: str
-
-    @property
-    def real(self) -> bool:
-        """Whether the radius is the norm of the longest real token."""
-        return self.radius == self.layer.radius
-
-    def fit(self, name: str) -> Exponent:
-        """Fit the power of n to a column of the table."""
-        values = self.table[name].to_numpy(np.float64)
-        return fit_exponent(self.table["n"].to_numpy(), values, np.isfinite(values))
-
-
-def measure(bench: Bench) -> list[list[Ball]]:
-    """Measure each layer on text, and one head of it in every ball."""
     lengths = tuple(n for n in bench.request.lengths or _LENGTHS if n >= 2)
     if not lengths:
         raise ArgumentError("lengths", expected="some of at least 2, for two clusters", got="1")
-    layers = columns(bench)
-    found = []
+    layers, found = columns(bench), []
     for column, part in bench.each(layers, [one.cost for one in layers]):
         reading, searching = part.parts((_TEXT, _BALLS))
         layer = _on_text(column, reading)
         jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in lengths]
-        rows: list[Row] = []
         for (radius, n), share in searching.each(jobs, [n + 100.0 for _, n in jobs]):
             share.say(f"{column.spec.label}, R = {radius:.4g}, n = {n}")
-            rows += _in_ball(layer, radius, n, share)
-        balls = []
-        for written, own in pd.DataFrame(rows).groupby("ball", sort=False):
-            theorem = _THEOREMS[str(own[own["kind"] == "theirs"]["name"].iloc[0])]
-            balls.append(Ball(layer, float(str(written)), side_by_side(own, layer.text, _HEAD), theorem))
-        found.append(balls)
-    return found
+            rows = pd.DataFrame(_in_ball(layer, radius, n, share))
+            what = {"model": column.spec.label, "layer": column.layer, "head": _HEAD, "R": radius}
+            beside = {"real": radius == layer.radius, "fused": layer.fused}
+            found.append(what | beside | side_by_side(rows, layer.text[layer.text["n"] == n], _HEAD))
+    return pd.DataFrame(found)
 
 
-def _on_text(column: Column, bench: Bench) -> Layer:
+def _on_text(column: Column, bench: Bench) -> _Layer:
     """Measure every head on text; return the layer."""
     longest = loaded(bench, column.spec).max_length
     asked = bench.request.lengths or _LENGTHS
@@ -158,7 +127,7 @@ def _on_text(column: Column, bench: Bench) -> Layer:
     model = getattr(bench.models.load_for(subject), "model", None)
     fused = model is not None and has_fused_weight(model.get_submodule(site.name))
     rows = here.study(f"studies/{column.stem}", bench).rows
-    return Layer(
+    return _Layer(
         column,
         bilinear(site, column.spec.label),
         subject.fingerprint,
@@ -168,7 +137,7 @@ def _on_text(column: Column, bench: Bench) -> Layer:
     )
 
 
-def _in_ball(layer: Layer, radius: float, n: int, bench: Bench) -> list[Row]:
+def _in_ball(layer: _Layer, radius: float, n: int, bench: Bench) -> list[Row]:
     """Measure one head in a ball at one length, as published too if that is asked for."""
     rows: list[Row] = []
     for kind in (_rows, _published_rows) if bench.request.as_published else (_rows,):
@@ -187,7 +156,7 @@ def _in_ball(layer: Layer, radius: float, n: int, bench: Bench) -> list[Row]:
     return rows
 
 
-def _rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
+def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Give the paper's tokens for every head; for one head ours and the bounds besides."""
     f = layer.attention
     for h in _real(f):
@@ -211,7 +180,7 @@ def _rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
         yield {"kind": kind, "name": bound.name, "head": _HEAD, "log_value": bound.log_value}
 
 
-def _published_rows(layer: Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
+def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Give the published tokens, measured right and as the published code does.
 
     They are the paper's, but for weights that are fused and transposed: then of slices along the wrong axis.
@@ -238,112 +207,122 @@ def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
     return {name: float(getattr(found, name)) for name in names} | {"converged": bool(found.converged)}
 
 
-def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> pd.DataFrame:
-    """Put what was measured in one ball side by side.
+def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
+    """Put what was measured in one ball at one length side by side.
 
     Parameters
     ----------
     rows
         Of the units: ``n, kind, name, head``, and ``value`` with ``converged``, or ``log_value`` of a bound.
     text
-        Converged measurements on text: ``n, head, lipschitz``.
+        Converged measurements on text at this length: ``head, lipschitz``.
     head
         The one that is attacked.
 
     Returns
     -------
-    pandas.DataFrame
-        One row a length: constants of that head at the paper's tokens (``paper``), at the worst that were
-        found (``found``, by ``found by``), at the published tokens (``wrong slices``) and as the published
-        code computes it (``as published``); logarithms of bounds (``upper``, ``theirs``); over all heads
-        ``paper median``, ``paper low``, ``paper high``, and on text ``text median``, ``text low``,
-        ``text high`` (``text own``: the median of that head alone); ``unsettled``, how many values did not
-        converge and are left out. NaN where there is none.
+    dict
+        Constants of that head at the paper's tokens (``paper``), at the worst that were found (``found``, by
+        ``found by``), at the published tokens (``wrong slices``) and as the published code computes it (``as
+        published``); logarithms of bounds (``upper``, ``theirs``, by ``theorem``); over all heads ``paper
+        median``, ``paper low``, ``paper high``, and on text ``text median``, ``text low``, ``text high``
+        (``text own``: the median of that head alone); ``unsettled``, how many values did not converge and
+        are left out. NaN where there is none.
 
     """
-    found = []
-    for n, part in rows.groupby("n", sort=True):
-        values = part[part["converged"] == True]  # noqa: E712
-        own = values[values["head"] == head]
-        by_kind = own.groupby("kind")["value"].first()
-        paper = values[values["kind"] == "paper"]["value"]
-        here = text[text["n"] == n]
-        bounds = part.set_index("kind")["log_value"]
-        worst = own[own["kind"].isin(["paper", "search"])].sort_values("value").tail(1)
-        found.append(
-            {"n": n, "text own": here[here["head"] == head]["lipschitz"].median()}
-            | _span("text", here["lipschitz"])
-            | _span("paper", paper)
-            | {
-                "found": worst["value"].max(),
-                "found by": "".join(worst["name"]),
-                "upper": bounds["upper"],
-                "theirs": bounds["theirs"],
-                "unsettled": int((part["converged"] == False).sum()),  # noqa: E712
-            }
-            | {kind: by_kind.get(kind, math.nan) for kind in ("paper", "wrong slices", "as published")}
-        )
-    return pd.DataFrame(found)
+    values = rows[rows["converged"] == True]  # noqa: E712
+    own, bounds = values[values["head"] == head], rows.set_index("kind")
+    by_kind = own.groupby("kind")["value"].first()
+    worst = own[own["kind"].isin(["paper", "search"])].sort_values("value").tail(1)
+    return (
+        {"n": rows["n"].iloc[0], "text own": text[text["head"] == head]["lipschitz"].median()}
+        | _span("text", text["lipschitz"])
+        | _span("paper", values[values["kind"] == "paper"]["value"])
+        | {kind: by_kind.get(kind, math.nan) for kind in ("paper", "wrong slices", "as published")}
+        | {
+            "found": worst["value"].max(),
+            "found by": "".join(worst["name"]),
+            "upper": bounds.loc["upper", "log_value"],
+            "theirs": bounds.loc["theirs", "log_value"],
+            "theorem": _THEOREMS[str(bounds.loc["theirs", "name"])],
+            "unsettled": int((rows["converged"] == False).sum()),  # noqa: E712
+        }
+    )
 
 
 def _span(name: str, values: pd.Series) -> Row:
     return {f"{name} median": values.median(), f"{name} low": values.min(), f"{name} high": values.max()}
 
 
-def show(layers: list[list[Ball]], folder: Path) -> Finding:
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw each layer, and say what is seen in each ball."""
-    pictures = [_picture(balls, folder) for balls in layers]
-    seen = [words for balls in layers for words in _said(balls)]
-    table = pd.concat([_shown(ball) for balls in layers for ball in balls], ignore_index=True)
+    layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
+    shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
+    for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
+        shown[theorem] = exp(theirs.where(np.isfinite(theirs)))
+    names = [*list(_NAMES.values())[:-1], *rows["theorem"].unique(), "published tokens", "as published"]
+    table = shown[names].dropna(axis=1, how="all")
     caption = "Constants and bounds at every radius and length; medians are over all heads of the layer"
-    return Finding(pictures, seen, [(caption, table)])
+    pictures = [_picture(part, folder) for part in layers]
+    return Finding(pictures, [words for part in layers for words in _said(part)], [(caption, table)])
 
 
-def _picture(balls: list[Ball], folder: Path) -> drawing.Picture:
-    layer = balls[0].layer
-    canvas, _ = drawing.draw([list(map(_panel, balls))], 3.0, sharey=True)
-    canvas.suptitle(literal(layer.name))
-    stem = file_stem("adversarial", layer.column.spec.label, f"layer-{layer.column.layer:02d}")
-    return drawing.picture(canvas, folder, stem, f"Section 5.2: {layer.name}")
+def _balls(rows: pd.DataFrame) -> list[pd.DataFrame]:
+    return [part for _, part in rows.groupby("R", sort=False)]
 
 
-def _panel(ball: Ball) -> Panel:
-    table, n = ball.table, ball.table["n"]
-    bounds = table[["upper", "theirs"]].apply(exp)
+def _name(rows: pd.DataFrame) -> str:
+    return f"{readable(str(rows['model'].iloc[0]))}, layer {rows['layer'].iloc[0]}, head {_HEAD}"
+
+
+def _fit(rows: pd.DataFrame, name: str) -> Exponent:
+    """Fit the power of n to a column."""
+    values = rows[name].to_numpy(np.float64)
+    return fit_exponent(rows["n"].to_numpy(), values, np.isfinite(values))
+
+
+def _picture(rows: pd.DataFrame, folder: Path) -> drawing.Picture:
+    canvas, _ = drawing.draw([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
+    canvas.suptitle(literal(_name(rows)))
+    stem = file_stem("adversarial", str(rows["model"].iloc[0]), f"layer-{rows['layer'].iloc[0]:02d}")
+    return drawing.picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
+
+
+def _panel(rows: pd.DataFrame) -> Panel:
+    n, bounds = rows["n"], rows[["upper", "theirs"]].apply(exp)
     # Bounds far above all constants would leave these no room, and may overflow.
-    near = bounds[bounds < 1e3 * table[["found", "paper high", "text high"]].max().max()]
+    near = bounds[bounds < 1e3 * rows[["found", "paper high", "text high"]].max().max()]
     curves = [
-        Curve(n, table["found"], "largest found", drawing.VIOLET, "o", size=13),
+        Curve(n, rows["found"], "largest found", drawing.VIOLET, "o", size=13),
         *drawing.with_slope(
-            table, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", drawing.VIOLET, drawing.DOTTED
+            rows, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", drawing.VIOLET, drawing.DOTTED
         ),
-        Curve(n, table["paper"], "the paper's tokens", drawing.TEAL, "^", size=16),
-        Curve(n, table["paper median"], "their median over heads", drawing.TEAL, dashes=drawing.DASHED,
-              spread=(table["paper low"], table["paper high"])),
-        Curve(n, table["text median"], "on text", drawing.GREY, "s", size=11,
-              spread=(table["text low"], table["text high"])),
+        Curve(n, rows["paper"], "the paper's tokens", drawing.TEAL, "^", size=16),
+        Curve(n, rows["paper median"], "their median over heads", drawing.TEAL, dashes=drawing.DASHED,
+              spread=(rows["paper low"], rows["paper high"])),
+        Curve(n, rows["text median"], "on text", drawing.GREY, "s", size=11,
+              spread=(rows["text low"], rows["text high"])),
         *(Curve(n, near[name]) for name in near),
         *drawing.lines(
             n, bounds.where(np.isfinite(bounds)),
             ("upper", drawing.BLACK, drawing.SOLID, "howsmooth's bound"),
-            ("theirs", drawing.GREY, drawing.DASHDOT, ball.theorem),
+            ("theirs", drawing.GREY, drawing.DASHDOT, rows["theorem"].iloc[0]),
         ),
-        Curve(n, table["wrong slices"], "published tokens", drawing.ORANGE, "x", size=16),
-        Curve(n, table["as published"], "as published", drawing.ORANGE, "+", size=16),
+        Curve(n, rows["wrong slices"], "published tokens", drawing.ORANGE, "x", size=16),
+        Curve(n, rows["as published"], "as published", drawing.ORANGE, "+", size=16),
     ]  # fmt: skip
-    found, paper = (power_label(ball.fit(name), ends=False) for name in ("found", "paper"))
-    title = f"$R = {ball.radius:.4g}$" + (", real tokens" if ball.real else "")
+    found, paper = (power_label(_fit(rows, name), ends=False) for name in ("found", "paper"))
+    title = f"$R = {rows['R'].iloc[0]:.4g}$" + (", real tokens" if rows["real"].all() else "")
     return Panel(curves, f"{title}\nfound {found}\npaper's {paper}")
 
 
-def _said(balls: list[Ball]) -> list[str]:
-    said = [_ball_words(ball) for ball in balls]
-    published = [ball for ball in balls if ball.table["as published"].notna().any()]
-    if published:
-        said.append(_published_words(published))
-    unsettled = sum(int(ball.table["unsettled"].sum()) for ball in balls)
-    if unsettled:
-        said.append(f"{balls[0].layer.name}: {unsettled} values did not converge and are left out.")
+def _said(rows: pd.DataFrame) -> list[str]:
+    """Say what is seen in each ball of a layer."""
+    said = [_ball_words(ball) for ball in _balls(rows)]
+    if rows["as published"].notna().any():
+        said.append(_published_words(rows))
+    if rows["unsettled"].any():
+        said.append(f"{_name(rows)}: {rows['unsettled'].sum()} values did not converge and are left out.")
     return said
 
 
@@ -352,29 +331,29 @@ def _ends(values: pd.Series) -> str:
     return f"{there.iloc[0]:.3g} to {there.iloc[-1]:.3g}"
 
 
-def _ball_words(ball: Ball) -> str:
-    table, n = ball.table, ball.table["n"]
-    words = f"{ball.layer.name}, R = {ball.radius:.4g}"
-    words += " (the norm of the longest real token): " if ball.real else ": "
-    if table["paper"].notna().any():
+def _ball_words(rows: pd.DataFrame) -> str:
+    n, real = rows["n"], bool(rows["real"].all())
+    words = f"{_name(rows)}, R = {rows['R'].iloc[0]:.4g}"
+    words += " (the norm of the longest real token): " if real else ": "
+    if rows["paper"].notna().any():
         words += (
-            f"at the paper's tokens the constant goes from {_ends(table['paper'])} as n goes from {n.min()} "
-            f"to {n.max()}, {power(ball.fit('paper'))}; its median over all heads from "
-            f"{_ends(table['paper median'])}. "
+            f"at the paper's tokens the constant goes from {_ends(rows['paper'])} as n goes from {n.min()} "
+            f"to {n.max()}, {power(_fit(rows, 'paper'))}; its median over all heads from "
+            f"{_ends(rows['paper median'])}. "
         )
-    if table["found"].notna().any():
+    if rows["found"].notna().any():
         words += (
-            f"The largest found goes from {_ends(table['found'])}, {power(ball.fit('found'))}, and is "
-            f"{between(table['found'] / table['paper'])} times that at the paper's tokens and "
-            f"{between(table['found'] / exp(table['upper']))} times howsmooth's bound, which none in the "
-            "ball can exceed"
+            f"The largest found goes from {_ends(rows['found'])}, {power(_fit(rows, 'found'))}, and is "
+            f"{between(rows['found'] / rows['paper'])} times that at the paper's tokens and "
+            f"{between(rows['found'] / exp(rows['upper']))} times howsmooth's bound, which none in the ball "
+            "can exceed"
         )
-        if np.isfinite(table["theirs"]).all():
-            theirs = exp(table["theirs"] - table["upper"])
-            words += f"; {ball.theorem} is {between(theirs)} times that bound"
+        if np.isfinite(rows["theirs"]).all():
+            theirs = between(exp(rows["theirs"] - rows["upper"]))
+            words += f"; {rows['theorem'].iloc[0]} is {theirs} times that bound"
         words += ". "
-    text = table[table["text median"].notna()]
-    if ball.real and len(text):
+    text = rows[rows["text median"].notna()]
+    if real and len(text):
         words += (
             f"On text of the same lengths the median constant of a head is {between(text['text median'])}; "
             "the median over heads at the paper's tokens is "
@@ -384,34 +363,20 @@ def _ball_words(ball: Ball) -> str:
     return words.strip()
 
 
-def _published_words(balls: list[Ball]) -> str:
-    tables, layer = pd.concat([ball.table for ball in balls]), balls[0].layer
-    words, right = f"{layer.name}, as published: ", tables["paper"]
-    if layer.fused:
-        right = tables["wrong slices"]
+def _published_words(rows: pd.DataFrame) -> str:
+    words, right = f"{_name(rows)}, as published: ", rows["paper"]
+    if rows["fused"].all():
+        right = rows["wrong slices"]
         words += (
             "the tokens that heads sliced along the wrong axis give have constants "
-            f"{between(right / tables['paper'])} times those at the paper's tokens; "
+            f"{between(right / rows['paper'])} times those at the paper's tokens; "
         )
-    fits = [f"{power(ball.fit('as published'))} at R = {ball.radius:.4g}" for ball in balls]
+    fits = [f"{power(_fit(ball, 'as published'))} at R = {ball['R'].iloc[0]:.4g}" for ball in _balls(rows)]
     return (
         f"{words}the published iteration, with the output in place of the tangent and its absolute stopping, "
-        f"returns {between(tables['as published'] / right)} times the constant at its tokens, and grows like "
+        f"returns {between(rows['as published'] / right)} times the constant at its tokens, and grows like "
         f"{'; '.join(fits)}."
     )
-
-
-def _shown(ball: Ball) -> pd.DataFrame:
-    table = ball.table.assign(upper=exp(ball.table["upper"]), theirs=exp(ball.table["theirs"]))
-    names = dict(_NAMES)
-    if np.isfinite(ball.table["theirs"]).any():
-        names["theirs"] = ball.theorem
-    published = {"wrong slices": "published tokens", "as published": "as published"}
-    names |= {name: words for name, words in published.items() if table[name].notna().any()}
-    column = ball.layer.column
-    what = {"model": column.spec.label, "layer": column.layer, "head": _HEAD, "R": ball.radius}
-    shown = table[list(names)].rename(columns=names)
-    return pd.concat([pd.DataFrame(what, index=shown.index), shown], axis=1)
 
 
 WORST_INPUTS = Figure(
