@@ -185,16 +185,6 @@ def test_the_identity_grows_as_the_paper_says() -> None:
         assert balanced(head).formula(n, 4.0) == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
 
 
-@pytest.mark.parametrize("radius", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("f", [f for f in _heads() if not f.causal], ids=["plain", "biased"])
-def test_the_mean_field_constant_is_that_of_split_atoms(f: SelfAttention, radius: float) -> None:
-    tokens = balanced(_head(f))
-    x = tokens.tokens(5, radius)
-    # The same measure with every token twice: the sequence feels each atom split.
-    split = dense_norm(f, x.repeat_interleave(2, dim=0))
-    assert tokens.mean_field(5, radius, dense_norm(f, x)) == pytest.approx(split, rel=1e-9)
-
-
 def test_heads_without_scores_are_refused() -> None:
     nothing = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="not zero"):

@@ -17,21 +17,13 @@ from howsmooth.paper.figure import Figure, Finding
 from howsmooth.study.names import readable
 from howsmooth.study.pages import digest, style_sheet, templates_of
 
-__all__ = ["PAGE", "SECTION", "render", "section", "table_name"]
+__all__ = ["PAGE", "render", "section"]
 
 PAGE = "reproduce.html"
 """The name of the page's file."""
 
-SECTION = "section.html"
-"""The name of the file in a figure's folder with its section of the page."""
-
 _ROWS_SHOWN = 12
 _MOST_ROWS = 300
-
-
-def table_name(number: int) -> str:
-    """Return the file name of a section's table, counted from 0."""
-    return f"table-{number + 1}.csv"
 
 
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
@@ -95,9 +87,9 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
                 "count": len(table),
                 # Thousands of rows would make the page heavy, and are for a program.
                 **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
-                **_link(folder / figure.name / table_name(number), folder),
+                **_link(folder / figure.name / f"table-{number}.csv", folder),
             }
-            for number, (caption, table) in enumerate(finding.tables)
+            for number, (caption, table) in enumerate(finding.tables, 1)
         ],
     )
 

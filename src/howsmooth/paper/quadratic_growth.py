@@ -48,7 +48,6 @@ _SAMPLES = 8
 # ‖A‖R² at the radii: the constant is quadratic in R from about 10 on, with a causal mask from about 100.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
 _RTOL = 1e-6
-_SAME = 1e-5  # of a ratio from one: the measurement's own accuracy
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,29 +77,6 @@ class Balanced:
         form = (self.u @ head.left) @ head.right
         block = head.V / n + (m / n * radius**2) * torch.outer(head.V @ self.u, form)
         return float(torch.linalg.matrix_norm(block, 2))
-
-    def mean_field(self, n: int, radius: float, local: float) -> float:
-        """Return max(‖D_X f‖, max_i ‖V C_i A‖), unmasked: the growth where atoms of a measure may split.
-
-        The local constant of the mean-field map in W₂ at the measure of these tokens, so a lower bound of the
-        constant on the ball (docs/theory/mean-field.md). C_i is the covariance that token i sees, here a
-        multiple of uuᵀ.
-
-        Parameters
-        ----------
-        n, radius
-            Of the tokens.
-        local
-            ‖D_X f‖ at them.
-
-        """
-        head, x = self.head, self.tokens(n, radius)
-        scores = (x @ head.right.mT @ head.left.mT + head.b) @ x.mT
-        weights, places = torch.softmax(scores, dim=-1), x @ self.u
-        spread = weights @ places**2 - (weights @ places) ** 2
-        form = (self.u @ head.left) @ head.right
-        size = float(torch.linalg.vector_norm(head.V @ self.u) * torch.linalg.vector_norm(form))
-        return max(local, float(spread.max()) * size)
 
 
 def balanced(head: Head) -> Balanced:
@@ -204,18 +180,15 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
     for radius in radii if real is None else [*radii, real]:
         start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
         found = lipschitz.local_lipschitz(f, tokens.tokens(n, radius), rtol=_RTOL, seed=start)
-        value = float(found.value)
         yield {
             "radius": radius,
             "real": radius == real,
             "strength": head.A_norm * radius**2,
-            "value": value,
+            "value": float(found.value),
             "lower": float(found.lower),
             "upper": float(found.upper),
             "converged": bool(found.converged),
             "formula": tokens.formula(n, radius),
-            "mean_field": None if f.causal else tokens.mean_field(n, radius, value),
-            "causal": f.causal,
             **_uppers(parameters, n, radius),
         }
 
@@ -326,17 +299,14 @@ def _identity_words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
         return f"{IDENTITY}, four dimensions: no measurement converged where ‖A‖R² is at least {FAR:g}."
     off = float((good["value"] / good["formula"] - 1).abs().max())
     last = good[good["n"] == good["n"].max()].sort_values("radius").iloc[-1]
-    apart = float((good["mean_field"].astype(float) / good["value"]).max()) - 1
     log = math.log(float(last["value"]))
     sharp, theirs = math.exp(last["log_sharp"] - log), math.exp(last["log_paper"] - log)
-    same = "the same number" if apart < _SAME else f"up to {1 + apart:.4g} times as large"
     return (
         f"{IDENTITY}, four dimensions: where ‖A‖R² is at least {FAR:g} the measured constant grows like R to "
         f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²m/n, m the number of tokens "
         f"±Ru, by a share of at most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is "
         f"{last['value']:.4g}; howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 "
-        f"{theirs:.3g} times, and the bound for every n is exp({last['log_free']:.4g}). Where the tokens are "
-        f"a measure, whose atoms may split, the constant is {same}."
+        f"{theirs:.3g} times, and the bound for every n is exp({last['log_free']:.4g})."
     )
 
 

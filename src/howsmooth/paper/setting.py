@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -128,19 +128,11 @@ def usual_length(bench: Bench, spec: ModelSpec) -> int:
     return _USUAL if longest is None else min(_USUAL, longest)
 
 
-@dataclass(frozen=True, eq=False)
-class Studied:
-    """The rows of a study that its plan asks for; the store may hold more.
+class Studied(NamedTuple):
+    """The rows of a study that its plan asks for, though the store may hold more.
 
-    Attributes
-    ----------
-    rows
-        Its measurements.
-    published
-        What the published code computes at the same sequences; empty if that was not asked for.
-    held
-        The first tokens of its sequences, by text.
-
+    These are its measurements, what the published code computes at the same sequences (none if that was not
+    asked for), and the first tokens of its sequences, by text.
     """
 
     rows: pd.DataFrame
