@@ -18,7 +18,7 @@ from howsmooth.paper import drawing
 from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.published import c_3_as_coded
-from howsmooth.paper.setting import Column, Setting, columns
+from howsmooth.paper.setting import Setting, columns
 from howsmooth.paper.units import Row
 from howsmooth.paper.words import exp, number
 from howsmooth.study.figures.style import literal
@@ -39,6 +39,14 @@ AS_CODED = "theorem_c_3_as_coded"
 """The formula of the published code, which is no bound."""
 
 LOCAL = "‖D_X f‖"
+
+_AS_CODED: Row = {
+    "name": AS_CODED,
+    "side": "upper",
+    "quantity": LOCAL,
+    "holds": False,
+    "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
+}
 
 KINDS = {
     "local upper": "upper bounds at the tokens",
@@ -82,8 +90,8 @@ def measure(bench: Bench) -> pd.DataFrame:
     -------
     pandas.DataFrame
         A row a bound, sequence and head, with ``kind`` (of :data:`KINDS`) and ``log_ratio``, the logarithm of
-        bound / measured constant. The formula of the published code is among the
-        rows only if that was asked for.
+        bound / measured constant. The formula of the published code is among the rows only if that was asked
+        for.
 
     """
     layers, found = columns(bench), list[Row]()
@@ -96,29 +104,27 @@ def measure(bench: Bench) -> pd.DataFrame:
             layers=column.layers,
             scopes=("head", "attention"),
         )
-        found += _of_column(column, here, part)
+        first = (here.subjects[0], min(here.plan.lengths))
+        jobs = [
+            (subject, n, tokens, scope)
+            for subject in here.subjects
+            for n, tokens in here.sequences(subject)
+            for scope in here.plan.scopes
+            if scope == "head" or column.width < WIDE or (subject, n) == first
+        ]
+        for (subject, n, tokens, scope), share in part.each(jobs):
+            share.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
+            key = here.key(subject, layer=column.layer, n=n, scope=scope)
+            found += share.rows(key, partial(_rows, here, subject, tokens, scope))
     rows = pd.DataFrame(found)
     if not bench.request.as_published:
         rows = rows[rows["name"] != AS_CODED]
-    return _beside_measured(rows)
-
-
-def _of_column(column: Column, here: Setting, bench: Bench) -> list[Row]:
-    """Bound a layer, each head alone and all together, at the first sequence of each text and length."""
-    shortest = min(here.plan.lengths)
-    jobs = [
-        (subject, n, tokens, scope)
-        for subject in here.subjects
-        for n, tokens in here.sequences(subject)
-        for scope in ("head", "attention")
-        if scope == "head" or column.width < WIDE or (subject is here.subjects[0] and n == shortest)
-    ]
-    rows: list[Row] = []
-    for (subject, n, tokens, scope), part in bench.each(jobs):
-        part.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
-        key = here.key(subject, layer=column.layer, n=n, scope=scope)
-        rows += part.rows(key, partial(_rows, here, subject, tokens, scope))
-    return rows
+    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
+    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
+    return rows.assign(
+        kind=where + rows["side"],
+        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
+    )
 
 
 def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
@@ -145,31 +151,11 @@ def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> 
         rows += [
             beside | {str(key): value for key, value in one.items()} for one in bounds.to_dict("records")
         ]
-        rows += [beside | _as_coded(site, x)] if scope == "head" else []
+        if scope == "head":
+            coded = c_3_as_coded(site.map, x)
+            log = math.log(coded) if coded > 0 else -math.inf
+            rows.append(beside | _AS_CODED | {"log_value": log})
     return rows
-
-
-def _as_coded(site: Any, x: torch.Tensor) -> Row:
-    """Give the formula that the published code evaluates for Theorem C.3, which is no bound."""
-    value = c_3_as_coded(site.map, x)
-    return {
-        "name": AS_CODED,
-        "side": "upper",
-        "quantity": "‖D_X f‖",
-        "log_value": math.log(value) if value > 0 else -math.inf,
-        "holds": False,
-        "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
-    }
-
-
-def _beside_measured(rows: pd.DataFrame) -> pd.DataFrame:
-    """Say of each bound what it is of, and how large it is beside the measured constant."""
-    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
-    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
-    return rows.assign(
-        kind=[place + side for place, side in zip(where, rows["side"], strict=True)],
-        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
-    )
 
 
 def _logs(values: pd.Series) -> pd.Series:

@@ -64,8 +64,6 @@ def _row(key: Key, g: float, n: int) -> Row:
         "g": g,
         "radius": radius,
         "log_value": math.log(found.value),
-        "log_lower": math.log(found.lower),
-        "log_upper": math.log(found.upper),
         "converged": found.converged,
         "log_tokens": tokens,
         "log_paper": proposition_3_4(f, n, radius).log_value,

@@ -325,18 +325,19 @@ def picture(
         ncols=legend,
         handlelength=2.2,
     )
-    panels = [
-        f"{axis.get_title() or axis.get_ylabel()} against the {axis.get_xlabel() or 'length'}"
-        for axis in canvas.axes
-        if axis.get_title()
-    ]
-    alt = f"{title}. Panels: {_plain('; '.join(panels))}. Drawn are: {_plain(', '.join(found))}."
+    # Scales of colours have no title.
+    titled = [axis for axis in canvas.axes if axis.get_title()]
+    x, y, titles = (
+        _plain(list(filter(None, (getattr(axis, get)() for axis in titled))))
+        for get in ("get_xlabel", "get_ylabel", "get_title")
+    )
+    alt = f"{title}. Axes: {y or 'names'}, against {x}. Panels: {titles}. Drawn are: {_plain(list(found))}."
     with writing(folder):
         png, pdf = save(canvas, folder, stem, title)
     return Picture(pdf, png, title, alt, round(canvas.get_figwidth() * _PIXELS_AN_INCH))
 
 
-def _plain(words: str) -> str:
-    """Take the signs of TeX out of words for matplotlib."""
-    words = re.sub(r"\\([a-z]+)\{", r"\1 ", words.replace("\\,", " ").replace("\n", ", "))
-    return re.sub(r"[${}\\]", "", words)
+def _plain(words: list[str]) -> str:
+    """Join words, each once, without the signs that they have for matplotlib."""
+    joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
+    return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))

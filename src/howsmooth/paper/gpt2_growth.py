@@ -103,29 +103,16 @@ def _entering(here: Setting, subject: Subject, held: Sequences) -> list[Row]:
 
 def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
     """Draw four layers a picture, and say what is seen in each layer on each text."""
-    pictures, seen, rows = [], list[str](), []
+    pictures, seen = [], list[str]()
     for series, reason in models:
         layers = list(dict.fromkeys(each.layer for each in series))
         for _, some in drawing.sheets(layers, _MOST_ACROSS):
             pictures.append(
                 _picture([[each for each in series if each.layer == one] for one in some], folder)
             )
-        seen += [each.said() for each in series]
-        seen += [reason] if reason else []
-        for each in series:
-            attended, entering = each.attended_correlation, each.entering_correlation
-            rows.append(
-                each.columns()
-                | {
-                    "correlation, given to attention": attended.value,
-                    "its low": attended.low,
-                    "its high": attended.high,
-                    "correlation, entering the layer": entering.value,
-                    "from": entering.low,
-                    "to": entering.high,
-                }
-            )
-    return Finding(pictures, seen, [("Exponents, and correlations of norm and length", pd.DataFrame(rows))])
+        seen += [*(each.said() for each in series), *([reason] if reason else [])]
+    table = pd.DataFrame([each.columns() for series, _ in models for each in series])
+    return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)])
 
 
 def _picture(layers: list[list[Growth]], folder: Path) -> drawing.Picture:
@@ -159,11 +146,11 @@ def _radii(series: Sequence[Growth]) -> Panel:
     """Give the panel of the norms of a layer's tokens."""
     curves, titles = [], []
     for each, (colour, mark) in zip(series, _looks(series), strict=True):
-        entering, found = each.entering, each.entering_correlation
-        curves += [
-            Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark),
-            Curve(entering["n"], entering["radius"], "entering the layer", colour, mark, filled=False),
-        ]
+        curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))
+        if each.entering is not None:
+            places = each.entering["n"], each.entering["radius"]
+            curves.append(Curve(*places, "entering the layer", colour, mark, filled=False))
+        found = each.entering_correlation
         value, low, high = (decimal(one, 2) for one in (found.value, found.low, found.high))
         words = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
         titles.append(f"{_short(each.text)}: {words}")

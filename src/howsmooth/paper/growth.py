@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,7 @@ class Growth:
         ``ratio`` (to the corrected constant); empty if it was not asked for.
     entering
         Norms of the tokens that enter the layer, before its norm layer, with columns ``n`` and ``radius``;
-        empty if they were not measured.
+        empty if they could not be captured, and None if they were not asked for.
 
     """
 
@@ -47,7 +47,7 @@ class Growth:
     text: str
     rows: pd.DataFrame
     published: pd.DataFrame
-    entering: pd.DataFrame = field(default_factory=lambda: pd.DataFrame({"n": [], "radius": []}))
+    entering: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -76,7 +76,9 @@ class Growth:
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """Correlation of log norm and log n, for the tokens that enter the layer."""
+        """Correlation of log norm and log n, for the tokens that enter the layer; NaN without these."""
+        if self.entering is None:
+            return Correlation(math.nan, math.nan, math.nan)
         return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
@@ -92,6 +94,13 @@ class Growth:
                 "published exponent": theirs.slope, "published low": theirs.low,
                 "published high": theirs.high, "published p of 1/4": theirs.quarter,
                 "published / corrected": float(self.published["ratio"].median()),
+            }  # fmt: skip
+        if self.entering is not None:
+            attended, entering = self.attended_correlation, self.entering_correlation
+            row |= {
+                "correlation, given to attention": attended.value, "its low": attended.low,
+                "its high": attended.high, "correlation, entering the layer": entering.value,
+                "from": entering.low, "to": entering.high,
             }  # fmt: skip
         return row
 
@@ -110,7 +119,7 @@ class Growth:
             )
         attended = self.rows["radius_mean"], self.attended_correlation
         words += f" The norm of the tokens that attention is given {_norms(*attended)}."
-        if len(self.entering):
+        if self.entering is not None and len(self.entering):
             entering = self.entering["radius"], self.entering_correlation
             words += f" That of the tokens that enter the layer {_norms(*entering)}."
         if fit.left_out:

@@ -185,8 +185,6 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
             "real": radius == real,
             "strength": head.A_norm * radius**2,
             "value": float(found.value),
-            "lower": float(found.lower),
-            "upper": float(found.upper),
             "converged": bool(found.converged),
             "formula": tokens.formula(n, radius),
             **_uppers(parameters, n, radius),

@@ -109,8 +109,6 @@ def _row(key: Key, radius: float) -> Row:
         "radius": radius,
         "g": g,
         "log_value": math.log(found.value),
-        "log_lower": math.log(found.lower),
-        "log_upper": math.log(found.upper) if found.upper < math.inf else None,
         "converged": found.converged,
         "by": found.by,
         "log_paper": proposition_3_6(gamma, radius).log_value,
