@@ -82,6 +82,8 @@ class Picture:
 class Curve:
     """Values against a length, a radius or a layer: dots if it has a mark, a line if it has dashes.
 
+    With neither it is not seen, and only has the axes make room for it.
+
     Attributes
     ----------
     x, y

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import jinja2
 import pandas as pd
@@ -76,7 +74,7 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
             {
                 "source": f"data:image/png;base64,{base64.b64encode(picture.png.read_bytes()).decode()}",
                 "drawn": picture,
-                **_link(picture.pdf, folder),
+                "file": picture.pdf.relative_to(folder).as_posix(),
             }
             for picture in finding.pictures
         ],
@@ -87,7 +85,7 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
                 "count": len(table),
                 # Thousands of rows would make the page heavy, and are for a program.
                 **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
-                **_link(folder / figure.name / f"table-{number}.csv", folder),
+                "file": f"{figure.name}/table-{number}.csv",
             }
             for number, (caption, table) in enumerate(finding.tables, 1)
         ],
@@ -100,36 +98,24 @@ def _template(name: str) -> jinja2.Template:
     return templates.get_template(name)
 
 
-def _link(path: Path, folder: Path) -> dict[str, str]:
-    inside = path.relative_to(folder).as_posix()
-    return {"file": inside, "href": quote(inside)}
-
-
 def _cells(table: pd.DataFrame) -> dict[str, Any]:
-    numeric = [
-        pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in table.dtypes
-    ]
-    rows = [
-        [(_cell(value), number) for value, number in zip(row, numeric, strict=True)]
-        for row in table.astype(object).itertuples(index=False, name=None)
-    ]
-    return {"columns": list(zip(map(str, table.columns), numeric, strict=True)), "rows": rows}
+    numeric = [kind.kind in "iuf" for kind in table.dtypes]
+    rows = table.astype(object).map(_cell).itertuples(index=False, name=None)
+    return {
+        "columns": list(zip(table.columns, numeric, strict=True)),
+        "rows": [list(zip(row, numeric, strict=True)) for row in rows],
+    }
 
 
-def _cell(value: object) -> str:
+def _cell(value: Any) -> str:
     """Write a value in as many digits as a reader can use; what is missing as nothing."""
-    if value is None or value is pd.NA:
+    if pd.isna(value):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if math.isnan(value):
-            return ""
-        if math.isinf(value):
-            return "∞" if value > 0 else "\N{MINUS SIGN}∞"
-        if value == round(value) and abs(value) < 1e6:
-            return f"{value:.0f}".replace("-", "\N{MINUS SIGN}")
-        return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+        digits = ".0f" if value.is_integer() and abs(value) < 1e6 else ".3g"
+        return f"{value:{digits}}".replace("inf", "∞").replace("-", "\N{MINUS SIGN}")
     return str(value)
 
 

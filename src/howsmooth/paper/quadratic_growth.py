@@ -259,7 +259,7 @@ def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
         ("log_paper", drawing.GREY, drawing.DASHDOT, f"Theorem 3.3, $n = {n}$"),
         ("log_free", drawing.GREY, drawing.DOTTED, "bound for every $n$"),
     )
-    curves.append(Curve(longest["radius"], [top] * len(longest)))
+    curves.append(Curve(longest["radius"], [top] * len(longest)))  # room for the bounds
     for (length, part), (colour, mark) in zip(rows.groupby("n"), drawing.LOOKS, strict=False):
         label, radius = f"measured, and formula, $n = {length}$", part["radius"]
         curves.append(Curve(radius, part["formula"], "", colour, dashes=drawing.DASHED, spans=False))
@@ -271,7 +271,7 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
     free = rows[~rows["real"].astype(bool)]
     far = free[(free["strength"] >= FAR) & free["converged"]]
     curves = [
-        Curve(part["radius"], part["value"], "a head", drawing.VIOLET, "o", drawing.SOLID, 2, 0.75)
+        Curve(part["radius"], part["value"], "a head", drawing.VIOLET, "o", drawing.SOLID, size=2, alpha=0.75)
         for _, part in free.groupby("head")
     ]
     curves += drawing.with_slope(far, "radius", "value", 2, "$c\\,R^2$, $c$ fitted", drawing.RED)

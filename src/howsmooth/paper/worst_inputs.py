@@ -301,7 +301,7 @@ def _panel(rows: pd.DataFrame) -> Panel:
               spread=(rows["paper low"], rows["paper high"])),
         Curve(n, rows["text median"], "on text", drawing.GREY, "s", size=11,
               spread=(rows["text low"], rows["text high"])),
-        *(Curve(n, near[name]) for name in near),
+        *(Curve(n, near[name]) for name in near),  # room for these bounds
         *drawing.lines(
             n, bounds.where(np.isfinite(bounds)),
             ("upper", drawing.BLACK, drawing.SOLID, "howsmooth's bound"),
