@@ -20,7 +20,7 @@ from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.published import c_3_as_coded
 from howsmooth.paper.setting import Setting, columns
 from howsmooth.paper.units import Row
-from howsmooth.paper.words import exp, number
+from howsmooth.paper.words import exp
 from howsmooth.study.figures.style import literal
 from howsmooth.study.names import readable
 from howsmooth.study.subjects import Subject
@@ -333,7 +333,7 @@ def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str
 
 
 def _said(log: float) -> str:
-    return number(math.exp(log)) if abs(log) < 600 else f"e to the power {log:.3g}"
+    return f"{math.exp(log):.3g}" if abs(log) < 600 else f"e to the power {log:.3g}"
 
 
 ALL_BOUNDS = Figure(

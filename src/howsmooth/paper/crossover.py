@@ -18,7 +18,6 @@ from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.units import Key, Row
-from howsmooth.paper.words import number
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.names import decimal
 from howsmooth.study.plan import derive_seed
@@ -154,14 +153,14 @@ def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         seen.append(
             f"γR² = {row['strength']:.4g}, where e^(2γR²) is 10 to the power {row['expected']:.3g}: the "
             f"constant {'' if math.isnan(row['exponent']) else power}is largest at n = 10 to the power "
-            f"{row['at']:.3g}, with {number(10 ** row['largest'])}, and is {number(10 ** row['last'])} at "
-            f"the largest n. The bound for every n is {number(row['free'])} times the largest value."
+            f"{row['at']:.3g}, with {10 ** row['largest']:.3g}, and is {10 ** row['last']:.3g} at "
+            f"the largest n. The bound for every n is {row['free']:.3g} times the largest value."
         )
     most = rows.sort_values(["log_n", "g"]).iloc[-1]
-    above = number(math.exp(most["log_theorem"] - most["log_free"]))
+    above = math.exp(most["log_theorem"] - most["log_free"])
     seen.append(
         f"At n = 10 to the power {most['log_n'] / _DECADE:.3g} and γR² = {most['g']:.4g} Theorem 3.3, which "
-        f"goes on like the root of n, is {above} times the bound for every n."
+        f"goes on like the root of n, is {above:.3g} times the bound for every n."
     )
     tokens = rows[rows["log_tokens"].notna()]
     off = float(np.abs(np.expm1(tokens["log_tokens"].astype(float) - tokens["log_value"])).max())

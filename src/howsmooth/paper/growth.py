@@ -12,7 +12,7 @@ import pandas as pd
 
 from howsmooth.paper.drawing import fit_factor
 from howsmooth.paper.setting import Setting, Studied
-from howsmooth.paper.words import number, power
+from howsmooth.paper.words import power
 from howsmooth.study.exponents import LEVEL, QUARTER, Exponent, fit_exponent
 from howsmooth.study.names import decimal, readable
 from howsmooth.study.published_rows import CORRECTED, PUBLISHED
@@ -127,7 +127,7 @@ class Growth:
         if len(self.published):
             words += (
                 f" As published, the quantity goes like {power(self.published_fit)}, and is in the median "
-                f"{number(float(self.published['ratio'].median()))} times the corrected constant."
+                f"{self.published['ratio'].median():.3g} times the corrected constant."
             )
         return words
 
@@ -142,7 +142,7 @@ def _norms(radius: pd.Series, found: Correlation) -> str:
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
-    words = f"goes from {number(low)} to {number(high)}"
+    words = f"goes from {low:.3g} to {high:.3g}"
     if math.isnan(found.value):
         return words
     return (

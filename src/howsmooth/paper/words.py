@@ -10,7 +10,7 @@ import pandas as pd
 from howsmooth.study.exponents import LEVEL, Exponent
 from howsmooth.study.names import decimal
 
-__all__ = ["between", "exp", "number", "power", "power_label"]
+__all__ = ["between", "exp", "power", "power_label"]
 
 _LARGEST = 700.0  # a logarithm whose number does not overflow
 
@@ -27,11 +27,6 @@ def power_label(fit: Exponent, *, ends: bool = True) -> str:
     """Write an exponent for matplotlib, with its interval: "$n^{0.31}$ [0.29, 0.33]"."""
     slope, low, high = (decimal(value, 2) for value in (fit.slope, fit.low, fit.high))
     return "no exponent" if fit.note else f"$n^{{{slope}}}$" + (f" [{low}, {high}]" if ends else "")
-
-
-def number(value: float) -> str:
-    """Say a number in three digits: "1.04", "0.0307", "1.2e+08"."""
-    return f"{value:.3g}"
 
 
 def between(values: pd.Series, say: str = "{:.3g}") -> str:
