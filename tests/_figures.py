@@ -134,7 +134,7 @@ def shown(figure: Figure, found: Any, folder: Path) -> Finding:
         assert content.startswith(b"%PDF")
         assert b"/Type3" not in content
         assert len(picture.alt) > 40
-        assert len(picture.caption) > 40
+        assert " against " in picture.alt
     assert finding.seen
     assert all(words.isprintable() for words in finding.seen)
     assert not [line for line in finding.seen if "nan" in line.lower() or "inf" in line.split()]

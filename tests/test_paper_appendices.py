@@ -21,8 +21,9 @@ from howsmooth.bounds.parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import gamma_radius, gpt2_growth, quadratic_growth
 from howsmooth.paper.figure import Figure
-from howsmooth.paper.gamma_radius import GAMMA_RADIUS, gamma_words, over_texts
-from howsmooth.paper.gpt2_growth import GPT2_GROWTH, Entering
+from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
+from howsmooth.paper.gpt2_growth import GPT2_GROWTH
+from howsmooth.paper.growth import Growth
 from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
 from howsmooth.study.names import decimal
 from howsmooth.study.plan import ModelSpec, Plan
@@ -126,7 +127,7 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     table = over_texts(rows)
     assert table["strength"].tolist()[0] == 4.0
     assert math.isnan(table["strength"].tolist()[1])
-    words = gamma_words("m", table)
+    words = gamma_radius.said(table)
     assert "from 4 to 4 over its 1 heads" in words
     assert "In 1 of 1 heads" in words
     assert words.endswith("Without any real eigenvalue: 1 more.")
@@ -182,16 +183,6 @@ def test_the_identity_grows_as_the_paper_says() -> None:
     head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     for n in (3, 9):
         assert balanced(head).formula(n, 4.0) == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
-
-
-@pytest.mark.parametrize("radius", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("f", [f for f in _heads() if not f.causal], ids=["plain", "biased"])
-def test_the_mean_field_constant_is_that_of_split_atoms(f: SelfAttention, radius: float) -> None:
-    tokens = balanced(_head(f))
-    x = tokens.tokens(5, radius)
-    # The same measure with every token twice: the sequence feels each atom split.
-    split = dense_norm(f, x.repeat_interleave(2, dim=0))
-    assert tokens.mean_field(5, radius, dense_norm(f, x)) == pytest.approx(split, rel=1e-9)
 
 
 def test_heads_without_scores_are_refused() -> None:
@@ -309,8 +300,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Path]) -> None:
-    (of_model,), folder = gpt2
-    rows = pd.concat([one.entering for one in of_model.series])
+    ((series, reason),), folder = gpt2
+    assert not reason
+    rows = pd.concat([one.entering for one in series])
     assert len(rows) == 2 * 3 * 3 * 2
     with Store.open(folder / "studies" / "gpt2", write=False) as store:
         held, table = store.sequences("gpt2", "prose"), store.table(Measurement)
@@ -340,9 +332,9 @@ def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
     request = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
-    (of_model,) = measured(gpt2_growth.measure, gpt2[1], request, never)
-    assert [one.text for one in of_model.series] == [OTHER] * 3
-    assert [one.fit.n_points for one in of_model.series] == [2] * 3
+    ((series, _),) = measured(gpt2_growth.measure, gpt2[1], request, never)
+    assert [one.text for one in series] == [OTHER] * 3
+    assert [one.fit.n_points for one in series] == [2] * 3
 
 
 def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
@@ -367,6 +359,6 @@ def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
 def test_norms_that_are_all_the_same_have_no_correlation() -> None:
     rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
     growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
-    series = Entering("m", 0, "prose", rows, rows.iloc[:0], growing)
+    series = Growth("m", 0, "prose", rows, rows.iloc[:0], growing)
     assert math.isnan(series.attended_correlation.value)
     assert series.entering_correlation.value == pytest.approx(1)

@@ -11,7 +11,7 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper import figures, produce
+from howsmooth.paper import produce
 from howsmooth.paper.drawing import Picture
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.request import Request
@@ -44,7 +44,7 @@ class Pretence:
                 (folder / "a.png").write_bytes(PNG)
                 (folder / "a.pdf").write_bytes(b"%PDF")
             return Finding(
-                [Picture(folder / "a.pdf", folder / "a.png", "A picture.")],
+                [Picture(folder / "a.pdf", folder / "a.png", "A picture", "It is drawn.", 700)],
                 [f"{name} was measured {times} times."],
                 [("Times", pd.DataFrame({"times": [times], "value": [float("nan")]}))],
             )
@@ -56,7 +56,6 @@ class Pretence:
 def pretence(monkeypatch: pytest.MonkeyPatch) -> Pretence:
     found = Pretence()
     both = tuple(found.figure(name) for name in ("one", "two"))
-    monkeypatch.setattr(figures, "FIGURES", both)
     monkeypatch.setattr(produce, "FIGURES", both)
     return found
 
@@ -136,7 +135,7 @@ def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
         bench.models.load(ModelSpec("small"), "prose")
         return 0
 
-    chosen = [replace(one, measure=load) for one in figures.FIGURES]
+    chosen = [replace(one, measure=load) for one in produce.FIGURES]
     with installed(tools):
         produce.produce(chosen, Request(), tmp_path)
     assert work.loads == ["small"]
@@ -227,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [one.name for one in figures.FIGURES]
+    assert [line.split()[0] for line in lines] == [one.name for one in produce.FIGURES]
     assert lines[0].startswith("figure-1 ")
     assert main(["reproduce", "--list", "--json"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [line.split()[0] for line in lines]
@@ -242,7 +241,7 @@ def test_options_behind_a_name_leave_other_commas_alone() -> None:
 
 
 def test_every_figure_has_a_name_for_a_folder() -> None:
-    names = [one.name for one in figures.FIGURES]
+    names = [one.name for one in produce.FIGURES]
     assert len(set(names)) == len(names)
     assert all(name.replace("-", "").isalnum() and name == name.lower() for name in names)
 

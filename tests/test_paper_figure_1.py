@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
+from howsmooth.paper.drawing import fit_factor
 from howsmooth.paper.figure import Bench, models_for
-from howsmooth.paper.figure_1 import FIGURE_1, measure, panel_table, panel_words, quarter_line
+from howsmooth.paper.figure_1 import FIGURE_1, measure, said
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.request import Request
 from howsmooth.paper.setting import columns
@@ -77,7 +78,7 @@ def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.D
     """Measure; what is said of the figure and its table, without drawing it."""
     found = measured(folder, tools, **changes)
     panels = [panel for column in found for panel in column]
-    return panel_words(panels), panel_table(panels)
+    return said(panels), pd.DataFrame([panel.columns() for panel in panels])
 
 
 # ---------------------------------------------------------------- columns
@@ -208,7 +209,7 @@ def test_unconverged_measurements_are_counted_and_neither_drawn_nor_fitted(tmp_p
 def test_the_line_of_slope_a_quarter_has_the_factor_of_least_squares() -> None:
     n = np.array([2.0, 5.0, 9.0, 30.0])
     lipschitz = np.array([1.0, 3.0, 2.0, 5.0])
-    factor, around = quarter_line(n, lipschitz)
+    factor, around = fit_factor(n, lipschitz, 0.25)
     grid = np.exp(np.linspace(-2, 2, 400_001))
     misfit = sum((np.log(grid * a**0.25) - math.log(b)) ** 2 for a, b in zip(n, lipschitz, strict=True))
     assert factor == pytest.approx(grid[misfit.argmin()], rel=1e-5)
@@ -220,7 +221,7 @@ def test_more_than_three_columns_go_on_in_another_picture(tmp_path: Path) -> Non
     asked = {"models": (ModelSpec("deep"),), "texts": (OTHER,), "layers": Ranges.parse("0:3", "layers")}
     said = shown(FIGURE_1, measured(tmp_path, base, **asked), tmp_path)
     assert [one.pdf.name for one in said.pictures] == ["figure-1.pdf", "figure-1-2.pdf"]
-    assert "deep, layer 3" in said.pictures[1].alt
+    assert "deep, layer 3" in said.pictures[1].title
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def page_of(
     inner.mkdir(parents=True, exist_ok=True)
     for name in ("a b#1.pdf", "a.png"):
         (inner / name).write_bytes(PNG)
-    picture = Picture(inner / "a b#1.pdf", inner / "a.png", f"alt {words}", f"caption {words}")
+    picture = Picture(inner / "a b#1.pdf", inner / "a.png", f"title {words}", f"alt {words}", 700)
     finding = Finding(
         [picture], [words], [] if table is None else [(f"Table {words}", table)], {words: words}
     )

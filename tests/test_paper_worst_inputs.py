@@ -14,7 +14,7 @@ import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.paper import worst_inputs
-from howsmooth.paper.worst_inputs import WORST_INPUTS, Ball, side_by_side
+from howsmooth.paper.worst_inputs import WORST_INPUTS, side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
@@ -23,9 +23,6 @@ from ._figures import BERT, GPT2, asked, bert_head, dense_norm, measured, never,
 from ._tiny_models import tiny
 
 ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
-
-
-Found = list[list[Ball]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,7 +36,7 @@ def _quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def attacked(_quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+def attacked(_quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, Path]:
     """What was found in two models, and the folder."""
     folder = tmp_path_factory.mktemp("attacked")
     request = asked(BERT, GPT2, as_published=True, **ATTACKED)
@@ -77,7 +74,9 @@ def _check_constant(head: SelfAttention, tokens: list[Tensor], value: float) -> 
     assert min(abs(value / dense_norm(head, x) - 1) for x in tokens) < 1e-4
 
 
-def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(attacked: tuple[Found, Path]) -> None:
+def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(
+    attacked: tuple[pd.DataFrame, Path],
+) -> None:
     with Store.open(attacked[1] / "studies" / "bert--layer-01", write=False) as store:
         longest = float(store.table(Measurement)["radius_max"].max())
     rows = units(attacked[1])
@@ -98,9 +97,9 @@ def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(attacked: tup
 
 
 def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(
-    attacked: tuple[Found, Path],
+    attacked: tuple[pd.DataFrame, Path],
 ) -> None:
-    rows, radius = units(attacked[1]), attacked[0][1][0].radius
+    rows, radius = units(attacked[1]), attacked[0].set_index("model").loc["gpt2", "R"].iloc[0]
     fused = tiny("gpt2").h[1].attn.c_attn
     weight, bias = fused.weight.detach().double(), fused.bias.detach().double()
     columns = [weight[:, 24 * part : 24 * (part + 1)] for part in range(3)]
@@ -122,7 +121,7 @@ def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(
         assert abs(own["wrong slices"] / own["paper"] - 1) > 1e-3
 
 
-def test_bounds_and_constants_are_in_order(attacked: tuple[Found, Path]) -> None:
+def test_bounds_and_constants_are_in_order(attacked: tuple[pd.DataFrame, Path]) -> None:
     rows = units(attacked[1])
     for _, part in rows[rows["head"] == 0].groupby(["model", "ball", "n"]):
         of = part.groupby("kind")
@@ -133,7 +132,7 @@ def test_bounds_and_constants_are_in_order(attacked: tuple[Found, Path]) -> None
         assert upper <= of.get_group("theirs")["log_value"].item()
 
 
-def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[Found, Path]) -> None:
+def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[pd.DataFrame, Path]) -> None:
     finding = shown(WORST_INPUTS, *attacked)
     table = finding.tables[0][1]
     assert table["n"].tolist() == [4, 40] * 2
@@ -152,17 +151,17 @@ def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[Found, Path]) -> No
     assert "sliced along the wrong axis" in finding.seen[3]
 
 
-def test_the_published_items_are_shown_if_they_were_asked_for_last(attacked: tuple[Found, Path]) -> None:
+def test_the_published_items_are_shown_if_they_were_asked_for_last(
+    attacked: tuple[pd.DataFrame, Path],
+) -> None:
     found, folder = attacked
     before = sorted((folder / "units").iterdir())
     again = measured(worst_inputs.measure, folder, asked(BERT, **ATTACKED), never)
     assert sorted((folder / "units").iterdir()) == before
-    (ball,) = again[0]
-    assert ball.table["as published"].isna().all()
+    assert again["as published"].isna().all()
     published = ["wrong slices", "as published", "unsettled"]
-    pd.testing.assert_frame_equal(
-        ball.table.drop(columns=published), found[0][0].table.drop(columns=published)
-    )
+    before = found[found["model"] == "bert"]
+    pd.testing.assert_frame_equal(again.drop(columns=published), before.drop(columns=published))
 
 
 def test_what_did_not_converge_is_left_out_and_counted() -> None:
@@ -182,11 +181,11 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
                 "converged": True,
             },
             {"n": 8, "kind": "upper", "name": "a", "head": 0, "log_value": 3.0},
-            {"n": 8, "kind": "theirs", "name": "b", "head": 0, "log_value": 4.0},
+            {"n": 8, "kind": "theirs", "name": "theorem_3_3", "head": 0, "log_value": 4.0},
         ]
     )
-    text = pd.DataFrame({"n": [8, 8, 9], "head": [0, 1, 0], "lipschitz": [1.0, 2.0, 50.0]})
-    (row,) = side_by_side(rows, text, 1).to_dict("records")
+    text = pd.DataFrame({"head": [0, 1], "lipschitz": [1.0, 2.0]})
+    row = side_by_side(rows, text, 1)
     assert (row["paper"], row["paper median"], row["paper high"]) == (5.0, 4.0, 5.0)
     assert (row["found"], row["found by"]) == (7.0, "tie")
     assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)

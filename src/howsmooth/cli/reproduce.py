@@ -53,8 +53,7 @@ def reproduce(
 ) -> int:
     """Reproduce the figures of the paper: measured, drawn, and put on one page with what is seen in them."""
     from howsmooth.cli.parsing import use_threads
-    from howsmooth.paper.figures import FIGURES
-    from howsmooth.paper.produce import choose_figures, produce
+    from howsmooth.paper.produce import FIGURES, choose_figures, produce
 
     if listed:
         if json:

@@ -12,15 +12,15 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator
 
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import drawing
+from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.published import c_3_as_coded
-from howsmooth.paper.setting import Column, Setting, columns
+from howsmooth.paper.setting import Setting, columns
 from howsmooth.paper.units import Row
-from howsmooth.paper.words import exp, number
+from howsmooth.paper.words import exp
 from howsmooth.study.figures.style import literal
 from howsmooth.study.names import readable
 from howsmooth.study.subjects import Subject
@@ -40,6 +40,14 @@ AS_CODED = "theorem_c_3_as_coded"
 
 LOCAL = "‖D_X f‖"
 
+_AS_CODED: Row = {
+    "name": AS_CODED,
+    "side": "upper",
+    "quantity": LOCAL,
+    "holds": False,
+    "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
+}
+
 KINDS = {
     "local upper": "upper bounds at the tokens",
     "ball upper": "upper bounds over the ball",
@@ -48,6 +56,11 @@ KINDS = {
 }
 """What bounds can be of, in the order of the picture."""
 
+_OF_A_BOUND = ["name", "side", "quantity", "log_value", "holds", "source"]
+_COLUMNS = [
+    "model", "layer", "head", "scope", "masking", "text", "n", "radius", "measured lower", "measured upper",
+    "name", "side", "quantity", "value", "log_value", "log_ratio", "holds", "source",
+]  # fmt: skip
 # A bound and the end of an interval are both rounded outwards; beyond that, one of them would be wrong.
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
@@ -77,8 +90,8 @@ def measure(bench: Bench) -> pd.DataFrame:
     -------
     pandas.DataFrame
         A row a bound, sequence and head, with ``kind`` (of :data:`KINDS`) and ``log_ratio``, the logarithm of
-        bound / measured constant. The formula of the published code is among the
-        rows only if that was asked for.
+        bound / measured constant. The formula of the published code is among the rows only if that was asked
+        for.
 
     """
     layers, found = columns(bench), list[Row]()
@@ -91,29 +104,27 @@ def measure(bench: Bench) -> pd.DataFrame:
             layers=column.layers,
             scopes=("head", "attention"),
         )
-        found += _of_column(column, here, part)
+        first = (here.subjects[0], min(here.plan.lengths))
+        jobs = [
+            (subject, n, tokens, scope)
+            for subject in here.subjects
+            for n, tokens in here.sequences(subject)
+            for scope in here.plan.scopes
+            if scope == "head" or column.width < WIDE or (subject, n) == first
+        ]
+        for (subject, n, tokens, scope), share in part.each(jobs):
+            share.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
+            key = here.key(subject, layer=column.layer, n=n, scope=scope)
+            found += share.rows(key, partial(_rows, here, subject, tokens, scope))
     rows = pd.DataFrame(found)
     if not bench.request.as_published:
         rows = rows[rows["name"] != AS_CODED]
-    return _beside_measured(rows)
-
-
-def _of_column(column: Column, here: Setting, bench: Bench) -> list[Row]:
-    """Bound a layer, each head alone and all together, at the first sequence of each text and length."""
-    shortest = min(here.plan.lengths)
-    jobs = [
-        (subject, n, tokens, scope)
-        for subject in here.subjects
-        for n, tokens in here.sequences(subject)
-        for scope in ("head", "attention")
-        if scope == "head" or column.width < WIDE or (subject is here.subjects[0] and n == shortest)
-    ]
-    rows: list[Row] = []
-    for (subject, n, tokens, scope), part in bench.each(jobs):
-        part.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
-        key = here.key(subject, layer=column.layer, n=n, scope=scope)
-        rows += part.rows(key, partial(_rows, here, subject, tokens, scope))
-    return rows
+    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
+    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
+    return rows.assign(
+        kind=where + rows["side"],
+        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
+    )
 
 
 def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
@@ -126,6 +137,7 @@ def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> 
         # The tokens lie in this ball up to their own rounding.
         radius = longest if norm is None else max(norm_radius(norm), longest)
         found = table(site.map, x, radius=radius, seed=here.plan.seed)
+        found = found.reset_index().assign(log_value=found.attrs["log_values"])
         ends = found[found["name"] == "measured"].set_index("side")["value"]
         beside = {
             "head": site.head,
@@ -135,46 +147,15 @@ def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> 
             "lower": float(ends["lower"]),
             "upper": float(ends["upper"]),
         }
-        for (quantity, row), log in zip(found.iterrows(), found.attrs["log_values"], strict=True):
-            if row["name"] == "measured":
-                continue
-            rows.append(
-                beside
-                | {
-                    "name": str(row["name"]),
-                    "side": str(row["side"]),
-                    "quantity": str(quantity),
-                    "log_value": float(log),
-                    "holds": bool(row["holds"]),
-                    "source": str(row["source"]),
-                }
-            )
+        bounds = found.loc[found["name"] != "measured", _OF_A_BOUND]
+        rows += [
+            beside | {str(key): value for key, value in one.items()} for one in bounds.to_dict("records")
+        ]
         if scope == "head":
-            rows.append(beside | _as_coded(site, x))
+            coded = c_3_as_coded(site.map, x)
+            log = math.log(coded) if coded > 0 else -math.inf
+            rows.append(beside | _AS_CODED | {"log_value": log})
     return rows
-
-
-def _as_coded(site: Any, x: torch.Tensor) -> Row:
-    """Give the formula that the published code evaluates for Theorem C.3, which is no bound."""
-    value = c_3_as_coded(site.map, x)
-    return {
-        "name": AS_CODED,
-        "side": "upper",
-        "quantity": "‖D_X f‖",
-        "log_value": math.log(value) if value > 0 else -math.inf,
-        "holds": False,
-        "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
-    }
-
-
-def _beside_measured(rows: pd.DataFrame) -> pd.DataFrame:
-    """Say of each bound what it is of, and how large it is beside the measured constant."""
-    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
-    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
-    return rows.assign(
-        kind=[place + side for place, side in zip(where, rows["side"], strict=True)],
-        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
-    )
 
 
 def _logs(values: pd.Series) -> pd.Series:
@@ -190,160 +171,103 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
         for scope, part in rows.groupby("scope", sort=False)
         if part["holds"].any()
     ]
+    named = {"lower": "measured lower", "upper": "measured upper"}
+    every = rows.assign(value=exp(rows["log_value"])).astype({"head": "Int64"}).rename(columns=named)
     tables = [
         ("Bounds over the measured constant", bound_table(rows)),
-        ("Every bound at every sequence", _all(rows)),
+        ("Every bound at every sequence", every[_COLUMNS]),
     ]
     return Finding(pictures, bound_words(rows), tables)
 
 
 def spoken(name: str) -> str:
-    """Say the name of a bound as people do: "Theorem C.3, as coded"."""
-    if name in _SPOKEN:
-        return _SPOKEN[name]
-    parts = name.split("_")
-    for place, word in enumerate(parts[:-2]):
-        if word in ("theorem", "lemma", "proposition"):
-            rest = " ".join(parts[place + 3 :])
-            number = f"{word.capitalize()} {parts[place + 1].upper()}.{parts[place + 2]}"
-            return f"{number}, {rest}" if rest else number
-    return " ".join(parts)
-
-
-def _all(rows: pd.DataFrame) -> pd.DataFrame:
-    names = [
-        "model", "layer", "head", "scope", "masking", "text", "n", "radius", "lower", "upper", "name", "side",
-        "quantity", "value", "log_value", "log_ratio", "holds", "source",
-    ]  # fmt: skip
-    shown = rows.assign(value=exp(rows["log_value"]))[names].astype({"head": "Int64"})
-    return shown.rename(columns={"lower": "measured lower", "upper": "measured upper"})
-
-
-# ---- the picture
+    """Say the name of a bound as people do: "Theorem C.3, sharp"."""
+    found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
+    if name in _SPOKEN or not found:
+        return _SPOKEN.get(name, name.replace("_", " "))
+    kind, chapter, place, rest = found.groups()
+    return f"{kind.capitalize()} {chapter.upper()}.{place}" + (f", {rest.replace('_', ' ')}" if rest else "")
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> drawing.Picture:
+    """Draw the ratios of each bound on a line of its own: by what it is of, within that by the median."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
-    lines = _lines(drawn)
-    figure = drawing.canvas(drawing.WIDTH, 1.1 + 0.165 * len(lines))
-    axis = figure.subplots()
-    for place, (_, part) in enumerate(lines):
-        if part is not None:
-            axis.axhline(place, color="0.92", linewidth=0.5, zorder=0)
-    families = list(drawn.groupby(["model", "layer"], sort=False))
-    for index, ((model, layer), _) in enumerate(families):
-        label = literal(f"{readable(str(model), 40)}, layer {layer}")
-        shift = 0.5 * ((index + 0.5) / len(families) - 0.5)
-        for place, (_, part) in enumerate(lines):
-            if part is not None:
-                own = part[(part["model"] == model) & (part["layer"] == layer)]
-                _dots(
-                    axis,
-                    own["log_ratio"] / math.log(10),
-                    place + shift,
-                    drawing.LOOKS[index % len(drawing.LOOKS)],
-                    label,
-                )
-    _name_lines(axis, [label for label, _ in lines])
-    _set_ratio_axis(axis, drawn["log_ratio"] / math.log(10))
-    title = f"All bounds over the measured constant: {_SCOPES.get(scope, scope)}"
-    axis.set_title(title)
-    drawing.legend(figure, 3)
-    alt = (
-        f"Dots for each bound, one a sequence and head, at its ratio to the measured constant on a log axis, "
-        f"for {_SCOPES.get(scope, scope)}. " + " ".join(bound_words(rows)[1:])
-    )
-    caption = (
-        f"Bounds over the measured constant, {_SCOPES.get(scope, scope)}. A dot is a head at a sequence, the "
-        "larger mark the median; dots at the right end lie beyond it. The vertical line is the measured "
-        "constant."
-    )
-    return drawing.picture(figure, folder, f"bounds-{scope}", title, alt, caption)
-
-
-def _lines(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame | None]]:
-    """List the picture's lines from above: the title of each kind of bounds, then these by their median."""
-    lines: list[tuple[str, pd.DataFrame | None]] = []
+    drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
+    middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
+    names, lines = list[str](), dict[Any, int]()
     for kind, title in KINDS.items():
-        parts = [part for _, part in rows[rows["kind"] == kind].groupby("name")]
-        parts.sort(key=lambda part: float(part["log_ratio"].median()))
-        if parts:
-            lines += [(title, None), *((f"    {spoken(part['name'].iloc[0])}", part) for part in parts)]
-    return lines
-
-
-def _dots(axis: Axes, decades: pd.Series, place: float, look: tuple[str, str], label: str) -> None:
-    """Draw a bound's ratios on its line, and their median larger; what lies beyond the axis at its end."""
-    if len(decades):
-        shown, middle = decades.clip(upper=_MOST_DECADES), min(float(decades.median()), _MOST_DECADES)
-        drawing.dots(axis, shown, pd.Series(place, shown.index), look, size=4, alpha=0.3)
-        drawing.dots(axis, pd.Series([middle]), pd.Series([place]), look, label, size=14)
+        own = [key for key in middle.index if key[0] == kind]
+        lines |= {key: len(names) + 1 + place for place, key in enumerate(own)}
+        names += [title, *(f"    {spoken(name)}" for _, name in own)] if own else []
+    curves = []
+    families = drawn.groupby(["model", "layer"], sort=False)
+    for index, ((model, layer), part) in enumerate(families):
+        colour, mark = drawing.LOOKS[index % len(drawing.LOOKS)]
+        shift = 0.5 * ((index + 0.5) / len(families) - 0.5)
+        medians = part.groupby(["kind", "name"])["decades"].median()
+        for decades, label, size, alpha in (
+            (part.set_index(["kind", "name"])["decades"], "", 4, 0.3),
+            (medians, literal(f"{readable(str(model), 40)}, layer {layer}"), 14, None),
+        ):
+            places = [lines[key] + shift for key in decades.index]
+            shown = decades.clip(upper=_MOST_DECADES)
+            curves.append(Curve(shown, places, label, colour, mark, size=size, alpha=alpha))
+    low = min(0.0, float(drawn["decades"].min()))
+    high = min(_MOST_DECADES, math.ceil(float(drawn["decades"].max())))
+    title = f"All bounds over the measured constant: {_SCOPES.get(scope, scope)}"
+    beyond = f" (dots at $10^{_MOST_DECADES:.0f}$ lie beyond)"
+    label = "bound / measured constant" + (beyond if drawn["decades"].max() > _MOST_DECADES else "")
+    panel = Panel(
+        curves, title, label, "", ("decades", "linear"),
+        (low - 0.1, high + 0.1, len(names) - 0.4, -0.6),
+    )  # fmt: skip
+    canvas, axes = drawing.draw([[panel]], 1.1 + 0.165 * len(names), wide=True)
+    _name_lines(axes[0, 0], names)
+    return drawing.picture(canvas, folder, f"bounds-{scope}", title, legend=3)
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Write the names of the lines on the left, those of the kinds in bold."""
+    """Write the names of the lines on the left, those of the kinds in bold, and mark a ratio of one."""
+    axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
         label.set_horizontalalignment("left")
-        if not words.startswith(" "):
-            label.set_fontweight("bold")
+        label.set_fontweight("normal" if words.startswith(" ") else "bold")
     axis.tick_params(axis="y", length=0, pad=4.1 * max(map(len, names)))
-    axis.set_ylim(len(names) - 0.4, -0.6)
     axis.spines["left"].set_visible(False)
 
 
-def _set_ratio_axis(axis: Axes, decades: pd.Series) -> None:
-    low = math.floor(min(0.0, float(decades.min())) * 2) / 2 - 0.1
-    high = min(_MOST_DECADES, math.ceil(float(decades.max()))) + 0.1
-    axis.set_xlim(low, high)
-    beyond = float(decades.max()) > _MOST_DECADES
-    ticks = list(range(math.ceil(low), math.floor(high) + 1))
-    axis.xaxis.set_major_locator(FixedLocator(ticks))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xticklabels([_power_of_ten(tick, beyond=beyond and tick == _MOST_DECADES) for tick in ticks])
-    axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
-    axis.grid(visible=True, axis="x", linewidth=0.4, color="0.9", zorder=0)
-    axis.set_xlabel("bound / measured constant")
-
-
-def _power_of_ten(power: int, *, beyond: bool) -> str:
-    words = f"$10^{{{power}}}$" if abs(power) > 2 else f"{10.0**power:g}"
-    return rf"$\geq${words}" if beyond else words
-
-
-# ---- the table and the words
-
-
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate for each model, scope and bound how often it holds, and its ratio to the measured constant."""
-    found = []
-    for (model, layer, scope, name, _), part in rows.groupby(
-        ["model", "layer", "scope", "name", "side"], sort=False
-    ):
-        logs = part[part["holds"]]["log_ratio"]
-        least, median, largest = exp(pd.Series([logs.min(), logs.median(), logs.max()], dtype=float))
-        found.append(
-            {
-                "model": model,
-                "layer": layer,
-                "scope": scope,
-                "bound": spoken(str(name)),
-                "of": KINDS[str(part["kind"].iloc[0])],
-                "cases": len(part),
-                "holds in": len(logs),
-                "least ratio": least,
-                "median ratio": median,
-                "largest ratio": largest,
-            }
+    """Tabulate for each model, scope and bound how often it holds, and its ratio to the measured constant.
+
+    Layer by layer as they come, within one by kind, within a kind the tightest first.
+    """
+    layer = ["model", "layer", "scope"]
+    ratios = rows.assign(ratio=rows["log_ratio"].where(rows["holds"]))
+    table = (
+        ratios.groupby([*layer, "name", "side"], sort=False)
+        .agg(
+            kind=("kind", "first"),
+            cases=("name", "size"),
+            holds=("holds", "sum"),
+            least=("ratio", "min"),
+            median=("ratio", "median"),
+            largest=("ratio", "max"),
         )
-    places = {words: place for place, words in enumerate(KINDS.values())}
-    table = pd.DataFrame(found)
-    # Layer by layer as they come, within one by kind, within a kind the tightest first.
-    layers = table.groupby(["model", "layer", "scope"], sort=False).ngroup()
-    order = pd.DataFrame({"layer": layers, "kind": table["of"].map(places), "ratio": table["median ratio"]})
-    return table.loc[order.sort_values(["layer", "kind", "ratio"], kind="stable").index].reset_index(
-        drop=True
+        .reset_index()
     )
+    table = table.assign(
+        place=table.groupby(layer, sort=False).ngroup(),
+        kind=pd.Categorical(table["kind"], list(KINDS), ordered=True).rename_categories(KINDS),
+        name=table["name"].map(spoken),
+        **{end: exp(table[end]) for end in ("least", "median", "largest")},
+    )
+    table = table.sort_values(["place", "kind", "median"], kind="stable", ignore_index=True)
+    names = {
+        "name": "bound", "kind": "of", "cases": "cases", "holds": "holds in", "least": "least ratio",
+        "median": "median ratio", "largest": "largest ratio",
+    }  # fmt: skip
+    return table.astype({"kind": str})[[*layer, *names]].rename(columns=names)
 
 
 def bound_words(rows: pd.DataFrame) -> list[str]:
@@ -409,7 +333,7 @@ def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str
 
 
 def _said(log: float) -> str:
-    return number(math.exp(log)) if abs(log) < 600 else f"e to the power {log:.3g}"
+    return f"{math.exp(log):.3g}" if abs(log) < 600 else f"e to the power {log:.3g}"
 
 
 ALL_BOUNDS = Figure(
@@ -422,7 +346,8 @@ ALL_BOUNDS = Figure(
         "alone and for all heads with the output projection. Bounds at the tokens are statements about this "
         "sequence. Bounds over the ball speak of all sequences whose tokens have at most the largest norm "
         "that the norm layer before the attention can give: upper ones must lie above the measured constant, "
-        "lower ones say how large the constant is at worst tokens, and may lie above it or below. Of models "
+        "lower ones say how large the constant is at worst tokens, and may lie above it or below. A dot is a "
+        "head at a sequence, the larger mark the median; dots at the right end lie beyond it. Of models "
         f"with {WIDE} or more numbers a token, all heads together are bounded at the shortest length of the "
         "first text only, as that takes minutes."
     ),

@@ -9,17 +9,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from howsmooth import lipschitz
 from howsmooth.bounds import n_free, proposition_3_4, theorem_3_3, theorem_a, two_cluster_sharp
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import drawing
+from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.units import Key, Row
-from howsmooth.paper.words import number
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.names import decimal
 from howsmooth.study.plan import derive_seed
@@ -65,8 +63,6 @@ def _row(key: Key, g: float, n: int) -> Row:
         "g": g,
         "radius": radius,
         "log_value": math.log(found.value),
-        "log_lower": math.log(found.lower),
-        "log_upper": math.log(found.upper),
         "converged": found.converged,
         "log_tokens": tokens,
         "log_paper": proposition_3_4(f, n, radius).log_value,
@@ -80,8 +76,11 @@ def _row(key: Key, g: float, n: int) -> Row:
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw constant and bounds for each radius, and say where the growth ends."""
     table = turning(rows)
-    caption = "Where the growth ends; powers of ten"
-    return Finding([_picture(rows, table, folder)], said(rows, table), [(caption, table)])
+    top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
+    panels = [_panel(part, top) for _, part in rows.groupby("power")]
+    canvas, _ = drawing.draw([panels], 2.9, sharey=True)
+    picture = drawing.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
+    return Finding([picture], said(rows, table), [("Where the growth ends; powers of ten", table)])
 
 
 def turning(rows: pd.DataFrame) -> pd.DataFrame:
@@ -110,70 +109,40 @@ def turning(rows: pd.DataFrame) -> pd.DataFrame:
             np.exp(before["log_value"].to_numpy(np.float64)),
             before["converged"].to_numpy(bool),
         )
-        top = part.sort_values("log_value", kind="stable").iloc[-1].to_dict()
-        last = part.sort_values("log_n").iloc[-1].to_dict()
+        top = part.sort_values("log_value", kind="stable").iloc[-1]
+        last = part.sort_values("log_n").iloc[-1]
         found.append(
             {
                 "strength": strength,
                 "exponent": fit.slope,
                 "expected": 2 * strength / _DECADE,
-                "at": float(top["log_n"]) / _DECADE,
-                "largest": float(top["log_value"]) / _DECADE,
-                "last": float(last["log_value"]) / _DECADE,
-                "free": math.exp(float(top["log_free"]) - float(top["log_value"])),
+                "at": top["log_n"] / _DECADE,
+                "largest": top["log_value"] / _DECADE,
+                "last": last["log_value"] / _DECADE,
+                "free": math.exp(top["log_free"] - top["log_value"]),
             }
         )
     return pd.DataFrame(found)
 
 
-# ---- the picture
-
-
-def _picture(rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> drawing.Picture:
-    parts = [part for _, part in rows.groupby("power", sort=True)]
-    figure = drawing.canvas(drawing.WIDTH, 2.9)
-    axes = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
-    for axis, part in zip(axes, parts, strict=True):
-        _panel(axis, part)
-        power, radius = part["power"].iloc[0], part["radius"].iloc[0]
-        axis.set_title(f"$e^{{2\\gamma R^2}} = 10^{{{power}}}$, $R = {radius:.3g}$")
-    axes[0].set_ylabel("constant")
-    drawing.legend(figure)
-    alt = "The constant against n on log axes, rising like the root of n and then falling: " + "; ".join(
-        f"largest at n = 10 to the power {row.at:.3g}" for row in table.itertuples()
-    )
-    caption = (
-        "The local constant in W₂ at two Diracs of weights 1/n and 1 − 1/n at ±Ru, A = −I, V = I, for three "
-        "radii; circles: n tokens, measured as tokens. Proposition 3.4 is a lower bound, at these very "
-        "tokens; Theorem 3.3 and howsmooth's Theorem A are upper bounds for n tokens in the ball, the dotted "
-        "line the upper bound for every n. The constant is at least 1: all tokens may move alike, across u."
-    )
-    return drawing.picture(
-        figure, folder, "crossover", "Where growth like the root of n ends", f"{alt}.", caption
-    )
-
-
-def _panel(axis: Axes, rows: pd.DataFrame) -> None:
+def _panel(rows: pd.DataFrame, top: float) -> Panel:
     decades = rows.filter(like="log_").astype(float) / _DECADE
     n = decades["log_n"]
-    drawing.dots(axis, n, decades["log_value"], (drawing.VIOLET, "o"), "measure", size=4)
-    drawing.dots(axis, n, decades["log_tokens"], (drawing.ORANGE, "o"), "$n$ tokens", size=22, filled=False)
-    lines = (
-        ("log_paper", drawing.GREY, drawing.DASHED, "Proposition 3.4"),
-        ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.3"),
-        ("log_sharp", "0.15", drawing.SOLID, "howsmooth's Theorem A"),
-        ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
-    )
-    drawing.lines(axis, n, decades, lines)
-    top = float(decades[["log_theorem", "log_free"]].to_numpy().max())
-    axis.set(xlim=(0, 1.01 * float(n.max())), ylim=(-1, max(top, axis.get_ylim()[1])), xlabel="$n$")
-    for which in (axis.xaxis, axis.yaxis):
-        which.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        which.set_major_formatter(FuncFormatter(lambda value, place: f"$10^{{{value:.0f}}}$"))
-    axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
-
-
-# ---- the words
+    curves = [
+        Curve(n, decades["log_value"], "measure", drawing.VIOLET, "o", size=4),
+        Curve(n, decades["log_tokens"], "$n$ tokens", drawing.ORANGE, "o", size=22, filled=False),
+        *drawing.lines(
+            n,
+            decades,
+            ("log_paper", drawing.GREY, drawing.DASHED, "Proposition 3.4"),
+            ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.3"),
+            ("log_sharp", drawing.BLACK, drawing.SOLID, "howsmooth's Theorem A"),
+            ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+        ),
+    ]
+    power, radius = rows["power"].iloc[0], rows["radius"].iloc[0]
+    title = f"$e^{{2\\gamma R^2}} = 10^{{{power}}}$, $R = {radius:.3g}$"
+    return Panel(curves, title, "$n$", "constant", ("decades", "decades"), (0, 1.01 * n.max(), -1, top))
 
 
 def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
@@ -184,14 +153,14 @@ def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         seen.append(
             f"γR² = {row['strength']:.4g}, where e^(2γR²) is 10 to the power {row['expected']:.3g}: the "
             f"constant {'' if math.isnan(row['exponent']) else power}is largest at n = 10 to the power "
-            f"{row['at']:.3g}, with {number(10 ** row['largest'])}, and is {number(10 ** row['last'])} at "
-            f"the largest n. The bound for every n is {number(row['free'])} times the largest value."
+            f"{row['at']:.3g}, with {10 ** row['largest']:.3g}, and is {10 ** row['last']:.3g} at "
+            f"the largest n. The bound for every n is {row['free']:.3g} times the largest value."
         )
-    most = rows[rows["log_n"] == rows["log_n"].max()].sort_values("g").iloc[-1].to_dict()
-    above = math.exp(float(most["log_theorem"]) - float(most["log_free"]))
+    most = rows.sort_values(["log_n", "g"]).iloc[-1]
+    above = math.exp(most["log_theorem"] - most["log_free"])
     seen.append(
         f"At n = 10 to the power {most['log_n'] / _DECADE:.3g} and γR² = {most['g']:.4g} Theorem 3.3, which "
-        f"goes on like the root of n, is {number(above)} times the bound for every n."
+        f"goes on like the root of n, is {above:.3g} times the bound for every n."
     )
     tokens = rows[rows["log_tokens"].notna()]
     off = float(np.abs(np.expm1(tokens["log_tokens"].astype(float) - tokens["log_value"])).max())
@@ -199,8 +168,8 @@ def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     wrong += int((rows["log_value"] < rows["log_formula"] - 1e-9).sum())
     seen.append(
         f"Measured as tokens, {len(tokens)} of these measures give the same constant up to a share of "
-        f"{off:.1g}. Of {len(rows)} measurements {int(rows['converged'].astype(bool).sum())} converged, and "
-        f"{wrong} are outside the lower bound at these tokens and the upper bound for every n."
+        f"{off:.1g}. Of {len(rows)} measurements {int(rows['converged'].sum())} converged, and {wrong} are "
+        "outside the lower bound at these tokens and the upper bound for every n."
     )
     return seen
 
@@ -212,8 +181,11 @@ CROSSOVER = Figure(
     about=(
         "One heavy token at Ru against n − 1 at −Ru, A = −I, V = I, as a measure of two atoms with weights "
         "1/n and 1 − 1/n, so that n may be any number: γR² is such that e^(2γR²) is 10^4, 10^20 and 10^40. "
-        "The constant grows like √n until one token has no longer the weight of all others; the bound that "
-        "holds for every n says that no other tokens do much better. No model and no text is involved."
+        "The local constant in W₂ grows like √n until one token has no longer the weight of all others; the "
+        "bound that holds for every n says that no other tokens do much better. Proposition 3.4 is a lower "
+        "bound, at these very tokens; Theorem 3.3 and howsmooth's Theorem A are upper bounds for n tokens in "
+        "the ball. The constant is at least 1: all tokens may move alike, across u. No model and no text is "
+        "involved."
     ),
     measure=measure,
     show=show,

@@ -1,6 +1,6 @@
 """What a figure is: it measures on a bench, and shows what it found in pictures, sentences and tables.
 
-Each figure is a module of its own, which :mod:`howsmooth.paper.figures` lists.
+Each figure is a module of its own, which :data:`howsmooth.paper.produce.FIGURES` lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib import rc_context
 
 from howsmooth.paper.drawing import PAPER, Picture
 from howsmooth.paper.request import Request
-from howsmooth.paper.units import Key, Row, load_rows, save_rows
+from howsmooth.paper.units import Key, Row, kept_rows
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Listener, Silent
 from howsmooth.study.subjects import Models
@@ -89,12 +89,7 @@ class Bench:
             If rows cannot be written, or are not as they were written.
 
         """
-        folder = self.folder / "units"
-        kept = load_rows(folder, key)
-        if kept is None:
-            save_rows(folder, key, list(measure()))
-            kept = load_rows(folder, key) or []
-        return [{**key, **row} for row in kept]
+        return [{**key, **row} for row in kept_rows(self.folder / "units", key, measure)]
 
 
 def models_for(request: Request) -> Models:
@@ -138,7 +133,7 @@ class Figure:
     paper
         Where it stands in the paper: ``Figure 1``.
     about
-        What it shows and how, in a few sentences.
+        What it shows, how that is measured, and how it is drawn, in a few sentences.
     measure
         Measures what the bench's folder lacks, and returns what is to be shown.
     show

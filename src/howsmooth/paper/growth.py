@@ -1,7 +1,8 @@
-"""The constant of one layer on one text against the length, and what the published code gives beside it."""
+"""The constant of a layer on a text against the length, and what the published code gives beside it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from howsmooth.paper.drawing import fit_factor
 from howsmooth.paper.setting import Setting, Studied
-from howsmooth.paper.words import number, power
-from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.names import readable
+from howsmooth.paper.words import power
+from howsmooth.study.exponents import LEVEL, QUARTER, Exponent, fit_exponent
+from howsmooth.study.names import decimal, readable
 from howsmooth.study.published_rows import CORRECTED, PUBLISHED
+from howsmooth.study.radius import Correlation, radius_correlation
 
-__all__ = ["Growth", "growths", "is_steady"]
+__all__ = ["Growth", "growths"]
 
 _STEADY = 1.001
 
@@ -33,6 +36,9 @@ class Growth:
     published
         What the published code computes at the same sequences, with columns ``n``, ``lipschitz`` and
         ``ratio`` (to the corrected constant); empty if it was not asked for.
+    entering
+        Norms of the tokens that enter the layer, before its norm layer, with columns ``n`` and ``radius``;
+        empty if they could not be captured, and None if they were not asked for.
 
     """
 
@@ -41,6 +47,7 @@ class Growth:
     text: str
     rows: pd.DataFrame
     published: pd.DataFrame
+    entering: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -55,24 +62,24 @@ class Growth:
     @cached_property
     def fit(self) -> Exponent:
         """The power of n fitted to the measurements that converged."""
-        rows = self.rows
-        converged = rows["converged"].to_numpy(dtype=bool)
-        return fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), converged)
+        return _fit(self.rows, self.rows["converged"])
 
     @cached_property
     def published_fit(self) -> Exponent:
         """The power of n fitted to the published values, where they are numbers."""
-        values = self.published["lipschitz"].to_numpy(np.float64)
-        return fit_exponent(self.published["n"].to_numpy(), values, np.isfinite(values))
+        return _fit(self.published, self.published["lipschitz"].notna())
 
-    def published_words(self) -> str:
-        """Say what the published quantity does; nothing if it was not asked for."""
-        if self.published.empty:
-            return ""
-        return (
-            f" As published, the quantity goes like {power(self.published_fit)}, and is in the median "
-            f"{number(float(self.published['ratio'].median()))} times the corrected constant."
-        )
+    @cached_property
+    def attended_correlation(self) -> Correlation:
+        """Correlation of log norm and log n, for the tokens that attention is given."""
+        return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
+
+    @cached_property
+    def entering_correlation(self) -> Correlation:
+        """Correlation of log norm and log n, for the tokens that enter the layer; NaN without these."""
+        if self.entering is None:
+            return Correlation(math.nan, math.nan, math.nan)
+        return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
         """Give what a table says of it."""
@@ -88,21 +95,72 @@ class Growth:
                 "published high": theirs.high, "published p of 1/4": theirs.quarter,
                 "published / corrected": float(self.published["ratio"].median()),
             }  # fmt: skip
+        if self.entering is not None:
+            attended, entering = self.attended_correlation, self.entering_correlation
+            row |= {
+                "correlation, given to attention": attended.value, "its low": attended.low,
+                "its high": attended.high, "correlation, entering the layer": entering.value,
+                "from": entering.low, "to": entering.high,
+            }  # fmt: skip
         return row
+
+    def said(self) -> str:
+        """Say what is seen: the exponent, the norms of the tokens, and what the published quantity does."""
+        fit, rows = self.fit, self.drawn
+        words = f"{self.name}, on {readable(self.text)}: "
+        if fit.note:
+            words += f"there is no exponent, {fit.note}."
+        else:
+            _, around = fit_factor(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), QUARTER)
+            words += (
+                f"the constant grows like {power(fit)}, from {fit.n_points} sequences of {fit.n_min} to "
+                f"{fit.n_max} tokens; the points scatter by a factor of about {math.exp(fit.spread):.2f} "
+                f"around this line, and of {math.exp(around):.2f} around n to the power 1/4."
+            )
+        attended = self.rows["radius_mean"], self.attended_correlation
+        words += f" The norm of the tokens that attention is given {_norms(*attended)}."
+        if self.entering is not None and len(self.entering):
+            entering = self.entering["radius"], self.entering_correlation
+            words += f" That of the tokens that enter the layer {_norms(*entering)}."
+        if fit.left_out:
+            words += f" {fit.left_out} measurements are left out, as they did not converge or are zero."
+        if len(self.published):
+            words += (
+                f" As published, the quantity goes like {power(self.published_fit)}, and is in the median "
+                f"{self.published['ratio'].median():.3g} times the corrected constant."
+            )
+        return words
+
+
+def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
+    values = rows["lipschitz"].to_numpy(np.float64)
+    return fit_exponent(rows["n"].to_numpy(), values, usable.to_numpy(dtype=bool))
+
+
+def _norms(radius: pd.Series, found: Correlation) -> str:
+    """Say how large norms are, and whether they go together with the length."""
+    low, high = float(radius.min()), float(radius.max())
+    if high <= _STEADY * low:
+        return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
+    words = f"goes from {low:.3g} to {high:.3g}"
+    if math.isnan(found.value):
+        return words
+    return (
+        f"{words}, and the correlation of its logarithm with that of n is {decimal(found.value, 2)} "
+        f"({LEVEL * 100:.0f} % interval {decimal(found.low, 2)} to {decimal(found.high, 2)})"
+    )
 
 
 def growths(here: Setting, studied: Studied) -> list[Growth]:
     """Divide what was measured by layer, and by text within it."""
     found = []
     for layer in here.subjects[0].layers:
-        for subject in here.subjects:
+        for text in here.texts:
             rows, published = (
-                table[(table["layer"] == layer) & (table["text"] == subject.text.name)]
+                table[(table["layer"] == layer) & (table["text"] == text)]
                 for table in (studied.rows, studied.published)
             )
-            found.append(
-                Growth(subject.model.label, layer, subject.text.name, rows, _beside_corrected(published))
-            )
+            found.append(Growth(here.label, layer, text, rows, _beside_corrected(published)))
     return found
 
 
@@ -111,8 +169,3 @@ def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()
-
-
-def is_steady(radius: np.ndarray) -> bool:
-    """Whether radii are the same to within 0.1 %."""
-    return bool(radius.max() <= _STEADY * radius.min())

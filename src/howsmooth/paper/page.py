@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import math
-import struct
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import jinja2
 import pandas as pd
@@ -18,23 +15,13 @@ from howsmooth.paper.figure import Figure, Finding
 from howsmooth.study.names import readable
 from howsmooth.study.pages import digest, style_sheet, templates_of
 
-__all__ = ["PAGE", "SECTION", "render", "section", "table_name"]
+__all__ = ["PAGE", "render", "section"]
 
 PAGE = "reproduce.html"
 """The name of the page's file."""
 
-SECTION = "section.html"
-"""The name of the file in a figure's folder with its section of the page."""
-
 _ROWS_SHOWN = 12
 _MOST_ROWS = 300
-_DOTS_AN_INCH = 220  # of the pictures
-_PIXELS_AN_INCH = 110  # a little larger than on paper, where there is room
-
-
-def table_name(number: int) -> str:
-    """Return the file name of a section's table, counted from 0."""
-    return f"table-{number + 1}.csv"
 
 
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
@@ -85,14 +72,11 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
         refused=refused,
         images=[
             {
-                "source": f"data:image/png;base64,{base64.b64encode(png).decode()}",
-                "alt": picture.alt,
-                "caption": picture.caption,
-                "width": round(_width(png) * _PIXELS_AN_INCH / _DOTS_AN_INCH),
-                **_link(picture.pdf, folder),
+                "source": f"data:image/png;base64,{base64.b64encode(picture.png.read_bytes()).decode()}",
+                "drawn": picture,
+                "file": picture.pdf.relative_to(folder).as_posix(),
             }
             for picture in finding.pictures
-            for png in (picture.png.read_bytes(),)
         ],
         tables=[
             {
@@ -101,9 +85,9 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
                 "count": len(table),
                 # Thousands of rows would make the page heavy, and are for a program.
                 **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
-                **_link(folder / figure.name / table_name(number), folder),
+                "file": f"{figure.name}/table-{number}.csv",
             }
-            for number, (caption, table) in enumerate(finding.tables)
+            for number, (caption, table) in enumerate(finding.tables, 1)
         ],
     )
 
@@ -114,41 +98,24 @@ def _template(name: str) -> jinja2.Template:
     return templates.get_template(name)
 
 
-def _link(path: Path, folder: Path) -> dict[str, str]:
-    inside = path.relative_to(folder).as_posix()
-    return {"file": inside, "href": quote(inside)}
-
-
-def _width(png: bytes) -> int:
-    """Read the width in pixels from a PNG's header."""
-    return int(struct.unpack(">I", png[16:20])[0])
-
-
 def _cells(table: pd.DataFrame) -> dict[str, Any]:
-    numeric = [
-        pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in table.dtypes
-    ]
-    rows = [
-        [(_cell(value), number) for value, number in zip(row, numeric, strict=True)]
-        for row in table.astype(object).itertuples(index=False, name=None)
-    ]
-    return {"columns": list(zip(map(str, table.columns), numeric, strict=True)), "rows": rows}
+    numeric = [kind.kind in "iuf" for kind in table.dtypes]
+    rows = table.astype(object).map(_cell).itertuples(index=False, name=None)
+    return {
+        "columns": list(zip(table.columns, numeric, strict=True)),
+        "rows": [list(zip(row, numeric, strict=True)) for row in rows],
+    }
 
 
-def _cell(value: object) -> str:
+def _cell(value: Any) -> str:
     """Write a value in as many digits as a reader can use; what is missing as nothing."""
-    if value is None or value is pd.NA:
+    if pd.isna(value):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if math.isnan(value):
-            return ""
-        if math.isinf(value):
-            return "∞" if value > 0 else "\N{MINUS SIGN}∞"
-        if value == round(value) and abs(value) < 1e6:
-            return f"{value:.0f}".replace("-", "\N{MINUS SIGN}")
-        return f"{value:.3g}".replace("-", "\N{MINUS SIGN}")
+        digits = ".0f" if value.is_integer() and abs(value) < 1e6 else ".3g"
+        return f"{value:{digits}}".replace("inf", "∞").replace("-", "\N{MINUS SIGN}")
     return str(value)
 
 

@@ -1,4 +1,4 @@
-"""Carry out figures, one after the other, and write their page."""
+"""All figures: carried out one after the other, their files and their page written."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.paper.all_bounds import ALL_BOUNDS
+from howsmooth.paper.crossover import CROSSOVER
 from howsmooth.paper.figure import Bench, Figure, Finding, models_for
-from howsmooth.paper.figures import FIGURES
-from howsmooth.paper.page import PAGE, SECTION, render, section, table_name
+from howsmooth.paper.figure_1 import FIGURE_1
+from howsmooth.paper.gamma_radius import GAMMA_RADIUS
+from howsmooth.paper.gpt2_growth import GPT2_GROWTH
+from howsmooth.paper.page import PAGE, render, section
+from howsmooth.paper.quadratic_growth import QUADRATIC_GROWTH
 from howsmooth.paper.request import Request
+from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.units import writing
+from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.files import replace_file, write_table
 from howsmooth.study.progress import Listener, Silent
 
-__all__ = ["Produced", "choose_figures", "produce"]
+__all__ = ["FIGURES", "Produced", "choose_figures", "produce"]
+
+FIGURES: tuple[Figure, ...] = (
+    FIGURE_1, TWO_DIRAC, CROSSOVER, WORST_INPUTS, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH, ALL_BOUNDS,
+)  # fmt: skip
+"""All figures, in the order of the paper."""
+
+_SECTION = "section.html"
+"""The name of the file in a figure's folder with its section of the page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,39 +105,32 @@ def produce(
     """
     made = Produced(folder / PAGE)
     listener, models = listener or Silent(), models_for(request)
-    first: HowsmoothError | None = None
+    errors: list[HowsmoothError] = []
     for figure in chosen:
-        began = time.perf_counter()
+        began, own = time.perf_counter(), folder / figure.name
         listener.phase(f"{figure.paper}: {figure.title}")
         try:
-            finding = figure.make(Bench(request, folder / figure.name, models, listener, command))
-            _write(figure, finding, folder)
+            finding = figure.make(Bench(request, own, models, listener, command))
+            for number, (_, table) in enumerate(finding.tables, 1):
+                write_table(table, own, f"table-{number}.csv")
+            with writing(own):
+                # Later commands put it on their page.
+                replace_file(own / _SECTION, section(figure, finding, folder))
             made.findings[figure.name] = finding
         except HowsmoothError as error:
-            first = first or error
+            errors.append(error)
             made.refused[figure.name] = " ".join(str(error).split())
         made.seconds[figure.name] = time.perf_counter() - began
-    if first is not None and not made.findings:
-        raise first
+    if errors and not made.findings:
+        raise errors[0]
     listener.phase("Writing the page")
-    sections = [(figure, text) for figure in FIGURES if (text := _section(figure, made, folder))]
+    sections = []
+    for figure in FIGURES:
+        path = folder / figure.name / _SECTION
+        if figure.name in made.refused:
+            sections.append((figure, section(figure, Finding([], []), folder, made.refused[figure.name])))
+        elif path.is_file():
+            sections.append((figure, path.read_text(encoding="utf-8")))
     with writing(folder):
         replace_file(made.page, render(sections, command, environment(request.device)))
     return made
-
-
-def _write(figure: Figure, finding: Finding, folder: Path) -> None:
-    """Write a figure's tables, and its section of the page, which later commands put on theirs."""
-    own = folder / figure.name
-    for number, (_, table) in enumerate(finding.tables):
-        write_table(table, own, table_name(number))
-    with writing(own):
-        replace_file(own / SECTION, section(figure, finding, folder))
-
-
-def _section(figure: Figure, made: Produced, folder: Path) -> str:
-    """Return the section of a figure: why it could not be made, or what was made now or earlier."""
-    if figure.name in made.refused:
-        return section(figure, Finding([], []), folder, made.refused[figure.name])
-    path = folder / figure.name / SECTION
-    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
-from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator
 from torch import Tensor
 
 from howsmooth import lipschitz
@@ -22,14 +20,15 @@ from howsmooth.bounds import masked_n_free, masked_theorem_a, n_free, theorem_3_
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import drawing
+from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.request import Request
 from howsmooth.paper.setting import Column, Setting, bilinear, columns, usual_length
 from howsmooth.paper.two_dirac import identity_head
 from howsmooth.paper.units import Key, Row
-from howsmooth.paper.words import exp
+from howsmooth.paper.words import between, exp
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures.style import literal, set_axis
+from howsmooth.study.figures.style import literal
 from howsmooth.study.names import decimal, readable
 from howsmooth.study.plan import derive_seed
 
@@ -49,7 +48,6 @@ _SAMPLES = 8
 # ‖A‖R² at the radii: the constant is quadratic in R from about 10 on, with a causal mask from about 100.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
 _RTOL = 1e-6
-_SAME = 1e-5  # of a ratio from one: the measurement's own accuracy
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,29 +77,6 @@ class Balanced:
         form = (self.u @ head.left) @ head.right
         block = head.V / n + (m / n * radius**2) * torch.outer(head.V @ self.u, form)
         return float(torch.linalg.matrix_norm(block, 2))
-
-    def mean_field(self, n: int, radius: float, local: float) -> float:
-        """Return max(‖D_X f‖, max_i ‖V C_i A‖), unmasked: the growth where atoms of a measure may split.
-
-        The local constant of the mean-field map in W₂ at the measure of these tokens, so a lower bound of the
-        constant on the ball (docs/theory/mean-field.md). C_i is the covariance that token i sees, here a
-        multiple of uuᵀ.
-
-        Parameters
-        ----------
-        n, radius
-            Of the tokens.
-        local
-            ‖D_X f‖ at them.
-
-        """
-        head, x = self.head, self.tokens(n, radius)
-        scores = (x @ head.right.mT @ head.left.mT + head.b) @ x.mT
-        weights, places = torch.softmax(scores, dim=-1), x @ self.u
-        spread = weights @ places**2 - (weights @ places) ** 2
-        form = (self.u @ head.left) @ head.right
-        size = float(torch.linalg.vector_norm(head.V @ self.u) * torch.linalg.vector_norm(form))
-        return max(local, float(spread.max()) * size)
 
 
 def balanced(head: Head) -> Balanced:
@@ -172,7 +147,12 @@ def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
         samples=bench.request.samples or _SAMPLES,
         layers=column.layers,
     )
-    f, radius = _layer(here, column)
+    sites = [
+        here.sites(subject, tokens)[0] for subject in here.subjects for _, tokens in here.sequences(subject)
+    ]
+    f = bilinear(sites[0], column.spec.label)
+    squares = [float((site.radius_mean**2).mean()) for site in sites]
+    radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
     rows: list[Row] = []
     for h, part in bench.each(range(f.heads)):
         part.say(f"{column.spec.label}, head {h}")
@@ -191,18 +171,6 @@ def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
     return rows
 
 
-def _layer(here: Setting, column: Column) -> tuple[SelfAttention, float]:
-    """Return the layer's attention, and the norm of real tokens there."""
-    found, squares = None, []
-    for subject in here.subjects:
-        for _, tokens in here.sequences(subject):
-            (site,) = here.sites(subject, tokens)
-            squares.append(float((site.radius_mean**2).mean()))
-            found = found or bilinear(site, column.spec.label)
-    assert found is not None
-    return found, math.sqrt(sum(squares) / len(squares))
-
-
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
     """Measure one head at its radii, and at the norm of real tokens if there is one."""
     parameters = parameters_of(f)
@@ -212,42 +180,45 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
     for radius in radii if real is None else [*radii, real]:
         start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
         found = lipschitz.local_lipschitz(f, tokens.tokens(n, radius), rtol=_RTOL, seed=start)
-        value = float(found.value)
         yield {
             "radius": radius,
             "real": radius == real,
             "strength": head.A_norm * radius**2,
-            "value": value,
-            "lower": float(found.lower),
-            "upper": float(found.upper),
+            "value": float(found.value),
             "converged": bool(found.converged),
             "formula": tokens.formula(n, radius),
-            "mean_field": None if f.causal else tokens.mean_field(n, radius, value),
-            "causal": f.causal,
-            **dict(_uppers(parameters, n, radius)),
+            **_uppers(parameters, n, radius),
         }
 
 
-def _uppers(parameters: Parameters, n: int, radius: float) -> Iterator[tuple[str, float]]:
-    """Give logarithms of upper bounds on the ball: the paper's, the sharpest, and one for every n."""
+def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
+    """Give logarithms of upper bounds on the ball: the sharpest, the paper's, and one for every n."""
+    causal = parameters.masking == "causal"
     sharp, paper, free = (
-        (masked_theorem_a, theorem_4_3, masked_n_free)
-        if parameters.masking == "causal"
-        else (theorem_a, theorem_3_3, n_free)
+        (masked_theorem_a, theorem_4_3, masked_n_free) if causal else (theorem_a, theorem_3_3, n_free)
     )
-    yield "log_sharp", sharp(parameters, n, radius).log_value
-    yield "log_paper", paper(parameters, n, radius).log_value
-    yield "log_free", free(parameters, radius).log_value
+    return {
+        "log_sharp": sharp(parameters, n, radius).log_value,
+        "log_paper": paper(parameters, n, radius).log_value,
+        "log_free": free(parameters, radius).log_value,
+    }
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw each layer, fit its exponents in R, and say what is seen."""
     table = exponents_in_radius(rows)
-    seen = [_identity_words(rows[rows["model"] == IDENTITY], table)]
-    others = rows[rows["model"] != IDENTITY].groupby(["model", "layer"], sort=False)
-    seen += [_words(part, table) for _, part in others]
-    caption = f"Exponents in R, where ‖A‖R² is at least {FAR:g}"
-    return Finding([_picture(rows, table, folder)], seen, [(caption, table)])
+    parts, panels, seen = [], [], []
+    for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
+        fits = table[(table["model"] == model) & (table["layer"] == layer)].dropna(subset="exponent")
+        parts.append(f"{readable(str(model))}" + ("" if model == IDENTITY else f", layer {layer}"))
+        draw, say = (_identity_panel, _identity_words) if model == IDENTITY else (_heads_panel, _words)
+        panels.append(draw(part, f"{literal(parts[-1])}: {_span(fits, '$R^{{{}}}$') or 'no exponent'}"))
+        seen.append(say(part, fits))
+    across = min(2, len(panels))
+    sheet = [panels[place : place + across] for place in range(0, len(panels), across)]
+    canvas, _ = drawing.draw(sheet, 0.7 + 2.1 * len(sheet))
+    picture = drawing.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
+    return Finding([picture], seen, [(f"Exponents in R, where ‖A‖R² is at least {FAR:g}", table)])
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
@@ -276,158 +247,85 @@ def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-# ---- the picture
-
-
-def _picture(rows: pd.DataFrame, table: pd.DataFrame, folder: Path) -> drawing.Picture:
-    panels = [
-        (str(model), layer, part) for (model, layer), part in rows.groupby(["model", "layer"], sort=False)
-    ]
-    across = min(2, len(panels))
-    down = math.ceil(len(panels) / across)
-    figure = drawing.canvas(drawing.WIDTH if across > 1 else drawing.COLUMN, 0.7 + 2.1 * down)
-    axes = figure.subplots(down, across, squeeze=False).ravel()
-    for axis, (model, layer, part) in zip(axes, panels, strict=False):
-        title = readable(model, 34)
-        if model == IDENTITY:
-            _identity_panel(axis, part)
-        else:
-            _heads_panel(axis, part)
-            title += f", layer {layer}, n = {part['n'].iloc[0]}"
-        axis.set_title(f"{literal(title)}: {_power(_of(table, part))}")
-        axis.set_xlabel("radius $R$")
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    for axis in axes[::across]:
-        axis.set_ylabel("local Lipschitz constant")
-    drawing.legend(figure)
-    names = "; ".join(readable(model) for model, _, _ in panels)
-    alt = "The local Lipschitz constant against the radius on log axes, with fitted exponents: " + "; ".join(
-        f"{readable(model)} {_span(_of(table, part))}" for model, _, part in panels
-    )
-    caption = (
-        "The local Lipschitz constant at one or two tokens 0 and all others at ±Ru, against R. First panel: "
-        "A = V = I in four dimensions, dashed 1/n + γR²m/n, m the number of tokens ±Ru. Other panels: every "
-        "head of a layer, and R² dashed with only its factor fitted to their median; the vertical line is "
-        "the norm of real tokens. "
-        f"Exponents are fitted where ‖A‖R² is at least {FAR:g}."
-    )
-    return drawing.picture(figure, folder, "quadratic-growth", f"Appendix C.7: {names}", f"{alt}.", caption)
-
-
-def _identity_panel(axis: Axes, rows: pd.DataFrame) -> None:
-    for place, (n, part) in enumerate(rows.groupby("n", sort=True)):
-        look = drawing.LOOKS[place % len(drawing.LOOKS)]
-        drawing.lines(axis, part["radius"], part, [("formula", look[0], drawing.DASHED, "")])
-        label = f"measured, and formula, $n = {n}$"
-        drawing.dots(axis, part["radius"], part["value"], look, label, filled=part["converged"])
-    n = rows["n"].max()
-    longest = rows[rows["n"] == n].sort_values("radius")
+def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
+    longest = rows[rows["n"] == rows["n"].max()].sort_values("radius")
     bounds = longest.filter(like="log_").apply(exp)
     top = 3 * float(bounds["log_sharp"].max())
-    lines = (
-        ("log_sharp", "0.15", drawing.SOLID, f"howsmooth's bound, $n = {n}$"),
+    n = longest["n"].iloc[0]
+    curves = drawing.lines(
+        longest["radius"],
+        bounds[bounds <= 1e3 * top],
+        ("log_sharp", drawing.BLACK, drawing.SOLID, f"howsmooth's bound, $n = {n}$"),
         ("log_paper", drawing.GREY, drawing.DASHDOT, f"Theorem 3.3, $n = {n}$"),
         ("log_free", drawing.GREY, drawing.DOTTED, "bound for every $n$"),
     )
-    drawing.lines(axis, longest["radius"], bounds, lines, most=1e3 * top)
-    set_axis(axis, "x", rows["radius"])
-    set_axis(axis, "y", pd.concat([rows["value"], pd.Series([top])]))
+    curves.append(Curve(longest["radius"], [top] * len(longest)))  # room for the bounds
+    for (length, part), (colour, mark) in zip(rows.groupby("n"), drawing.LOOKS, strict=False):
+        label, radius = f"measured, and formula, $n = {length}$", part["radius"]
+        curves.append(Curve(radius, part["formula"], "", colour, dashes=drawing.DASHED, spans=False))
+        curves.append(Curve(radius, part["value"], label, colour, mark, filled=part["converged"]))
+    return Panel(curves, title, "radius $R$", scales=("log", "log"))
 
 
-def _heads_panel(axis: Axes, rows: pd.DataFrame) -> None:
+def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
     free = rows[~rows["real"].astype(bool)]
-    for _, part in free.groupby("head", sort=True):
-        axis.plot(
-            part["radius"], part["value"], color=drawing.VIOLET, linewidth=0.5, marker="o", markersize=1.6,
-            markeredgewidth=0, alpha=0.75, zorder=3, label="a head",
-        )  # fmt: skip
-    far = free[(free["strength"] >= FAR) & free["converged"] & (free["value"] > 0)]
-    if len(far):
-        factor = math.exp(float(np.median(np.log(far["value"]) - 2 * np.log(far["radius"]))))
-        ends = np.array([far["radius"].min(), far["radius"].max()])
-        label = "$c\\,R^2$, $c$ fitted"
-        axis.plot(
-            ends, factor * ends**2, color=drawing.FIT_COLOUR, linestyle=drawing.DASHED, label=label, zorder=4
-        )
-    for radius in rows["radius"][rows["real"].astype(bool)].unique():
-        axis.axvline(float(radius), color=drawing.GREY, linestyle=drawing.DOTTED, zorder=1)
-    set_axis(axis, "x", rows["radius"])
-    set_axis(axis, "y", rows["value"])
-    ticks = [float(tick) for tick in axis.get_yticks() if round(math.log10(tick), 6).is_integer()]
-    if len(ticks) > 1:
-        axis.yaxis.set_major_locator(FixedLocator(ticks))
+    far = free[(free["strength"] >= FAR) & free["converged"]]
+    curves = [
+        Curve(part["radius"], part["value"], "a head", drawing.VIOLET, "o", drawing.SOLID, size=2, alpha=0.75)
+        for _, part in free.groupby("head")
+    ]
+    curves += drawing.with_slope(far, "radius", "value", 2, "$c\\,R^2$, $c$ fitted", drawing.RED)
+    real = rows["radius"][rows["real"].astype(bool)].unique()
+    title += f", n = {rows['n'].iloc[0]}"
+    return Panel(curves, title, "radius $R$", scales=("log", "log"), verticals=real.tolist())
 
 
-# ---- the words
-
-
-def _of(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    same = (table["model"] == rows["model"].iloc[0]) & (table["layer"] == rows["layer"].iloc[0])
-    return pd.DataFrame(table[same & table["exponent"].notna()])
-
-
-def _ends(fits: pd.DataFrame) -> list[str]:
-    """Write the smallest and the largest exponent, once if they are the same; none without a fit."""
+def _span(fits: pd.DataFrame, form: str = "{}") -> str:
+    """Write the smallest and the largest exponent, once if they are the same; nothing without a fit."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
-    return list(dict.fromkeys(ends))
+    return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 
 
-def _span(fits: pd.DataFrame) -> str:
-    return " to ".join(_ends(fits)) or "without a fit"
-
-
-def _power(fits: pd.DataFrame) -> str:
-    return " to ".join(f"$R^{{{end}}}$" for end in _ends(fits)) or "no exponent"
-
-
-def _identity_words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
-    fits = _of(table, rows)
-    names = ("n", "exponent", "low", "high")
+def _identity_words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
     exponents = ", ".join(
-        f"{decimal(slope, 3)} at n = {n} ({decimal(low, 3)} to {decimal(high, 3)})"
-        for n, slope, low, high in zip(*(fits[name] for name in names), strict=True)
+        f"{decimal(fit['exponent'], 3)} at n = {fit['n']} ({decimal(fit['low'], 3)} to "
+        f"{decimal(fit['high'], 3)})"
+        for fit in fits.to_dict("records")
     )
     good = rows[rows["converged"].astype(bool) & (rows["strength"] >= FAR)]
     if good.empty:
         return f"{IDENTITY}, four dimensions: no measurement converged where ‖A‖R² is at least {FAR:g}."
     off = float((good["value"] / good["formula"] - 1).abs().max())
     last = good[good["n"] == good["n"].max()].sort_values("radius").iloc[-1]
-    apart = float((good["mean_field"].astype(float) / good["value"]).max()) - 1
     log = math.log(float(last["value"]))
     sharp, theirs = math.exp(last["log_sharp"] - log), math.exp(last["log_paper"] - log)
-    same = "the same number" if apart < _SAME else f"up to {1 + apart:.4g} times as large"
     return (
         f"{IDENTITY}, four dimensions: where ‖A‖R² is at least {FAR:g} the measured constant grows like R to "
         f"the power {exponents}, with 95 % intervals, and differs from 1/n + γR²m/n, m the number of tokens "
         f"±Ru, by a share of at most {off:.1g}. At R = {last['radius']:.3g} and n = {last['n']} it is "
-        f"{last['value']:.4g}; "
-        f"howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 {theirs:.3g} times, and "
-        f"the bound for every n is exp({last['log_free']:.4g}). Where the tokens are a measure, whose atoms "
-        f"may split, the constant is {same}."
+        f"{last['value']:.4g}; howsmooth's bound on the ball is {sharp:.3g} times as large, Theorem 3.3 "
+        f"{theirs:.3g} times, and the bound for every n is exp({last['log_free']:.4g})."
     )
 
 
-def _words(rows: pd.DataFrame, table: pd.DataFrame) -> str:
-    name, layer, fits = readable(str(rows["model"].iloc[0])), rows["layer"].iloc[0], _of(table, rows)
-    heads = rows["head"].nunique()
+def _words(rows: pd.DataFrame, fits: pd.DataFrame) -> str:
+    name, layer, n = readable(str(rows["model"].iloc[0])), rows["layer"].iloc[0], rows["n"].iloc[0]
     words = (
-        f"{name}, layer {layer}: at n = {rows['n'].iloc[0]} the exponent in R is {_span(fits)} over its "
-        f"{heads} heads, where ‖A‖R² is at least {FAR:g}."
+        f"{name}, layer {layer}: at n = {n} the exponent in R is {_span(fits) or 'without a fit'} over its "
+        f"{rows['head'].nunique()} heads, where ‖A‖R² is at least {FAR:g}."
     )
     if len(fits):
-        widest = float((fits["high"] - fits["low"]).max()) / 2
-        words += f" The widest of the 95 % intervals is ± {widest:.2g}."
-    real = rows[rows["real"].astype(bool) & rows["converged"].astype(bool)]
+        words += f" The widest of the 95 % intervals is ± {(fits['high'] - fits['low']).max() / 2:.2g}."
+    converged = rows["converged"].astype(bool)
+    real = rows[rows["real"].astype(bool) & converged]
     if len(real):
-        ratio = np.exp(real["log_sharp"].to_numpy(np.float64)) / real["value"].to_numpy(np.float64)
         words += (
             f" At the norm of real tokens, R = {real['radius'].iloc[0]:.4g}, ‖A‖R² is "
-            f"{real['strength'].min():.3g} to {real['strength'].max():.3g}, and the balanced tokens give "
-            f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}; howsmooth's bound on "
-            f"the ball is {ratio.min():.3g} to {ratio.max():.3g} times as large."
+            f"{between(real['strength'])}, and the balanced tokens give constants from "
+            f"{between(real['value'])}; howsmooth's bound on the ball is "
+            f"{between(exp(real['log_sharp']) / real['value'])} times as large."
         )
-    hollow = int((~rows["converged"].astype(bool)).sum())
+    hollow = int((~converged).sum())
     return words + (f" {hollow} measurements did not converge and are not fitted." if hollow else "")
 
 
@@ -439,8 +337,10 @@ QUADRATIC_GROWTH = Figure(
         "One token (or two) at zero, all others balanced at ±Ru: the zero sees all tokens alike, however "
         "large R is, and its own block of the Jacobian is V(I/n + (m/n)R² uuᵀA), m the number of tokens "
         "±Ru. For A = γI, V = I and odd n this is 1/n + γR²(n−1)/n: attention is not Lipschitz on all "
-        "sequences, not even on three tokens. Left, A = V = I; then every head of a layer of each model, "
-        "with u the best of singular vectors of A and V, orthogonal to the query bias."
+        "sequences, not even on three tokens. First, A = V = I in four dimensions, the formula dashed; then "
+        "every head of a layer of each model, with u the best of singular vectors of A and V, orthogonal to "
+        "the query bias, and dashed R² with only its factor fitted; the vertical line is the norm of real "
+        f"tokens. Exponents are fitted where ‖A‖R² is at least {FAR:g}."
     ),
     measure=measure,
     show=show,

@@ -6,23 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import (
-    Kind,
-    Options,
-    flag,
-    option,
-    selection,
-    several,
-    token_counts,
-    whole,
-    words,
-)
+from howsmooth.study.options import Kind, Options, flag, option, several, token_counts, whole, words
 from howsmooth.study.plan import (
     DEFAULT_TEXT,
     ModelSpec,
     as_decoder_option,
     device_option,
     dtype_option,
+    layers_option,
     random_init_option,
     seed_option,
 )
@@ -67,12 +58,7 @@ class Request(Options):
         metavar="NAME|PATH",
         flag="text",
     )
-    layers: Ranges | None = option(
-        None,
-        selection(),
-        "all, or a list such as 0,6 or 0:4 or -1 (the last), instead of the figure's own.",
-        metavar="RANGES",
-    )
+    layers: Ranges | None = layers_option(None)
     lengths: tuple[int, ...] | None = option(
         None,
         token_counts(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
@@ -16,9 +17,9 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import Bench
 from howsmooth.paper.published.task import published_left
 from howsmooth.paper.units import Key
-from howsmooth.study.feeds import Feed
 from howsmooth.study.names import file_stem, readable, sentence
 from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.progress import Silent
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run
@@ -33,16 +34,7 @@ from howsmooth.study.subjects import (
     place_sequences,
 )
 
-__all__ = [
-    "MODELS",
-    "Column",
-    "Setting",
-    "Studied",
-    "bilinear",
-    "columns",
-    "loaded",
-    "usual_length",
-]
+__all__ = ["MODELS", "Column", "Setting", "Studied", "bilinear", "columns", "loaded", "usual_length"]
 
 MODELS = (
     ModelSpec("builtin-encoder"),
@@ -136,19 +128,11 @@ def usual_length(bench: Bench, spec: ModelSpec) -> int:
     return _USUAL if longest is None else min(_USUAL, longest)
 
 
-@dataclass(frozen=True, eq=False)
-class Studied:
-    """The rows of a study that its plan asks for; the store may hold more.
+class Studied(NamedTuple):
+    """The rows of a study that its plan asks for, though the store may hold more.
 
-    Attributes
-    ----------
-    rows
-        Its measurements.
-    published
-        What the published code computes at the same sequences; empty if that was not asked for.
-    held
-        The first tokens of its sequences, by text.
-
+    These are its measurements, what the published code computes at the same sequences (none if that was not
+    asked for), and the first tokens of its sequences, by text.
     """
 
     rows: pd.DataFrame
@@ -199,39 +183,30 @@ class Setting:
             dtype=asked.dtype,
             bounds="none",
         )
-        self._feeds = checked_subjects(self.plan, bench.models)
-        self.subjects = [subject for subject, _ in self._feeds]
+        self._feeds = dict(checked_subjects(self.plan, bench.models))
+        self.subjects = list(self._feeds)
+        self.label = spec.label
+        self.texts = [one.text.name for one in self.subjects]
         bench.made.update(self._made())
 
-    @property
-    def texts(self) -> list[str]:
-        """The names of the texts."""
-        return [one.text.name for one in self.subjects]
-
-    def model(self, subject: Subject) -> Any:
-        """Load the model of a subject."""
-        return self.bench.models.load_for(subject)
-
-    def feed(self, subject: Subject) -> Feed:
-        """Return what the sequences of a subject are cut from."""
-        return next(feed for one, feed in self._feeds if one is subject)
-
     def sequences(
-        self, subject: Subject, held: Sequences | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Give the tokens (samples, n) at each length, those that a study of this plan measures."""
-        feed = self.feed(subject)
+        self, subject: Subject, held: Mapping[Any, int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Give the tokens (samples, n) at each length, those that a study of this plan measures.
+
+        ``held`` are the first tokens that a store has, by length and sample.
+        """
+        feed = self._feeds[subject]
         places = place_sequences(self.plan, subject, feed, held or {})
         for n in self.plan.lengths:
-            starts = [places[n, sample] for sample in range(self.plan.samples)]
-            tokens = feed.inputs(starts, n)
-            assert isinstance(tokens, torch.Tensor)  # of a text
+            tokens = feed.inputs([places[n, sample] for sample in range(self.plan.samples)], n)
+            assert isinstance(tokens, Tensor)  # of a text
             yield n, tokens
 
-    def sites(self, subject: Subject, tokens: torch.Tensor, scope: str = "attention") -> list[Any]:
+    def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
         """Capture the chosen layers at tokens (samples, n)."""
+        model = self.bench.models.load_for(subject)
         inputs = tokens.to(self.plan.device)
-        model = self.model(subject)
         return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
 
     def key(self, subject: Subject, **more: str | int) -> Key:
@@ -248,25 +223,23 @@ class Setting:
 
     def study(self, name: str, bench: Bench, *, published: bool = False) -> Studied:
         """Measure the plan as a study in a folder of this name; ``published`` adds the published values."""
-        folder = bench.folder / name
+        plan, folder = self.plan, bench.folder / name
         means = Means(_Told(bench, published=published), bench.command, models=bench.models)
-        bench.made[f"Constants for {readable(self.subjects[0].model.label)}"] = (
-            f"relative tolerance {self.plan.rtol:g}, confidence {self.plan.confidence:g}."
+        bench.made[f"Constants for {readable(self.label)}"] = (
+            f"relative tolerance {plan.rtol:g}, confidence {plan.confidence:g}."
         )
-        run(self.plan, folder, means, beside=[published_left(None)] if published else [])
+        run(plan, folder, means, beside=[published_left(None)] if published else [])
         with Store.open(folder, write=False) as store:
-            rows, beside = store.table(Measurement), store.table(PublishedValue)
-            held: dict[str, Sequences] = {
-                one.text.name: store.sequences(one.model.label, one.text.name) for one in self.subjects
-            }
-        return Studied(self._asked(rows), self._asked(beside) if published else beside.iloc[:0], held)
-
-    def _asked(self, rows: pd.DataFrame) -> pd.DataFrame:
-        plan = self.plan
-        wanted = (
-            rows["text"].isin(self.texts) & rows["n"].isin(plan.lengths) & (rows["sample"] < plan.samples)
-        )
-        return pd.DataFrame(rows[wanted])
+            held: dict[str, Sequences] = {text: store.sequences(self.label, text) for text in self.texts}
+            rows, beside = (
+                table[
+                    table["text"].isin(self.texts)
+                    & table["n"].isin(plan.lengths)
+                    & (table["sample"] < plan.samples)
+                ]
+                for table in (store.table(Measurement), store.table(PublishedValue))
+            )
+        return Studied(rows, beside if published else beside.iloc[:0], held)
 
     def _made(self) -> dict[str, str]:
         """Say where the model and the texts come from."""
@@ -274,12 +247,12 @@ class Setting:
         label = readable(model.label)
         source = sentence(readable(model.source, longest=300))
         found = {f"Model {label}": f"{source} {model.layers} attention layers, {model.heads} heads."}
-        for one in self.subjects:
+        for one, feed in self._feeds.items():
             source = sentence(readable(one.text.source, longest=300))
             name = readable(one.text.name)
             found[f"Text {name}"] = f"{source} {one.text.characters} characters, SHA-256 {one.text.digest}."
             found[f"Tokens of {name} for {label}"] = (
-                f"{self.feed(one).count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
+                f"{feed.count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
                 f"and tokenizer: {one.fingerprint}."
             )
         lengths = ", ".join(str(n) for n in plan.lengths)
@@ -290,23 +263,23 @@ class Setting:
         return found
 
 
-class _Told:
+class _Told(Silent):
     """Hears how far a study is, and tells its share of a bench's time: that of the published values apart."""
 
     def __init__(self, bench: Bench, *, published: bool) -> None:
-        self._parts = bench.parts((1.0, _PUBLISHED_COST)) if published else [bench]
-        self._bench = self._parts[0]
+        self._parts = bench.parts((1.0, _PUBLISHED_COST) if published else (1.0,))
         self._share = 0.0
 
     def phase(self, words: str) -> None:
         """Go on to the published values where they begin."""
         if "published" in words:
-            self._bench, self._share = self._parts[-1], 0.0
+            del self._parts[:-1]
+            self._share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
         """Tell the share of the present part, which never goes back when more time is expected."""
         self._share = max(self._share, done / total if total else 1.0)
-        self._bench.say(words, self._share)
+        self._parts[0].say(words, self._share)
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:

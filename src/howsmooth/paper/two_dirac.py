@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
@@ -23,6 +22,7 @@ from howsmooth.bounds.mean_field_lower import (
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import drawing
+from howsmooth.paper.drawing import Curve, Panel
 from howsmooth.paper.figure import Bench, Figure, Finding
 from howsmooth.paper.units import Key, Row
 from howsmooth.study.plan import derive_seed
@@ -57,6 +57,10 @@ _LABELS = {
     OPPOSITE: "$A=-I$", HALF: "$A=8I$", PAPER_WEIGHT: "light mass $e^{-2g}$",
     BETTER: "light mass $1/(1+3e^{2g})$",
 }  # fmt: skip
+_BOUNDS = (
+    ("log_asymptotic", drawing.RED, drawing.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
+    ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+)
 
 
 def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
@@ -105,8 +109,6 @@ def _row(key: Key, radius: float) -> Row:
         "radius": radius,
         "g": g,
         "log_value": math.log(found.value),
-        "log_lower": math.log(found.lower),
-        "log_upper": math.log(found.upper) if found.upper < math.inf else None,
         "converged": found.converged,
         "by": found.by,
         "log_paper": proposition_3_6(gamma, radius).log_value,
@@ -129,102 +131,71 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
     """Draw the growth and its ratio to the paper's rate, and say what is seen."""
-    table = rows.assign(ratio=_over_rate(rows)["log_value"])[
-        ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
-    ]
-    caption = "Logarithms of the constant, and its ratio to (g/2) e^g"
-    return Finding([_picture(rows, folder)], said(rows), [(caption, table)])
-
-
-def _over_rate(rows: pd.DataFrame) -> pd.DataFrame:
-    """Divide the constants and bounds, given as logarithms, by the proposition's (g/2) e^g."""
     logs = rows.filter(like="log_").astype(np.float64)
-    return logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp)
-
-
-# ---- the picture
-
-
-def _picture(rows: pd.DataFrame, folder: Path) -> drawing.Picture:
-    figure = drawing.canvas(drawing.WIDTH, 2.9)
-    left, right = figure.subplots(1, 2)
-    _ratios(right, rows)
-    _growth(left, rows[rows["family"] == OPPOSITE])
-    drawing.legend(figure, 3)
-    highest = float(rows["log_value"].max()) / math.log(10)
-    alt = (
-        "Left, the logarithm of the constant against the radius, growing like the square of the radius up to "
-        f"10 to the power {highest:.0f}, between the lower bounds and the bound for "
-        "every n. Right, its ratio to (g/2) e^g, which tends to 1 for the paper's weight and to 1.3 for the "
-        "better one."
-    )
-    caption = (
-        "Left: the local constant in W₂ of mean-field attention at two Diracs, A = −I, against R, with "
-        "bounds; beyond the vertical line e^(2γR²) is no float64 number. Right: for both families, up to "
-        "R = 10, divided by (g/2) e^g, g = γR², the rate of Proposition 3.6; bounds for A = −I."
-    )
-    return drawing.picture(figure, folder, "two-dirac", "Proposition 3.6: two Diracs", alt, caption)
-
-
-_BOUNDS = (
-    ("log_asymptotic", drawing.FIT_COLOUR, drawing.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
-    ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
-)
-
-
-def _growth(axis: Axes, rows: pd.DataFrame) -> None:
-    decades = rows.filter(like="log_").astype(np.float64) / math.log(10)
+    ratios = logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp).join(rows["radius"])
+    decades = (logs / math.log(10)).join(rows["radius"])
+    opposite, better = rows["family"] == OPPOSITE, rows["weight"] == BETTER
+    near = (rows["g"] >= 1) & (rows["radius"] <= _NEAR)
     top = 1.35 * float(decades["log_value"].max())
-    one = rows["weight"] == BETTER
-    lines = (*_BOUNDS, ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.5"))
-    drawing.lines(axis, rows["radius"][one], decades[one], lines)
-    for place, (weight, part) in enumerate(rows.groupby("weight", sort=False)):
+    theorem = ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.5")
+    here = decades[opposite & better]
+    growth = drawing.lines(here["radius"], here, *_BOUNDS, theorem)
+    for place, weight in enumerate(_COLOURS):
         # Every other radius for each weight: in logarithms they lie upon each other.
-        some = part.index[place::2]
-        look = (_COLOURS[str(weight)], _MARKS[OPPOSITE])
-        drawing.dots(axis, rows["radius"][some], decades["log_value"][some], look, size=7)
-    axis.axvline(_OVERFLOW, color="0.7", linewidth=0.7, zorder=1)
-    axis.set(xlim=(0, 1.02 * float(rows["radius"].max())), ylim=(-0.02 * top, top), xlabel="radius $R$")
-    axis.set_ylabel("local constant in $W_2$")
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"$10^{{{value:.0f}}}$"))
-    axis.grid(visible=True, which="major", axis="y", linewidth=0.4, color="0.88", zorder=0)
-
-
-def _ratios(axis: Axes, rows: pd.DataFrame) -> None:
-    shown = rows[(rows["g"] >= 1) & (rows["radius"] <= _NEAR)]
-    ratios = _over_rate(shown)
-    one = (shown["family"] == OPPOSITE) & (shown["weight"] == BETTER)
-    lines = (
+        some = decades[opposite & (rows["weight"] == weight)].iloc[place::2]
+        growth.append(Curve(some["radius"], some["log_value"], "", _COLOURS[weight], "o", size=7))
+    here = ratios[near & opposite & better]
+    shares = drawing.lines(
+        here["radius"],
+        here,
         *_BOUNDS,
         ("log_better", drawing.ORANGE, drawing.SOLID, ""),
         ("log_paper", drawing.VIOLET, drawing.SOLID, "its forms for finite $R$, by mass"),
     )
-    drawing.lines(axis, shown["radius"][one], ratios[one], lines)
-    for (family, weight), part in shown.groupby(["family", "weight"], sort=False):
-        look = (_COLOURS[str(weight)], _MARKS[str(family)])
-        label = f"{_LABELS[str(family)]}, {_LABELS[str(weight)]}"
-        drawing.dots(axis, part["radius"], ratios["log_value"][part.index], look, label, size=7)
-    axis.set(xlim=(0, 1.02 * _NEAR), ylim=(0, 4.2), xlabel="radius $R$")
-    axis.set_ylabel(r"divided by $(g/2)\,e^g$")
-    axis.grid(visible=True, which="major", axis="y", linewidth=0.4, color="0.88", zorder=0)
-
-
-# ---- the words
+    for family, weight in product(_FAMILIES, _COLOURS):
+        part = ratios[near & (rows["family"] == family) & (rows["weight"] == weight)]
+        label, look = f"{_LABELS[family]}, {_LABELS[weight]}", (_COLOURS[weight], _MARKS[family])
+        shares.append(Curve(part["radius"], part["log_value"], label, *look, size=7))
+    left = Panel(
+        growth, "Growth, $A=-I$", "radius $R$", "local constant in $W_2$", ("linear", "decades"),
+        (0, 1.02 * float(rows["radius"].max()), -0.02 * top, top), [_OVERFLOW],
+    )  # fmt: skip
+    right = Panel(
+        shares, "Over the rate of the proposition", "radius $R$", r"divided by $(g/2)\,e^g$",
+        ("linear", "linear"), (0, 1.02 * _NEAR, 0, 4.2),
+    )  # fmt: skip
+    canvas, _ = drawing.draw([[left, right]], 3.0)
+    picture = drawing.picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
+    table = rows.assign(ratio=ratios["log_value"])[
+        ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
+    ]
+    return Finding([picture], said(rows), [("Logarithms of the constant, and its ratio to (g/2) e^g", table)])
 
 
 def said(rows: pd.DataFrame) -> list[str]:
     """Say what is seen: each family at its largest radius, the bounds there, and whether any is violated."""
-    seen = [_family_words(str(family), part) for family, part in rows.groupby("family", sort=False)]
-    opposite = rows[(rows["family"] == OPPOSITE) & (rows["weight"] == BETTER)].sort_values("radius")
-    last = opposite.iloc[-1]
-    free = math.exp(last["log_free"] - last["log_value"])
-    theirs = (last["log_theorem"] - last["log_value"]) / math.log(10)
+    rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
+    last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
+    seen = []
+    for family in _FAMILIES:
+        words = []
+        for row in last[last["family"] == family].sort_index().to_dict("records"):
+            log = row["log_value"]
+            words.append(
+                f"with the light mass {row['weight']} the constant at R = {row['radius']:.4g} is 10 to the "
+                f"power {log / math.log(10):.4g}, which is {math.exp(log - row['log_asymptotic']):.4g} times "
+                "(g/2) e^g and exceeds the proposition's form for finite R, with this mass, by a share of "
+                f"{max(math.expm1(log - row['form']), 0.0):.2g}"
+            )
+        seen.append(f"{family}: {'; '.join(words)}.")
+    far = last[(last["family"] == OPPOSITE) & (last["weight"] == BETTER)].iloc[0]
+    free = math.exp(far["log_free"] - far["log_value"])
+    theirs = (far["log_theorem"] - far["log_value"]) / math.log(10)
     seen.append(
         f"For A = −I howsmooth's bound for every n is {free:.3g} times the better one of the two at "
-        f"R = {last['radius']:.4g}; Theorem 3.5 is 10 to the power {theirs:.3g} times as large."
+        f"R = {far['radius']:.4g}; Theorem 3.5 is 10 to the power {theirs:.3g} times as large."
     )
-    form = rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"])
-    below = int((rows["log_value"] < np.maximum(form, rows["log_asymptotic"]) - 1e-9).sum())
+    below = int((rows["log_value"] < np.maximum(rows["form"], rows["log_asymptotic"]) - 1e-9).sum())
     above = int((rows["log_value"] > rows["log_free"] + 1e-9).sum())
     converged = rows["converged"].astype(bool)
     beyond = int(((rows["radius"] > _OVERFLOW) & converged).sum())
@@ -237,21 +208,6 @@ def said(rows: pd.DataFrame) -> list[str]:
     return seen
 
 
-def _family_words(family: str, rows: pd.DataFrame) -> str:
-    words = []
-    for weight, own in rows.groupby("weight", sort=False):
-        last = own.sort_values("radius").iloc[-1]
-        ratio = math.exp(last["log_value"] - last["log_asymptotic"])
-        name = "log_paper" if weight == PAPER_WEIGHT else "log_better"
-        gap = math.exp(last["log_value"] - last[name]) - 1
-        words.append(
-            f"with the light mass {weight} the constant at R = {last['radius']:.4g} is 10 to the power "
-            f"{last['log_value'] / math.log(10):.4g}, which is {ratio:.4g} times (g/2) e^g and exceeds "
-            f"the proposition's form for finite R, with this mass, by a share of {max(gap, 0.0):.2g}"
-        )
-    return f"{family}: {'; '.join(words)}."
-
-
 TWO_DIRAC = Figure(
     name="two-dirac",
     title="Two Diracs at which the constant of mean-field attention grows exponentially",
@@ -260,7 +216,9 @@ TWO_DIRAC = Figure(
         "A light Dirac at Ru, a heavy one at −Ru (A = −I) or at Ru/2 (A = 8I), V = I, in four dimensions, so "
         "that g = γR² is R². The light mass is the paper's e^(−2g), or 1/(1 + 3e^(2g)), the best as R grows. "
         "The local constant in W₂ of mean-field attention is measured at these measures, with weights as "
-        "logarithms: beyond R = 18.9 e^(2g) is no float64 number. No model and no text is involved."
+        "logarithms: beyond R = 18.9, the vertical line, e^(2g) is no float64 number. Left, for A = −I, "
+        "against R, with bounds. Right, for both families, up to R = 10, divided by (g/2) e^g, the rate of "
+        "Proposition 3.6; bounds for A = −I. No model and no text is involved."
     ),
     measure=measure,
     show=show,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from howsmooth.errors import StoreError
 from howsmooth.study.files import replace_file
 
-__all__ = ["Key", "Row", "load_rows", "save_rows", "writing"]
+__all__ = ["Key", "Row", "kept_rows", "writing"]
 
 Key = Mapping[str, str | int | None]
 """What a unit depends on, by name."""
@@ -45,50 +45,34 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def save_rows(folder: Path, key: Key, rows: Sequence[Row]) -> None:
-    """Keep the rows of a unit.
+def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Return the rows of a unit as its file in a folder has them; without a file, measure and write it first.
 
     Raises
     ------
     StoreError
-        If they cannot be written; then nothing is kept of them.
+        If the file cannot be written, and then there is none; if it cannot be read, or is not as it was
+        written.
 
     """
-    content = {"key": dict(key), "rows": list(rows)}
-    with writing(folder):
-        replace_file(_path(folder, key), json.dumps({**content, "digest": _digest(content)}))
-
-
-def load_rows(folder: Path, key: Key) -> list[Row] | None:
-    """Return the rows of a unit; None if it is not kept.
-
-    Raises
-    ------
-    StoreError
-        If the unit cannot be read, or is not as it was written.
-
-    """
-    path = _path(folder, key)
+    path = folder / f"{_digest(dict(key))[:24]}.json"
+    if not path.exists():
+        content = {"key": dict(key), "rows": list(measure())}
+        with writing(folder):
+            replace_file(path, json.dumps({**content, "digest": _digest(content)}))
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        content = {"key": kept["key"], "rows": kept["rows"]}
-        whole = kept["digest"] == _digest(content)
-    except FileNotFoundError:
-        return None
+        whole = kept.pop("digest") == _digest(kept)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
         raise StoreError(
             f"{path} is damaged: it is not as it was written. Delete it, and run the same command again: "
             "only what is missing is measured."
         )
-    return list(content["rows"])
-
-
-def _path(folder: Path, key: Key) -> Path:
-    return folder / f"{_digest(dict(key))[:24]}.json"
+    return list(kept["rows"])
 
 
 def _digest(content: Mapping[str, Any]) -> str:

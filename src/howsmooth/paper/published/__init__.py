@@ -5,7 +5,6 @@ description of what that code does; none of it is used elsewhere in the library.
 with numbers: docs/guide/as-published.md.
 """
 
-from howsmooth.paper.published.c_3 import c_3_as_coded
 from howsmooth.paper.published.items import (
     ITEMS,
     PublishedLayer,
@@ -15,6 +14,7 @@ from howsmooth.paper.published.items import (
 )
 from howsmooth.paper.published.maps import (
     DropoutAttention,
+    c_3_as_coded,
     has_fused_weight,
     unmasked,
     with_dropout,

@@ -11,7 +11,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, Site, capture
 from howsmooth.models.training import DropoutRates, dropout_rates, training_tokens
 
-__all__ = ["ITEMS", "PublishedLayer", "capture_layers", "check_items", "items_that_apply", "parse_items"]
+__all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply", "parse_items"]
 
 ITEMS = {
     "output": "the forward product gives the output f(X) in place of the tangent, so that the iteration "
@@ -32,15 +32,8 @@ def parse_items(text: str) -> tuple[str, ...] | None:
     return None if text == "all" else tuple(text.split(","))
 
 
-def check_items(items: Iterable[str]) -> tuple[str, ...]:
-    """Return the items in the order of ``ITEMS``.
-
-    Raises
-    ------
-    ArgumentError
-        If one of them is none of ``ITEMS``, or stands there twice.
-
-    """
+def _in_order(items: Iterable[str]) -> tuple[str, ...]:
+    """Return the items in the order of ``ITEMS``; refuse what is none of them, or stands there twice."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -151,9 +144,8 @@ def items_that_apply(
         "dropout": "" if layer.rates is not None else "its configuration states no dropout",
     }
     if asked is None:
-        kept = (item for item in ITEMS if not obstacles.get(item) and (item != "dropout" or untrained))
-        return check_items(kept)
-    items = check_items(asked)
+        return tuple(item for item in ITEMS if not obstacles.get(item) and (item != "dropout" or untrained))
+    items = _in_order(asked)
     for item in items:
         if obstacles.get(item):
             raise ArgumentError(

@@ -7,8 +7,8 @@ code alone, and all items together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
@@ -25,8 +25,8 @@ from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_i
 
 __all__ = ["PublishedTask", "published_left"]
 
-Wanted = Mapping[int, Mapping[str, tuple[str, ...]]]
-"""For each layer the quantities, with their items."""
+Wanted = Sequence[tuple[int, str, str]]
+"""Layers, quantities and their items, in the order in which they are measured."""
 
 _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
@@ -37,7 +37,7 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
     kind = PublishedValue
 
-    wanted: Wanted = field(default_factory=dict)
+    wanted: Wanted = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -74,14 +74,13 @@ class PublishedTask(SequenceTask[PublishedKey]):
         layer, plan = one.attention.layer, self.plan
         # As constants are, so that the corrected quantity is the very number that `howsmooth measure` gives.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
-        for name, items in self.wanted[layer].items():
-            words = ",".join(items)
-            keys = [(layer, self.n, sample, name, words) for sample in self.starts]
-            if not self.missing.intersection(keys):
+        for own, name, items in self.wanted:
+            keys = [(layer, self.n, sample, name, items) for sample in self.starts]
+            if own != layer or not self.missing.intersection(keys):
                 continue
             found = measure_layer(
                 one,
-                items,
+                tuple(items.split(",")) if items else (),
                 seeds=seeds,
                 rtol=plan.rtol,
                 confidence=plan.confidence,
@@ -146,30 +145,15 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
                 size = batch_size(subject.model.heads, n, study.plan.dtype)
                 for first in range(0, study.plan.samples, size):
                     samples = range(first, min(first + size, study.plan.samples))
-                    asked = _asked(wanted, n, samples)
+                    asked = {(layer, n, one, name, words) for one in samples for layer, name, words in wanted}
                     kept += len(asked & known)
-                    if missing := asked - known:
-                        tasks.append(_task(study, placed, n, missing, wanted))
+                    if missing := frozenset(asked - known):
+                        starts = {one: placed.starts[n, one] for one in sorted({key[2] for key in missing})}
+                        at = (study.plan, subject, placed.feed, n, "attention")
+                        tasks.append(PublishedTask(*at, starts, missing, wanted=wanted))
         return Work(PublishedValue, "published values", tasks, kept, failed)
 
     return left
-
-
-def _task(
-    study: OpenStudy, placed: Placed, n: int, missing: frozenset[PublishedKey], wanted: Wanted
-) -> PublishedTask:
-    starts = {sample: placed.starts[n, sample] for sample in sorted({key[2] for key in missing})}
-    where = (study.plan, placed.subject, placed.feed, n, "attention")
-    return PublishedTask(*where, starts, missing, wanted=wanted)
-
-
-def _asked(wanted: Wanted, n: int, samples: Sequence[int]) -> frozenset[PublishedKey]:
-    return frozenset(
-        (layer, n, sample, name, ",".join(items))
-        for sample in samples
-        for layer, found in wanted.items()
-        for name, items in found.items()
-    )
 
 
 def _wanted(study: OpenStudy, placed: Placed, items: Sequence[str] | None) -> Wanted:
@@ -185,6 +169,8 @@ def _wanted(study: OpenStudy, placed: Placed, items: Sequence[str] | None) -> Wa
     model = study.models.load_for(subject)
     found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
     untrained = subject.spec.random_init
-    return {
-        one.attention.layer: quantities(items_that_apply(one, items, untrained=untrained)) for one in found
-    }
+    return [
+        (one.attention.layer, name, ",".join(own))
+        for one in found
+        for name, own in quantities(items_that_apply(one, items, untrained=untrained)).items()
+    ]
