@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.borrow import borrowed, implementation
-from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax
 from howsmooth.models.owners import CrossAttention

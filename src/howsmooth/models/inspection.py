@@ -12,7 +12,7 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.borrow import borrowed, implementation
-from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
 from howsmooth.models.owners import CrossAttention

@@ -18,8 +18,7 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelE
 from howsmooth.memory import free_memory
 from howsmooth.models.borrow import borrowed, quiet
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.given import model_inputs
-from howsmooth.models.inputs import check_model, max_length, takes_decoder_ids, vocabulary_size
+from howsmooth.models.inputs import check_model, max_length, model_inputs, takes_decoder_ids, vocabulary_size
 from howsmooth.models.parts import choose_part, modality_of, named_parts
 from howsmooth.models.passes import attention_layers
 from howsmooth.models.places import Place, find

@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFin
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.borrow import implementation
 from howsmooth.models.capture import capture
-from howsmooth.models.given import ModelInputs
+from howsmooth.models.inputs import ModelInputs
 from howsmooth.models.owners import CrossAttention
 from howsmooth.models.passes import Passed, Wanted, forward_pass, run
 from howsmooth.models.recording import AttentionLayer, first_tokens
