@@ -99,7 +99,7 @@ def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: Wanted, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
     """Capture each sequence alone, where that gives what the padded pass gives."""
-    _, passed = forward_pass(model, (), padding.whole.named, wanted)
+    _, passed = forward_pass(model, padding.whole.named, wanted)
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
@@ -126,7 +126,7 @@ def _captured_without_padding(
 
 def _layers(model: nn.Module, given: ModelInputs, wanted: Wanted) -> Iterator[VerifiedLayer]:
     """Yield the layers asked for, of sequences of one length without padding."""
-    seen, kept = forward_pass(model, (), given.named, wanted)
+    seen, kept = forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
     indices = (
@@ -149,7 +149,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
     members = LayersWithoutSoftmax(most=4)
     with members.hooked(model):
-        forward_pass(model, (), given.named, Wanted(()))
+        forward_pass(model, given.named, Wanted(()))
     mixer = next(members.mixers(given.batch), None)
     if mixer is not None:
         return f"{none}. Its layer {mixer.name} ({mixer.module}) mixes tokens with {NO_SOFTMAX}."

@@ -161,7 +161,7 @@ def inspect_model(
 def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
     members = LayersWithoutSoftmax()
     with members.hooked(model):
-        layers, kept = forward_pass(model, (), given.named, Wanted(None), members.on_layer)
+        layers, kept = forward_pass(model, given.named, Wanted(None), members.on_layer)
     mixers = list(members.mixers(given.batch))
     if not layers and not mixers:
         raise CaptureError(

@@ -117,7 +117,7 @@ class OwnerLayer:
                     intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
                 )
             if self.tail.module is not None:
-                stack.callback(self._tap(self.call.module.get_submodule(self.tail.module)).remove)
+                stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
             try:
                 output = self.call(self.call.shaped(x[None]))
             except _Reached as reached:

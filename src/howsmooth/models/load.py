@@ -260,8 +260,9 @@ def _preparation(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
             "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
         )
-    prepare = {"image": image_preparation, "audio": audio_preparation}.get(modality)
-    return None if prepare is None else prepare(place, config, model)
+    if modality == "image":
+        return image_preparation(place, config, model)
+    return audio_preparation(place, config, model) if modality == "audio" else None
 
 
 def _refuse_several(place: Place, model: PreTrainedModel) -> None:

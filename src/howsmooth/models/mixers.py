@@ -71,9 +71,9 @@ class LayersWithoutSoftmax:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
-                    before = module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True)
-                    stack.callback(before.remove)
-                    stack.callback(module.register_forward_hook(self._ends).remove)
+                    starts = partial(self._starts, name)
+                    stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(self._ends))
             yield
 
     def on_layer(self, layer: AttentionLayer) -> None:

@@ -228,11 +228,8 @@ def _arrives(
         changed.append(moved_tokens(value))
         return (changed[0], *output[1:]) if isinstance(output, tuple) else changed[0]
 
-    handle = projection.module.register_forward_hook(change)
-    try:
+    with projection.module.register_forward_hook(change):
         other = again()
-    finally:
-        handle.remove()
     if not changed or [c.module for c in other.after] != [c.module for c in record.after]:
         return False
     for place in places:

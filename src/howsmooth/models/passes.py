@@ -112,20 +112,19 @@ class _Stop(BaseException):
     """Ends a pass once everything asked for was seen; not an Exception, so that no model catches it."""
 
 
-def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Run the model's forward pass; an exception of its own becomes an ArgumentError about the inputs."""
     # Asking for hidden states would make transformers leave hooks of its own on the modules for good.
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
-        return model(*args, **kwargs, **dict.fromkeys(asked, False))
+        model(**inputs, **dict.fromkeys(asked, False))
     except _Stop:
-        return None
+        return
     except HowsmoothError:
         raise
     except Exception as error:
-        named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in named.items() if isinstance(v, Tensor))
+        shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in inputs.items() if isinstance(v, Tensor))
         raise ArgumentError(
             "inputs",
             expected=f"inputs that {type(model).__name__} accepts",
@@ -136,13 +135,12 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
     """List the attention layers of one forward pass, in order, cross-attention among them."""
-    return forward_pass(model, (), inputs, Wanted(()))[0]
+    return forward_pass(model, inputs, Wanted(()))[0]
 
 
 def forward_pass(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     wanted: Wanted,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, Passed]]:
@@ -150,8 +148,8 @@ def forward_pass(
 
     Parameters
     ----------
-    model, args, kwargs
-        The model, borrowed, and its inputs.
+    model, inputs
+        The model, borrowed, and its inputs by name.
     wanted
         Which layers to keep. The pass ends with the last of them, if that can be told.
     on_layer
@@ -167,7 +165,7 @@ def forward_pass(
     """
     watcher = _Watcher(model, wanted, on_layer)
     with watcher.hooked(), Watch(watcher.on_core):
-        run(model, args, kwargs)
+        run(model, inputs)
     return watcher.layers, watcher.kept
 
 
@@ -190,11 +188,9 @@ class _Watcher:
         """Place the hooks, and remove them."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                for handle in (
-                    module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True),
-                    module.register_forward_hook(self._ends, with_kwargs=True),
-                ):
-                    stack.callback(handle.remove)
+                starts = partial(self._starts, name)
+                stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(self._ends, with_kwargs=True))
             yield
 
     def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -103,14 +103,11 @@ class _Recorder:
         with ExitStack() as stack:
             for name, module in root.named_modules():
                 if module is self.owner.repeated.module:
-                    stack.callback(
-                        module.register_forward_pre_hook(self._owner_starts, with_kwargs=True).remove
-                    )
-                    stack.callback(module.register_forward_hook(self._owner_ends).remove)
-                path = f"{prefix}.{name}".strip(".")
-                stack.callback(
-                    module.register_forward_hook(partial(self._ended, path), with_kwargs=True).remove
-                )
+                    starts = module.register_forward_pre_hook(self._owner_starts, with_kwargs=True)
+                    stack.enter_context(starts)
+                    stack.enter_context(module.register_forward_hook(self._owner_ends))
+                ended = partial(self._ended, f"{prefix}.{name}".strip("."))
+                stack.enter_context(module.register_forward_hook(ended, with_kwargs=True))
             yield
 
     def _owner_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -56,6 +56,15 @@ class _Downcasts(TorchDispatchMode):
         return result
 
 
+@contextmanager
+def _noticed(dtype: torch.dtype) -> Iterator[_Downcasts]:
+    """Notice them in a model of float64; in others they make no difference."""
+    downcasts = _Downcasts()
+    watch: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with watch:
+        yield downcasts
+
+
 def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
     call = owner.repeated
@@ -68,13 +77,10 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
         if own.heads is None and given is not None:
             own.heads, own.projected = call.rows(given).clone(), call.rows(first_tensor(result)).clone()
 
-    downcasts = _Downcasts()
-    watch: AbstractContextManager[Any] = downcasts if x.dtype == torch.float64 else nullcontext()
     with ExitStack() as stack:
         if projection is not None:
-            handle = projection.module.register_forward_hook(tap, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(watch)
+            stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
+        downcasts = stack.enter_context(_noticed(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
     if projection is not None and own.heads is None:
@@ -205,12 +211,8 @@ def verify_block(
     for x in (layer.x, moved_tokens(layer.x) if layer.x.is_floating_point() else None):
         if x is None:
             continue
-        downcasts = _Downcasts()
-        watch: AbstractContextManager[Any] = (
-            downcasts if owner.repeated.x.dtype == torch.float64 else nullcontext()
-        )
         values = _BlockValues()
-        with _tapped(owner, output, block, values), watch:
+        with _tapped(owner, output, block, values), _noticed(owner.repeated.x.dtype) as downcasts:
             layer(x)
         hidden = values.hidden
         if hidden is None or values.value is None:
@@ -244,7 +246,7 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
 
     def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not values.owner_ran and pre is None:
-            x = _at(owner.repeated, args, kwargs)
+            x = bound_arguments(module, args, kwargs).get(owner.repeated.x_name)
             values.hidden = None if x is None else x.clone()
         values.owner_ran = True
 
@@ -262,22 +264,11 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
             values.value = None if value is None else value.clone()
 
     with ExitStack() as stack:
-        places = [owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True)]
-        places.append(output.call.module.register_forward_hook(output_ends))
+        stack.enter_context(owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True))
+        stack.enter_context(output.call.module.register_forward_hook(output_ends))
         if pre is not None:
-            places.append(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
-        modules = (reading.module, reading.less) if reading is not None else ()
-        places += [
-            module.register_forward_hook(shown, with_kwargs=True)
-            for module in dict.fromkeys(modules)
-            if module is not None
-        ]
-        for handle in places:
-            stack.callback(handle.remove)
+            stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
+        for module in dict.fromkeys(() if reading is None else (reading.module, reading.less)):
+            if module is not None:
+                stack.enter_context(module.register_forward_hook(shown, with_kwargs=True))
         yield
-
-
-def _at(call: Repeated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that stands among the arguments of a call where X stood in another."""
-    name = call.x_name
-    return bound_arguments(call.module, args, kwargs).get(name)

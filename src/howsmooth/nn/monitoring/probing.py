@@ -138,7 +138,7 @@ def _layers(
             names.append(layer.name)
 
     with own.hooked(names.append):
-        _, kept = forward_pass(model, (), given.named, Wanted(None), seen)
+        _, kept = forward_pass(model, given.named, Wanted(None), seen)
     # Softmaxes inside the layers of this package are theirs.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
@@ -170,7 +170,7 @@ def _read_again(
         for one in captured:
             stack.enter_context(one.hooked())
         stack.enter_context(own.hooked(lambda name: None))
-        run(model, (), given.named)
+        run(model, given.named)
     found: list[tuple[int, _Layer]] = []
     for index, reading in known:
         if isinstance(reading, int):
