@@ -19,7 +19,7 @@ from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.site import SCOPES, Site
 from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
 
-__all__ = ["capture"]
+__all__ = ["capture", "module_of"]
 
 
 def capture(
@@ -70,15 +70,7 @@ def capture(
         what lies in the way. Nothing is ever returned that was not verified.
 
     """
-    if isinstance(model, LoadedModel):
-        model = model.model
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            "model",
-            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
-            got=type(model).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
-        )
+    model = module_of(model)
     if scope not in SCOPES:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPES)}", got=repr(scope))
     if heads is not None and scope != "head":
@@ -93,6 +85,19 @@ def capture(
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, heads)
         return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
+
+
+def module_of(model: object) -> nn.Module:
+    """Return the module of what a user calls a model."""
+    module = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(
+            "model",
+            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
+            got=type(model).__name__,
+            remedy="To load one by its name, use howsmooth.models.load_model.",
+        )
+    return module
 
 
 def _captured_without_padding(

@@ -117,7 +117,7 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         rotary=projections.rotary,
         query_norm=projections.query_norm,
         key_norm=projections.key_norm,
-        score_bias=None if bias is None else _by_head(bias, n).to(record.x.dtype),
+        score_bias=None if bias is None else _by_head(bias, n).clone().to(record.x.dtype),
         softcap=core.softcap,
         sinks=None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone(),
     )
@@ -167,7 +167,7 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
     if projection is not None:
         width = _width(projection.inputs, projection)
         inner = Tail(width=width) if output.outside else Tail(module=_path(owner, projection), of_input=True)
-        heads = replayed(layer.until(inner), width, None)
+        heads = replayed(OwnerLayer(layer.call, inner, layer.implementation), width, None)
     return replayed(layer, _width(output.call.output, output.call), heads)
 
 
@@ -224,7 +224,7 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
     """Return the mask (n, n) that all heads have in common."""
     if visible is None:
         return None
-    each = visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+    each = _by_head(visible, n)
     if len(each) > 1 and not bool((each == each[:1]).all()):
         raise CaptureError(f"{layer} masks its heads differently.")
     return each[0]
@@ -239,10 +239,9 @@ def _described(core: CoreCall, visible: Tensor | None, n: int) -> Masking:
     return describe_mask(visible.tril(), n)
 
 
-def _by_head(bias: Tensor, n: int) -> Tensor:
-    """Return a bias (heads or 1, n, n)."""
-    each = bias.broadcast_to(*bias.shape[:-2], n, n)
-    return each.reshape(-1, n, n).clone()
+def _by_head(scores: Tensor, n: int) -> Tensor:
+    """Return a mask or a bias as (heads or 1, n, n)."""
+    return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
 def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
@@ -261,14 +260,12 @@ def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
         if m != n:
             found.append((f"{m} queries see {n} keys", False))
             continue
-        each = None if visible is None else visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+        each = None if visible is None else _by_head(visible, n)
         if each is not None and len(each) > 1 and not bool((each == each[:1]).all()):
             found.append(("a mask of its own for each head", core.causal or not bool(each.triu(1).any())))
             continue
         seen = None if each is None else each[0]
-        if (n == 1 and core.mask is None and getattr(owner.repeated.module, "is_causal", False) is True) or (
-            n == 1 and core.mask is not None
-        ):
+        if n == 1 and (core.mask is not None or getattr(owner.repeated.module, "is_causal", False) is True):
             seen = torch.ones(1, 1, dtype=torch.bool, device=core.value.device)
         masking = _described(core, seen, n)
         found.append((masking.words, masking.causal))

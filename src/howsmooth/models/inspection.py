@@ -12,6 +12,7 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.borrow import borrowed, implementation
+from howsmooth.models.capture import module_of
 from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
@@ -140,17 +141,10 @@ def inspect_model(
         If no layer of the model is seen to mix tokens; the message says why.
 
     """
-    loaded = model if isinstance(model, LoadedModel) else None
-    module = model.model if isinstance(model, LoadedModel) else model
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(
-            "model",
-            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
-            got=type(module).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
-        )
+    module = module_of(model)
     if inputs is None:
-        inputs = sample_inputs(module, None if loaded is None else loaded.preparation, tokens)
+        preparation = model.preparation if isinstance(model, LoadedModel) else None
+        inputs = sample_inputs(module, preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
     given = model_inputs(module, inputs)

@@ -46,20 +46,10 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Find a part of a model.
+    """Return the path of a part of the model that is called ``name``, and the part itself.
 
-    Parameters
-    ----------
-    model, name
-        The whole model, and what it is called.
-    part
-        ``text``, ``vision`` or ``audio`` if there is one such model inside; or the path of a module in the
-        model, such as ``encoder``.
-
-    Returns
-    -------
-    path, module
-        Where it is, and itself.
+    It is named ``text``, ``vision`` or ``audio`` if there is one such model inside, or by the path of a
+    module in the model, such as ``encoder``.
 
     Raises
     ------

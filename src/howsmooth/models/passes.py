@@ -144,24 +144,10 @@ def forward_pass(
     wanted: Wanted,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, Passed]]:
-    """Run the model once.
+    """Run a borrowed model once; return all layers that were seen, in order, and those wanted, by index.
 
-    Parameters
-    ----------
-    model, inputs
-        The model, borrowed, and its inputs by name.
-    wanted
-        Which layers to keep. The pass ends with the last of them, if that can be told.
-    on_layer
-        Called with each layer when it is found.
-
-    Returns
-    -------
-    list of AttentionLayer
-        All layers that were seen, in order.
-    dict
-        Those that are wanted, by index.
-
+    The pass ends with the last layer that is wanted, if that can be told. ``on_layer`` is called with each
+    layer when it is found.
     """
     watcher = _Watcher(model, wanted, on_layer)
     with watcher.hooked(), Watch(watcher.on_core):

@@ -97,12 +97,7 @@ def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | No
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE on a text; the same text gives the same tokenizer.
 
-    Parameters
-    ----------
-    text
-        The text to train on.
-    vocabulary
-        Number of token ids that the model knows; at most this many, and at most 8000, are made.
+    At most ``vocabulary`` token ids, which is how many the model knows, and at most 8000 are made.
 
     Raises
     ------
