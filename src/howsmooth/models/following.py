@@ -441,37 +441,34 @@ def _functions(names: str) -> set[Any]:
 
 
 _IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
-_RULES: dict[Any, Rule] = {
-    function: rule
-    for rule, names in {
-        _multiply: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
-        partial(
-            _multiply, inverse=True
-        ): "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
-        _add: "add add_ __add__ __radd__ __iadd__",
-        partial(_add, signs=(1.0, -1.0)): "sub subtract sub_ subtract_ __sub__ __isub__",
-        partial(_add, signs=(-1.0, 1.0)): "rsub __rsub__",
-        _negate: "neg neg_ negative __neg__",
-        _tanh: "tanh tanh_",
-        _convert: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
-        _same: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
-        _reshape: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_",
-        _expand: "expand expand_as broadcast_to",
-        _permute: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
-        _index: "__getitem__",
-        _of_one(_cut): "narrow",
-        _join: "cat concat concatenate",
-        _masked_fill: "masked_fill masked_fill_",
-        _where: "where",
-        _softmax: "softmax",
-        _dropout: "dropout dropout_ alpha_dropout feature_dropout",
-        _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
-        _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
-        _assign: "__setitem__",
-        _fused: "scaled_dot_product_attention",
-        _inside: "multi_head_attention_forward",
-    }.items()
-    for function in _functions(names)
+_NAMES: dict[Rule, str] = {
+    _multiply: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    partial(
+        _multiply, inverse=True
+    ): "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
+    _add: "add add_ __add__ __radd__ __iadd__",
+    partial(_add, signs=(1.0, -1.0)): "sub subtract sub_ subtract_ __sub__ __isub__",
+    partial(_add, signs=(-1.0, 1.0)): "rsub __rsub__",
+    _negate: "neg neg_ negative __neg__",
+    _tanh: "tanh tanh_",
+    _convert: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
+    _same: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
+    _reshape: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_",
+    _expand: "expand expand_as broadcast_to",
+    _permute: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
+    _index: "__getitem__",
+    _of_one(_cut): "narrow",
+    _join: "cat concat concatenate",
+    _masked_fill: "masked_fill masked_fill_",
+    _where: "where",
+    _softmax: "softmax",
+    _dropout: "dropout dropout_ alpha_dropout feature_dropout",
+    _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
+    _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
+    _assign: "__setitem__",
+    _fused: "scaled_dot_product_attention",
+    _inside: "multi_head_attention_forward",
 }
+_RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
 _RULES |= dict.fromkeys(PRODUCTS, _product)
 _STARTS = frozenset({_product, _fused, _inside})  # of use before anything is known

@@ -216,9 +216,10 @@ def _built(
     # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives the
     # same weights everywhere, and no random state but the one that is restored is touched.
     with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
             _check_memory(place, config, dtype)
+        torch.default_generator.manual_seed(torch_seed(seed))
+        if random_init:
             # In float32 first, so that both precisions start from the same numbers.
             model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.errors import CaptureError
 from howsmooth.models.owners import moved_tokens
 from howsmooth.models.passes import Call
 from howsmooth.models.recording import AttentionLayer, first_tokens
@@ -116,7 +117,7 @@ def _keeps_shape(call: Call, output: Any) -> bool:
     x = first_tokens(call.arguments())
     try:
         y = first_tensor(output)
-    except (StopIteration, TypeError):
+    except CaptureError:
         return False
     return x is not None and x.ndim >= 2 and y.shape == x.shape
 

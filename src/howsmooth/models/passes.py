@@ -50,20 +50,19 @@ class Call:
         if self.kept:
             return
         self.kept = True
-        copies: dict[int, Tensor] = {}
+        x = first_tokens(self.arguments())
+        copies: dict[int, Tensor] = {}  # one tensor that is given twice stays one
 
         def copied(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim > 3:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if not floating or not (value is x or value.ndim <= 3):
                 return value
             if id(value) not in copies:
                 copies[id(value)] = value.clone()
             return copies[id(value)]
 
-        x = first_tokens(self.arguments())
-        if x is not None:
-            copies[id(x)] = x.clone()
-        self.args = tuple(copies.get(id(v), v) if v is x else copied(v) for v in self.args)
-        self.kwargs = {k: copies.get(id(v), v) if v is x else copied(v) for k, v in self.kwargs.items()}
+        self.args = tuple(map(copied, self.args))
+        self.kwargs = {name: copied(value) for name, value in self.kwargs.items()}
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
