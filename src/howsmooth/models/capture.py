@@ -14,7 +14,7 @@ from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax
 from howsmooth.models.owners import CrossAttention
 from howsmooth.models.padding import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.passes import Wanted, forward_pass
+from howsmooth.models.passes import forward_pass
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.site import SCOPES, Site
 from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
@@ -77,7 +77,7 @@ def capture(
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
-    wanted = Wanted(None if layers is None else _checked("layers", layers))
+    wanted = None if layers is None else _checked("layers", layers)
     heads = None if heads is None else _checked("heads", heads)
     given = model_inputs(model, inputs)
     padding = padding_of(model, given)
@@ -101,7 +101,7 @@ def module_of(model: object) -> nn.Module:
 
 
 def _captured_without_padding(
-    model: nn.Module, padding: Padding, wanted: Wanted, scope: str, heads: Sequence[int] | None
+    model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
     """Capture each sequence alone, where that gives what the padded pass gives."""
     _, passed = forward_pass(model, padding.whole.named, wanted)
@@ -129,21 +129,19 @@ def _captured_without_padding(
     return sites
 
 
-def _layers(model: nn.Module, given: ModelInputs, wanted: Wanted) -> Iterator[VerifiedLayer]:
+def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
     """Yield the layers asked for, of sequences of one length without padding."""
     seen, kept = forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
-    indices = (
-        list(range(len(seen))) if wanted.indices is None else indices_of(wanted.indices, len(seen), "layer")
-    )
+    indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
         try:
             # Whatever the layer was given is not needed any more afterwards.
             yield read_layer(kept.pop(index), given.batch, implementation(model))
         except CrossAttention as error:
-            if wanted.indices is not None:
+            if wanted is not None:
                 raise
             crossed.append(error)
     if len(crossed) == len(indices):
@@ -154,7 +152,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
     members = LayersWithoutSoftmax(most=4)
     with members.hooked(model):
-        forward_pass(model, given.named, Wanted(()))
+        forward_pass(model, given.named, ())
     mixer = next(members.mixers(given.batch), None)
     if mixer is not None:
         return f"{none}. Its layer {mixer.name} ({mixer.module}) mixes tokens with {NO_SOFTMAX}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,9 +21,8 @@ from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
 from howsmooth.models.masking import HIDDEN, Masking, describe_mask, order_and_window, split_mask
 from howsmooth.models.outputs import Output, given, heads_of
 from howsmooth.models.owners import Owner
-from howsmooth.models.projections import read_projections, weight_and_bias
+from howsmooth.models.projections import multihead_parameters, read_projections, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
-from howsmooth.models.torch_attention import multihead_parameters
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["CapturedMap", "Hypothesis", "Path", "hypotheses"]
@@ -210,14 +209,10 @@ def _heads(record: LayerRecord) -> int:
 
 def _of_one_sequence(core: CoreCall) -> CoreCall | None:
     """Return the core with operands (1, heads, n, dim); None if it has further axes."""
-    operands = (core.query, core.key, core.value, core.output)
-    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands):
+    operands = {name: getattr(core, name) for name in ("query", "key", "value", "output")}
+    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
-    query, key, value, output = (t.reshape(1, *t.shape[-3:]) for t in operands if t is not None)
-    return CoreCall(
-        query, key, value, core.scale, core.mask, core.softcap, core.sinks, output, None, core.kind, "",
-        core.causal,
-    )  # fmt: skip
+    return replace(core, **{name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()})
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:

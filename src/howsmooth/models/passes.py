@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from howsmooth.models.recording import (
 )
 from howsmooth.models.watching import CoreCall, Watch
 
-__all__ = ["Call", "Passed", "Wanted", "attention_layers", "forward_pass", "run"]
+__all__ = ["Call", "Passed", "attention_layers", "forward_pass", "run"]
 
 
 @dataclass(eq=False)
@@ -88,25 +88,6 @@ class Passed:
     cores: int = 1
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which layers to keep, counted in the order of their calls; negative from the end, None: all."""
-
-    indices: tuple[int, ...] | None
-
-    @property
-    def last(self) -> int | None:
-        """Index after which the pass need not go on; None if only its end tells."""
-        if self.indices is None or any(i < 0 for i in self.indices):
-            return None
-        return max(self.indices, default=-1)
-
-    @property
-    def from_end(self) -> int:
-        """How many of the layers last seen may be wanted."""
-        return max((-i for i in self.indices or () if i < 0), default=0)
-
-
 class _Stop(BaseException):
     """Ends a pass once everything asked for was seen; not an Exception, so that no model catches it."""
 
@@ -134,19 +115,20 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
     """List the attention layers of one forward pass, in order, cross-attention among them."""
-    return forward_pass(model, inputs, Wanted(()))[0]
+    return forward_pass(model, inputs, ())[0]
 
 
 def forward_pass(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    wanted: Wanted,
+    wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, Passed]]:
     """Run a borrowed model once; return all layers that were seen, in order, and those wanted, by index.
 
-    The pass ends with the last layer that is wanted, if that can be told. ``on_layer`` is called with each
-    layer when it is found.
+    Layers are counted in the order of their calls, negative from the end; None: all are wanted. The pass ends
+    with the last layer that is wanted, if that can be told. ``on_layer`` is called with each layer when it is
+    found.
     """
     watcher = _Watcher(model, wanted, on_layer)
     with watcher.hooked(), Watch(watcher.on_core):
@@ -157,14 +139,19 @@ def forward_pass(
 class _Watcher:
     """The hooks of :func:`forward_pass`, and what they have seen."""
 
-    def __init__(self, model: nn.Module, wanted: Wanted, on_layer: Callable[[AttentionLayer], None]) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
+    ) -> None:
         self.model = model
         self.wanted = wanted
         self.on_layer = on_layer
+        self.from_end = max((-i for i in wanted or () if i < 0), default=0)
+        # Index after which the pass need not go on; None if only its end tells.
+        self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
         self.stack: list[Call] = []
         self.layers: list[AttentionLayer] = []
         self.kept: dict[int, Passed] = {}
-        self.last: deque[int] = deque()  # kept only because they may be wanted from the end
+        self.newest_kept: deque[int] = deque()  # only because they may be wanted from the end
         self.last_norm: ModuleCall | None = None
         self.newest: tuple[Call, Passed] | None = None
 
@@ -194,8 +181,7 @@ class _Watcher:
                 self.last_norm = ModuleCall(call.name, module, tokens, output)
         if call.kept:
             call.output = output
-            last = self.wanted.last
-            ended = self.kept.get(last) if last is not None else None
+            ended = None if self.last is None else self.kept.get(self.last)
             if ended is not None and ended.calls[0] is call:
                 raise _Stop
 
@@ -229,14 +215,13 @@ class _Watcher:
             self.kept[layer.index] = passed
 
     def _is_wanted(self, index: int) -> bool:
-        indices = self.wanted.indices
-        if indices is None or index in indices:
+        if self.wanted is None or index in self.wanted:
             return True
-        if not self.wanted.from_end:
+        if not self.from_end:
             return False
-        self.last.append(index)
-        if len(self.last) > self.wanted.from_end:
-            self.kept.pop(self.last.popleft(), None)
+        self.newest_kept.append(index)
+        if len(self.newest_kept) > self.from_end:
+            self.kept.pop(self.newest_kept.popleft(), None)
         return True
 
 

@@ -131,11 +131,6 @@ class _Recorder:
         if len(self.record.cores) == len(self.owner.cores):
             self.record.inside = self.calls[self.inside :]
 
-    def _heads(self) -> int:
-        """Return how many numbers the heads are."""
-        output = self.record.cores[0].output
-        return 0 if output is None else output.numel()
-
     def _ended(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -144,7 +139,8 @@ class _Recorder:
         inputs = kept = None
         after = self.inside is not None and len(self.record.cores) == len(self.owner.cores)
         given = sum(v is not None for v in (*args, *kwargs.values()))
-        alone = after and given == 1 and tokens is not None and tokens.numel() == self._heads()
+        heads = self.record.cores[0].output if after else None
+        alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
         owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
         if is_linear(module) or is_norm(module):
             inputs = None if tokens is None else _flat(tokens)

@@ -18,7 +18,7 @@ from howsmooth.models.borrow import implementation
 from howsmooth.models.capture import capture
 from howsmooth.models.inputs import ModelInputs
 from howsmooth.models.owners import CrossAttention
-from howsmooth.models.passes import Passed, Wanted, forward_pass, run
+from howsmooth.models.passes import Passed, forward_pass, run
 from howsmooth.models.recording import AttentionLayer, first_tokens
 from howsmooth.models.verified import read_layer
 from howsmooth.nn.monitoring.neutral import unmarked
@@ -138,7 +138,7 @@ def _layers(
             names.append(layer.name)
 
     with own.hooked(names.append):
-        _, kept = forward_pass(model, given.named, Wanted(None), seen)
+        _, kept = forward_pass(model, given.named, None, seen)
     # Softmaxes inside the layers of this package are theirs.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
