@@ -17,7 +17,6 @@ import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models.parameter_files import (
     is_parameter_file,
-    load_parameters,
     read_parameter_file,
     save_parameters,
 )
@@ -64,7 +63,7 @@ def test_every_attention_comes_back_the_same(path: Path, name: str) -> None:
 def test_single_precision_stays_single_and_precise_tokens_take_the_parameters_along(path: Path) -> None:
     attention = random_attention(0, dtype=torch.float32, scale=1 / 3)
     save_parameters(path, attention)
-    loaded = load_parameters(path)
+    loaded = read_parameter_file(path).attention
     assert loaded.dtype == torch.float32
     assert loaded.scale == 1 / 3  # not rounded to the precision of the rest
     x = tokens(1, 4, D)
@@ -81,11 +80,11 @@ def test_the_matrices_of_the_paper(path: Path) -> None:
     A, V = (torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     b = torch.randn(4, generator=generator, dtype=torch.float64)
     x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    f = load_parameters(write(path, A=A, V=V, b=b))
+    f = read_parameter_file(write(path, A=A, V=V, b=b)).attention
     scores = (x @ A.mT + b) @ x.mT
     assert torch.allclose(f(x), scores.softmax(dim=-1) @ x @ V.mT, rtol=1e-13)
     assert not f.causal
-    causal = load_parameters(write(path, A=A, V=V, b=b, causal=torch.tensor(True)))
+    causal = read_parameter_file(write(path, A=A, V=V, b=b, causal=torch.tensor(True))).attention
     seen = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
     assert torch.allclose(causal(x), seen.softmax(dim=-1) @ x @ V.mT, rtol=1e-13)
 
@@ -96,7 +95,7 @@ def test_several_heads_of_the_paper(path: Path) -> None:
     V = torch.randn(3, 2, 4, generator=generator, dtype=torch.float64)
     W = torch.randn(5, 6, generator=generator, dtype=torch.float64)
     x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    f = load_parameters(write(path, A=A, V=V, W=W))
+    f = read_parameter_file(write(path, A=A, V=V, W=W)).attention
     wanted = sum(
         (x @ A[h].mT @ x.mT).softmax(dim=-1) @ x @ V[h].mT @ W[:, 2 * h : 2 * h + 2].mT for h in range(3)
     )
@@ -106,20 +105,22 @@ def test_several_heads_of_the_paper(path: Path) -> None:
 def test_one_head_may_be_written_as_matrices(path: Path) -> None:
     full = random_attention(5, heads=1, d_out=None)
     assert full.query_bias is not None
-    found = load_parameters(
+    found = read_parameter_file(
         write(path, query=full.query[0], key=full.key[0], value=full.value[0], query_bias=full.query_bias[0])
-    )
+    ).attention
     other = hs.SelfAttention(full.query, full.key, full.value, query_bias=full.query_bias)
     x = tokens(2, 5, D)
     assert torch.equal(found(x), other(x))
 
 
 def test_whole_and_half_precise_numbers_are_taken_exactly(tmp_path: Path) -> None:
-    f = load_parameters(write(tmp_path / "whole.npz", A=torch.tensor([[2, 1], [0, 3]]), V=torch.eye(2)))
+    f = read_parameter_file(
+        write(tmp_path / "whole.npz", A=torch.tensor([[2, 1], [0, 3]]), V=torch.eye(2))
+    ).attention
     assert f.dtype == torch.float64
     assert torch.equal(f.query[0], torch.tensor([[2.0, 1.0], [0.0, 3.0]], dtype=torch.float64))
     half = torch.tensor([[0.1, 1.0], [0.0, 3.0]], dtype=torch.bfloat16)
-    f = load_parameters(write(tmp_path / "half.safetensors", A=half, V=torch.eye(2)))
+    f = read_parameter_file(write(tmp_path / "half.safetensors", A=half, V=torch.eye(2))).attention
     assert torch.equal(f.query[0], half.float())
     assert f.dtype == torch.float32
 
@@ -129,7 +130,8 @@ def test_the_other_byte_order_is_read(tmp_path: Path) -> None:
         tmp_path / "big.npz", A=np.arange(4.0).reshape(2, 2).astype(">f8"), V=np.asfortranarray(np.eye(2))
     )
     assert torch.equal(
-        load_parameters(tmp_path / "big.npz").query[0], torch.arange(4.0, dtype=torch.float64).reshape(2, 2)
+        read_parameter_file(tmp_path / "big.npz").attention.query[0],
+        torch.arange(4.0, dtype=torch.float64).reshape(2, 2),
     )
 
 
@@ -234,12 +236,12 @@ def test_files_that_cannot_be_read(
     path = tmp_path / f"attention{ending}"
     make(path)
     with pytest.raises(ModelError, match=sentence):
-        load_parameters(path)
+        read_parameter_file(path)
 
 
 def test_a_file_that_is_not_there(path: Path) -> None:
     with pytest.raises(ModelError, match="There is no parameter file"):
-        load_parameters(path)
+        read_parameter_file(path)
 
 
 def test_names_of_files_and_of_models(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def unchecked() -> Iterator[None]:
         ({"inputs": torch.full((1, 3), VOCABULARY)}, ["0 to 59", "id 60", "tokenizer"]),
         ({"inputs": torch.full((1, 3), -1)}, ["id -1"]),
         ({"inputs": torch.ones(1, 33, dtype=torch.long)}, ["at most 32", "33"]),
-        ({"inputs": {}}, ["input_ids", "nothing"]),
+        ({"inputs": {}}, ["input_ids", "an empty dict"]),
         ({"inputs": {"input_ids": token_ids(1, 4), "labels": token_ids(1, 4)}}, ["'labels'"]),
         ({"inputs": {"input_ids": [[1, 2]]}}, ["input_ids", "list"]),
         ({"inputs": {"input_ids": token_ids(1, 4), "past_key_values": torch.ones(1)}}, ["cache"]),

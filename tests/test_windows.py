@@ -21,7 +21,7 @@ from howsmooth.bounds import lower as lower_bounds
 from howsmooth.bounds import masked as masked_bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
-from howsmooth.models.parameter_files import load_parameters, save_parameters
+from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from tests._cases import D, random_attention, rotary, tokens, true_norm
 
 N = 9
@@ -276,10 +276,10 @@ def test_files_keep_the_window(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"attention{suffix}"
     f = random_attention(1, causal=True, window=4)
     save_parameters(path, f)
-    loaded = load_parameters(path)
+    loaded = read_parameter_file(path).attention
     assert (loaded.window, loaded.causal, loaded.mask) == (4, True, None)
     save_parameters(path, random_attention(1))
-    assert load_parameters(path).window is None
+    assert read_parameter_file(path).attention.window is None
 
 
 def test_masks_are_summed_in_blocks_of_bounded_size() -> None:

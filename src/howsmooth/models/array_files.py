@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,29 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, ModelError, NonFiniteError
 
-__all__ = ["check_range", "read_array", "read_arrays", "reason", "shown"]
+__all__ = ["DataSource", "check_range", "read_array", "read_arrays", "reason", "shown"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """What a model can be given, read from somewhere.
+
+    Attributes
+    ----------
+    name
+        The name under which results stand.
+    source
+        One phrase for a report.
+    digest
+        SHA-256 of all of it.
+
+    """
+
+    name: str
+    source: str
+    digest: str
 
 
 def read_array(path: Path) -> np.ndarray:

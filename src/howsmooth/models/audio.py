@@ -15,7 +15,7 @@ from scipy.signal import resample_poly
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.array_files import check_range, read_array, reason, shown
+from howsmooth.models.array_files import DataSource, check_range, read_array, reason, shown
 
 __all__ = ["Audio", "Waveform", "load_audio"]
 
@@ -29,17 +29,11 @@ Waveform = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, eq=False)
-class Audio:
+class Audio(DataSource):
     """Sound of one channel.
 
     Attributes
     ----------
-    name
-        The name under which results stand.
-    source
-        One phrase for a report.
-    digest
-        SHA-256 of the samples and the rate.
     rate
         Samples a second.
     samples
@@ -47,9 +41,6 @@ class Audio:
 
     """
 
-    name: str
-    source: str
-    digest: str
     rate: int
     samples: Waveform = field(repr=False)
 

@@ -48,16 +48,8 @@ class Block:
 def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> Block:
     """Tell the layout from the sums that the recorded numbers confirm.
 
-    Parameters
-    ----------
-    record
-        The layer.
-    attention
-        Its attention as a map, with output projection.
-    output
-        The call that gave the attention's output: of its output projection, a member of ``record.after``,
-        or of a module around that.
-
+    ``attention`` is the map with its output projection, ``output`` the call that gave its output: of the
+    output projection, a member of ``record.after``, or of a module around that.
     """
     branch = None if output.output is None else like(output.output, record.x)
     if branch is None or attention.d_out != attention.d:

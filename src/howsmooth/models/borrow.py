@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["borrowed", "implementation", "own_attention", "quiet"]
+__all__ = ["borrowed", "implementation", "nested_configs", "own_attention", "quiet"]
 
 _numbers = itertools.count()
 
@@ -34,26 +34,20 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     afterwards. The training flags are set one by one instead of by ``model.eval()``, because modules
     may override that method with lasting effects, and because a user may have frozen some modules only.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    caches = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
+    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
+    for config in _configs(model):
+        if getattr(config, "use_cache", False):
+            changes.append((config, "use_cache", False))
+        # The grouped product of experts knows no float64.
+        if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
+            changes.append((config, "_experts_implementation_internal", "eager"))
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    # The grouped product of experts knows no float64.
-    experts = [
-        (config, config._experts_implementation_internal)
-        for config in _configs(model)
-        if hasattr(config, "_experts_implementation_internal") and _in_float64(model)
-    ]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for module, _ in flags:
-            module.training = False
-        for config, _ in caches:
-            config.use_cache = False
-        for config, _ in experts:
-            config._experts_implementation_internal = "eager"
         with (
+            _changed(changes),
             torch.inference_mode(mode=False),
             torch.no_grad(),
             torch.autocast(device.type, enabled=False),
@@ -62,12 +56,19 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in flags:
-            module.training = training
-        for config, use_cache in caches:
-            config.use_cache = use_cache
-        for config, way in experts:
-            config._experts_implementation_internal = way
+
+
+@contextlib.contextmanager
+def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes, each of an object and by its name, another value within the context."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -79,17 +80,12 @@ def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
     The name under which they are registered is new each time, so that captures may run in parallel.
     """
     name = f"howsmooth_{next(_numbers)}"
-    configs = _configs(model)
-    before = [config._attn_implementation_internal for config in configs]
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, eager_mask)
     try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield
+        with _changed([(config, "_attn_implementation_internal", name) for config in _configs(model)]):
+            yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
         # The interfaces can be added to by a public method, but only emptied through the mapping itself.
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
@@ -106,17 +102,15 @@ def implementation(model: nn.Module) -> str:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Every configuration object that some part of the model reads, each once."""
-    found: dict[int, Any] = {}
-    waiting = [
-        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    ]
-    while waiting:
-        config = waiting.pop()
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            continue
-        found[id(config)] = config
-        waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return list(found.values())
+    own = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    every = {id(part): part for config in own.values() for part in nested_configs(config)}
+    return [config for config in every.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+def nested_configs(config: Any) -> list[Any]:
+    """Return a configuration, and those of the parts of its model."""
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [config, *(part for one in inner if one is not None for part in nested_configs(one))]
 
 
 @contextlib.contextmanager

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.borrow import borrowed, implementation
-from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax
 from howsmooth.models.owners import CrossAttention
 from howsmooth.models.padding import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.passes import Wanted, forward_pass
+from howsmooth.models.passes import forward_pass
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.site import SCOPES, Site
 from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
 
-__all__ = ["capture"]
+__all__ = ["capture", "module_of"]
 
 
 def capture(
@@ -70,22 +70,14 @@ def capture(
         what lies in the way. Nothing is ever returned that was not verified.
 
     """
-    if isinstance(model, LoadedModel):
-        model = model.model
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            "model",
-            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
-            got=type(model).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
-        )
+    model = module_of(model)
     if scope not in SCOPES:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPES)}", got=repr(scope))
     if heads is not None and scope != "head":
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
-    wanted = Wanted(None if layers is None else _checked("layers", layers))
+    wanted = None if layers is None else _checked("layers", layers)
     heads = None if heads is None else _checked("heads", heads)
     given = model_inputs(model, inputs)
     padding = padding_of(model, given)
@@ -95,11 +87,24 @@ def capture(
         return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
 
 
+def module_of(model: object) -> nn.Module:
+    """Return the module of what a user calls a model."""
+    module = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(
+            "model",
+            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
+            got=type(model).__name__,
+            remedy="To load one by its name, use howsmooth.models.load_model.",
+        )
+    return module
+
+
 def _captured_without_padding(
-    model: nn.Module, padding: Padding, wanted: Wanted, scope: str, heads: Sequence[int] | None
+    model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
     """Capture each sequence alone, where that gives what the padded pass gives."""
-    _, passed = forward_pass(model, (), padding.whole.named, wanted)
+    _, passed = forward_pass(model, padding.whole.named, wanted)
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
@@ -124,21 +129,19 @@ def _captured_without_padding(
     return sites
 
 
-def _layers(model: nn.Module, given: ModelInputs, wanted: Wanted) -> Iterator[VerifiedLayer]:
+def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
     """Yield the layers asked for, of sequences of one length without padding."""
-    seen, kept = forward_pass(model, (), given.named, wanted)
+    seen, kept = forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
-    indices = (
-        list(range(len(seen))) if wanted.indices is None else indices_of(wanted.indices, len(seen), "layer")
-    )
+    indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
         try:
             # Whatever the layer was given is not needed any more afterwards.
             yield read_layer(kept.pop(index), given.batch, implementation(model))
         except CrossAttention as error:
-            if wanted.indices is not None:
+            if wanted is not None:
                 raise
             crossed.append(error)
     if len(crossed) == len(indices):
@@ -149,7 +152,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
     members = LayersWithoutSoftmax(most=4)
     with members.hooked(model):
-        forward_pass(model, (), given.named, Wanted(()))
+        forward_pass(model, given.named, ())
     mixer = next(members.mixers(given.batch), None)
     if mixer is not None:
         return f"{none}. Its layer {mixer.name} ({mixer.module}) mixes tokens with {NO_SOFTMAX}."

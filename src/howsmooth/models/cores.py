@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.borrow import own_attention
-from howsmooth.models.watching import CoreCall, Watch, triangle
+from howsmooth.models.watching import CoreCall, Watch, capped_scores, softmax_values, triangle
 
 __all__ = ["OnCore", "intercepted", "plain_attention"]
 
@@ -196,16 +196,8 @@ def _block(
     causal_rows: slice | None,
 ) -> Tensor:
     """Attention of some rows, ``causal_rows`` their places where the order of the tokens counts."""
-    scores = query @ key.mT * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        boolean = mask.dtype == torch.bool
-        scores = scores.masked_fill(mask.logical_not(), float("-inf")) if boolean else scores + mask
+    scores = capped_scores(query, key, scale, softcap)
     if causal_rows is not None:
         order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)
         scores = scores.masked_fill(order[: scores.shape[-1]] > order[causal_rows, None], float("-inf"))
-    if sinks is None:
-        return scores.softmax(dim=-1) @ value
-    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1] @ value
+    return softmax_values(scores, value, mask, sinks)

@@ -1,16 +1,17 @@
 """Feeds: what a model is given, cut to sequences of a wished length.
 
-A feed knows how long a sequence can be, and makes the model's inputs from some sequences of one length. For
-an image the length is the number of patches, with the tokens that the model adds; for sound it is the number
-of frames that enter the attention. Both are found by looking at the tokens of the captured layers.
+For an image the length is the number of patches, with the tokens that the model adds; for sound it is the
+number of frames that enter the attention. Both are found by looking at the tokens of the captured layers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from howsmooth.models.token_files import TokenStream, load_embeddings, load_toke
 __all__ = [
     "AudioFeed",
     "ChunkFeed",
+    "Feed",
     "ImageFeed",
     "StreamFeed",
     "audio_inputs",
@@ -41,6 +43,7 @@ _MOST_LENGTHS = 8
 _LARGEST_GRID = 64
 
 Opened = Images | Audio | TokenStream
+P = TypeVar("P", ImagePreparation, AudioPreparation)
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
@@ -64,9 +67,7 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
     return loaders[kind](places[0])
 
 
-def feed_of(
-    opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None
-) -> StreamFeed | ImageFeed | AudioFeed | ChunkFeed:
+def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
     """Bring a source and a model together.
 
     Parameters
@@ -88,7 +89,7 @@ def feed_of(
         return StreamFeed(opened, model)
     if isinstance(opened, Images):
         return ImageFeed(opened, model, layers)
-    preparation = _audio_preparation(model)
+    preparation = _preparation(model, AudioPreparation, "sound", "audio")
     frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
     if preparation.raw and frames is not None:
         return AudioFeed(opened, model, preparation, frames)
@@ -124,7 +125,7 @@ def image_inputs(
         If the images cannot be read.
 
     """
-    preparation = _image_preparation(model)
+    preparation = _preparation(model, ImagePreparation, "images", "vision")
     found = load_images(images)
     pair = (size, size) if isinstance(size, int) else size
     return in_dtype(model.model, preparation.prepared([found[index] for index in range(found.size)], pair))
@@ -157,7 +158,7 @@ def audio_inputs(
         If the sound cannot be read, or is shorter than asked for.
 
     """
-    preparation = _audio_preparation(model)
+    preparation = _preparation(model, AudioPreparation, "sound", "audio")
     found = load_audio(audio, rate)
     samples = found.at(preparation.rate)
     wanted = len(samples) / preparation.rate if seconds is None else seconds
@@ -171,23 +172,14 @@ def audio_inputs(
     return in_dtype(model.model, preparation.prepared([samples[:count]]))
 
 
-def _image_preparation(model: LoadedModel) -> ImagePreparation:
-    if not isinstance(model.preparation, ImagePreparation):
-        raise _refusal(model, "images", "vision")
+def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
+    """Return how images, or sound, become the inputs of a model; raise ModelError if it takes none."""
+    if not isinstance(model.preparation, kind):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
+            f"If it has a part for that, choose it with part (--part {part})."
+        )
     return model.preparation
-
-
-def _audio_preparation(model: LoadedModel) -> AudioPreparation:
-    if not isinstance(model.preparation, AudioPreparation):
-        raise _refusal(model, "sound", "audio")
-    return model.preparation
-
-
-def _refusal(model: LoadedModel, given: str, part: str) -> ModelError:
-    return ModelError(
-        f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
-        f"If it has a part for that, choose it with part (--part {part})."
-    )
 
 
 def _taken(model: LoadedModel) -> str:
@@ -213,96 +205,102 @@ def _tokens_at(
     return next(iter(counts.values()))
 
 
-@dataclass(frozen=True, eq=False)
-class StreamFeed:
-    """Windows of token ids, or of tokens that were embedded elsewhere."""
+class Feed:
+    """A source brought together with a model: sequences of a wished length, as the model's inputs.
 
-    stream: TokenStream
-    model: LoadedModel
-
-    beyond = 0
-    lengths: tuple[int, ...] = ()
-    usual: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse a stream that is not for this model."""
-        tokens, module, name = self.stream.tokens, self.model.model, self.model.name
-        if not tokens.is_floating_point():
-            size = self.model.vocab_size
-            if size is None:
-                raise ModelError(f"{name!r} takes {_taken(self.model)}, not token ids.")
-            if int(tokens.max()) >= size:
-                raise ArgumentError(
-                    "tokens",
-                    expected=f"ids from 0 to {size - 1}, the embedding table of {name}",
-                    got=f"id {int(tokens.max())}",
-                )
-            return
-        if self.model.modality not in ("text", "embeddings"):
-            raise ModelError(f"{name!r} takes {_taken(self.model)}, not embedded tokens.")
-        d = token_width(module)
-        if d is not None and tokens.shape[1] != d:
-            raise ArgumentError(
-                "embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(tokens.shape[1])
-            )
-
-    @property
-    def count(self) -> int:
-        """How many tokens there are."""
-        return len(self.stream.tokens)
-
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """The sequences of the file."""
-        return self.stream.parts
-
-    @property
-    def preparation(self) -> str:
-        """In words."""
-        if not self.stream.tokens.is_floating_point():
-            return "token ids as given"
-        plain = not isinstance(self.model.model, PreTrainedModel)
-        return "embedded tokens as given" + ("" if plain else ", in place of the model's embedding of ids")
-
-    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return token ids (batch, n), or embedded tokens (batch, n, d)."""
-        windows = torch.stack([self.stream.tokens[start : start + n] for start in starts])
-        if not windows.is_floating_point():
-            return windows
-        embedded = windows.to(dtype_of(self.model.model))
-        return {"inputs_embeds": embedded} if isinstance(self.model.model, PreTrainedModel) else embedded
-
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return what the tokens stand for, or their numbers."""
-        if self.stream.tokens.is_floating_point():
-            return tuple(str(start + index) for index in range(n))
-        return tuple(self.model.tokenizer.decoded(self.stream.tokens[start : start + n].tolist()))
-
-
-class ImageFeed:
-    """Images, each a sequence of its patches; shown smaller or larger for another length.
-
-    Parameters
+    Attributes
     ----------
-    images, model, layers
-        As for :func:`feed_of`.
+    count
+        How many tokens, frames or images there are for this model.
+    parts
+        Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images.
+    beyond
+        How many tokens' room a window takes beyond its own.
+    lengths
+        The lengths that there are; empty for all.
+    usual
+        The lengths to take if none are asked for; empty if it is not for the model to say.
+    preparation
+        How the source becomes inputs, in words.
 
     """
 
-    parts = None
+    count: int
+    parts: tuple[tuple[int, int], ...] | None = None
     beyond = 0
+    lengths: tuple[int, ...] = ()
+    usual: tuple[int, ...] = ()
+    preparation: str
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
+        raise NotImplementedError
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the tokens of a sequence, by their numbers if by nothing better."""
+        return tuple(str(index) for index in range(start, start + n))
+
+
+class StreamFeed(Feed):
+    """Windows of token ids, or of tokens that were embedded elsewhere."""
+
+    def __init__(self, stream: TokenStream, model: LoadedModel) -> None:
+        self._tokens, self._model = stream.tokens, model
+        self.count, self.parts = len(stream.tokens), stream.parts
+        self._of_transformers = isinstance(model.model, PreTrainedModel)
+        if stream.tokens.is_floating_point():
+            self._check_embedded()
+            in_place = ", in place of the model's embedding of ids" if self._of_transformers else ""
+            self.preparation = f"embedded tokens as given{in_place}"
+        else:
+            self._check_ids()
+            self.preparation = "token ids as given"
+
+    def _check_ids(self) -> None:
+        size, largest, name = self._model.vocab_size, int(self._tokens.max()), self._model.name
+        if size is None:
+            raise ModelError(f"{name!r} takes {_taken(self._model)}, not token ids.")
+        if largest >= size:
+            raise ArgumentError(
+                "tokens",
+                expected=f"ids from 0 to {size - 1}, the embedding table of {name}",
+                got=f"id {largest}",
+            )
+
+    def _check_embedded(self) -> None:
+        name, d, given = self._model.name, token_width(self._model.model), self._tokens.shape[1]
+        if self._model.modality not in ("text", "embeddings"):
+            raise ModelError(f"{name!r} takes {_taken(self._model)}, not embedded tokens.")
+        if d is not None and given != d:
+            raise ArgumentError("embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(given))
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return token ids (batch, n), or embedded tokens (batch, n, d)."""
+        windows = torch.stack([self._tokens[start : start + n] for start in starts])
+        if not windows.is_floating_point():
+            return windows
+        embedded = windows.to(dtype_of(self._model.model))
+        return {"inputs_embeds": embedded} if self._of_transformers else embedded
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return what the tokens stand for, or their numbers."""
+        if self._tokens.is_floating_point():
+            return super().words(start, n)
+        return tuple(self._model.tokenizer.decoded(self._tokens[start : start + n].tolist()))
+
+
+class ImageFeed(Feed):
+    """Images, each a sequence of its patches; shown smaller or larger for another length."""
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
-        self._images, self._model = images, model
-        self._preparation = _image_preparation(model)
-        n = _tokens_at(model, self._inputs([0], self._preparation.size), layers, "image")
-        self._sizes = {n: self._preparation.size}
+        self._images, self._model, self.count = images, model, len(images)
+        self._preparation = made = _preparation(model, ImagePreparation, "images", "vision")
+        self._own = n = _tokens_at(model, self._inputs([0], made.size), layers, "image")
+        self._sizes = {n: made.size}
         self._added: int | None = None
-        patch = self._preparation.patch
-        if patch is not None and all(
-            side % p == 0 for side, p in zip(self._preparation.size, patch, strict=True)
-        ):
-            rows, columns = (side // p for side, p in zip(self._preparation.size, patch, strict=True))
+        patch = made.patch
+        if patch is not None and all(side % p == 0 for side, p in zip(made.size, patch, strict=True)):
+            rows, columns = (side // p for side, p in zip(made.size, patch, strict=True))
             added = n - rows * columns
             # Otherwise the layers have no token for each patch.
             if 0 <= added < rows * columns:
@@ -313,8 +311,10 @@ class ImageFeed:
                         for side in range(1, _LARGEST_GRID + 1)
                         if side * side + added != n
                     }
-        self._own = n
         self.lengths = tuple(sorted(self._sizes))
+        others = ", other lengths by other sizes" if len(self.lengths) > 1 else ""
+        own = " x ".join(map(str, made.size))
+        self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
 
     def _takes(self, size: tuple[int, int]) -> bool:
         """Whether images can be made of another size, and the model has positions for that many patches."""
@@ -333,28 +333,14 @@ class ImageFeed:
             self._model.model, self._preparation.prepared([self._images[one] for one in starts], size)
         )
 
-    @property
-    def count(self) -> int:
-        """How many images there are."""
-        return len(self._images)
-
     @cached_property
-    def usual(self) -> tuple[int, ...]:
+    def usual(self) -> tuple[int, ...]:  # type: ignore[override]
         """The model's own length and, if it takes others, some shorter ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
-            # About evenly on a logarithmic scale, with both ends.
-            ratio = (shorter[-1] / shorter[0]) ** (1 / (_MOST_LENGTHS - 1))
-            wished = [shorter[0] * ratio**step for step in range(_MOST_LENGTHS)]
+            wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
             shorter = sorted({min(shorter, key=lambda n: abs(n - one)) for one in wished})
         return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
-
-    @property
-    def preparation(self) -> str:
-        """In words."""
-        own = " x ".join(map(str, self._preparation.size))
-        others = ", other lengths by other sizes" if len(self.lengths) > 1 else ""
-        return f"images of {own} pixels for {self._own} tokens{others}; {self._preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
         """Return ``pixel_values`` of the images with these numbers."""
@@ -363,17 +349,16 @@ class ImageFeed:
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Name the patches by row and column, or the tokens by their numbers where several are added."""
         if self._added not in (0, 1) or self._preparation.patch is None:
-            return tuple(str(index) for index in range(n))
+            return super().words(0, n)
         columns = self._sizes[n][1] // self._preparation.patch[1]
         patches = [f"{1 + i // columns},{1 + i % columns}" for i in range(n - self._added)]
         return (*["class"] * self._added, *patches)
 
 
-class AudioFeed:
+class AudioFeed(Feed):
     """Windows of sound, for models that hear the samples and make frames of them."""
 
     beyond = 1  # the frames' fields overlap by less than a frame
-    lengths: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -382,37 +367,25 @@ class AudioFeed:
         preparation: AudioPreparation,
         frames: Callable[[Tensor], Tensor],
     ) -> None:
-        self._model, self._preparation, self._frames = model, preparation, frames
+        self._model, self._preparation = model, preparation
         self._samples = audio.at(preparation.rate)
-        self._field = self._samples_for(1)
-        self._hop = self._samples_for(2) - self._field
+
+        def samples_for(n: int) -> int:
+            """Find the smallest number of samples that make n frames."""
+            return bisect_left(range(2**20), n, key=lambda count: int(frames(torch.tensor(count))))
+
+        self._field = samples_for(1)
+        self._hop = samples_for(2) - self._field
         self.count = 1 + (len(self._samples) - self._field) // self._hop
         if self.count < 2:
             raise ArgumentError(
                 "audio", expected=f"at least {self._field + self._hop} samples for {model.name}",
                 got=f"{len(self._samples)} at {preparation.rate} a second",
             )  # fmt: skip
+        self.parts = ((0, self.count + self.beyond),)
         self.usual = tuple(n for n in (6, 12, 25, 50, 100, 200) if n + self.beyond <= self.count)
-
-    def _samples_for(self, n: int) -> int:
-        """Find the smallest number of samples that make n frames."""
-        low, high = 0, 2**20
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = int(self._frames(torch.tensor(middle))) >= n
-            low, high = (low, middle) if enough else (middle, high)
-        return high
-
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...]:
-        """All frames."""
-        return ((0, self.count + self.beyond),)
-
-    @property
-    def preparation(self) -> str:
-        """In words."""
-        step = 1000 * self._hop / self._preparation.rate
-        return f"a frame every {step:.4g} ms; {self._preparation.sentence}"
+        self._step = self._hop / preparation.rate
+        self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
         """Return the model's inputs for n frames each."""
@@ -422,14 +395,11 @@ class AudioFeed:
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Name the frames by their time in seconds."""
-        step = self._hop / self._preparation.rate
-        return tuple(f"{(start + index) * step:.2f}s" for index in range(n))
+        return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
 
 
-class ChunkFeed:
+class ChunkFeed(Feed):
     """Chunks of sound of one length, for models that hear features of it."""
-
-    beyond = 0
 
     def __init__(
         self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
@@ -439,19 +409,16 @@ class ChunkFeed:
         size = round(preparation.seconds * preparation.rate)
         # A last piece that is shorter is left out, unless it is all there is.
         self._chunks = [samples[k * size : (k + 1) * size] for k in range(max(1, len(samples) // size))]
-        self._n = _tokens_at(model, self._inputs([0]), layers, "sound")
-        self.lengths = self.usual = (self._n,)
-        self.parts = tuple((k * self._n, self._n) for k in range(len(self._chunks)))
-        self.count = len(self._chunks) * self._n
+        self._n = n = _tokens_at(model, self._inputs([0]), layers, "sound")
+        self.lengths = self.usual = (n,)
+        self.parts = tuple((k * n, n) for k in range(len(self._chunks)))
+        self.count = len(self._chunks) * n
+        self.preparation = (
+            f"chunks of {preparation.seconds:.4g} seconds for {n} tokens; {preparation.sentence}"
+        )
 
     def _inputs(self, chunks: Sequence[int]) -> dict[str, Tensor]:
         return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
-
-    @property
-    def preparation(self) -> str:
-        """In words."""
-        seconds = self._preparation.seconds
-        return f"chunks of {seconds:.4g} seconds for {self._n} tokens; {self._preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
         """Return the model's inputs for the chunks that begin with these tokens."""
@@ -459,4 +426,4 @@ class ChunkFeed:
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
         """Name the tokens by their numbers."""
-        return tuple(str(index) for index in range(n))
+        return super().words(0, n)

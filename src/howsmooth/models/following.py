@@ -10,7 +10,8 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -37,6 +38,7 @@ class Probabilities:
 
 
 Known = Scores | Probabilities | Opaque
+Rule = Callable[["Follower", Any, Any, Any], Any]
 
 
 class Follower(TorchFunctionMode):
@@ -117,20 +119,33 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
     return Opaque(f"its {'probabilities' if after else 'scores'} {what}", after)
 
 
-def _changed(
-    follower: Follower,
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    change: Callable[[Scores | Probabilities, Tensor, Tensor], Known | None],
-) -> Any:
-    """Run a function of one tensor, and note what is known about its result."""
-    tensor = args[0] if args else kwargs.get("input")
-    known = follower.known(tensor)
-    result = func(*args, **kwargs)
-    if known is not None and isinstance(result, Tensor):
-        follower.note(result, known if isinstance(known, Opaque) else change(known, tensor, result))
-    return result
+class _Applied(NamedTuple):
+    """A function of torch that was run on a tensor that is followed."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    tensor: Tensor
+    result: Tensor
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return one of the arguments, wherever it was given."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
+    """Make a rule for functions of one tensor from what is known about their result."""
+
+    def rule(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("input")
+        known = follower.known(tensor)
+        result = func(*args, **kwargs)
+        if known is not None and isinstance(result, Tensor):
+            applied = _Applied(func, args, kwargs, tensor, result)
+            follower.note(result, known if isinstance(known, Opaque) else change(known, applied))
+        return result
+
+    return rule
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
@@ -177,10 +192,6 @@ def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bo
     return result
 
 
-def _divide(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    return _multiply(follower, func, args, kwargs, inverse=True)
-
-
 def _add(
     follower: Follower, func: Any, args: Any, kwargs: Any, signs: tuple[float, float] = (1.0, 1.0)
 ) -> Any:
@@ -213,87 +224,73 @@ def _after_softmax(known: Known | None) -> bool:
     return known.probabilities if isinstance(known, Opaque) else isinstance(known, Probabilities)
 
 
-def _subtract(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    return _add(follower, func, args, kwargs, signs=(1.0, -1.0))
+@_of_one
+def _negate(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return known.times(-1.0) if isinstance(known, Scores) else _mixed(known, "are negated")
 
 
-def _subtract_from(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    return _add(follower, func, args, kwargs, signs=(-1.0, 1.0))
+@_of_one
+def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return known.capped() if isinstance(known, Scores) else _mixed(known, "are capped")
 
 
-def _negate(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    return _changed(
-        follower, func, args, kwargs,
-        lambda known, _, __: known.times(-1.0) if isinstance(known, Scores) else _mixed(known, "are negated"),
-    )  # fmt: skip
-
-
-def _tanh(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    return _changed(
-        follower, func, args, kwargs,
-        lambda known, _, __: known.capped() if isinstance(known, Scores) else _mixed(known, "are capped"),
-    )  # fmt: skip
-
-
-def _convert(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+@_of_one
+def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
     """Dtypes, devices and copies."""
-
-    def change(known: Scores | Probabilities, _: Tensor, result: Tensor) -> Known | None:
-        return _each(known, lambda s: s.rounded(result.dtype)) if result.is_floating_point() else None
-
-    return _changed(follower, func, args, kwargs, change)
+    dtype = applied.result.dtype
+    return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
-def _same(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+@_of_one
+def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
     """Keep what is known: the function should change nothing that counts, which every row is checked for."""
-
-    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
-        return _each(known, Scores.unchanged) if result.shape == tensor.shape else None
-
-    return _changed(follower, func, args, kwargs, change)
+    return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
 
 
-def _reshape(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
-        if result.dtype != tensor.dtype:
-            return None  # the same bits, read anew
-        return _each(known, lambda s: s.moved(regroup(s.axes, result.shape)))
-
-    return _changed(follower, func, args, kwargs, change)
+@_of_one
+def _reshape(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    if applied.result.dtype != applied.tensor.dtype:
+        return None  # the same bits, read anew
+    return _each(known, lambda s: s.moved(regroup(s.axes, applied.result.shape)))
 
 
-def _expand(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    def change(known: Scores | Probabilities, _: Tensor, result: Tensor) -> Known | None:
-        return _each(known, lambda s: s.moved(broadcast(s.axes, result.shape)[0]))
-
-    return _changed(follower, func, args, kwargs, change)
+@_of_one
+def _expand(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return _each(known, lambda s: s.moved(broadcast(s.axes, applied.result.shape)[0]))
 
 
-def _permute(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    def change(known: Scores | Probabilities, tensor: Tensor, _: Tensor) -> Known | None:
-        # Lengths 1, 2, 3... tell where each axis went, however the function is told.
-        marked = func(torch.empty(tuple(range(1, tensor.ndim + 1)), device="meta"), *args[1:], **kwargs)
-        return _each(known, lambda s: s.moved(tuple(s.axes[size - 1] for size in marked.shape)))
-
-    return _changed(follower, func, args, kwargs, change)
-
-
-def _index(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        whole = result.numel() == tensor.numel()
-        if whole and all(i is None or isinstance(i, slice) or i is ... for i in index):
-            return _each(known, lambda s: s.moved(regroup(s.axes, result.shape)))
-        return _without_sinks(known, tensor, result) or _mixed(known, "are indexed")
-
-    return _changed(follower, func, args, kwargs, change)
+@_of_one
+def _permute(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    # Lengths 1, 2, 3... tell where each axis went, however the function is told.
+    lengths = torch.empty(tuple(range(1, applied.tensor.ndim + 1)), device="meta")
+    marked = applied.func(lengths, *applied.args[1:], **applied.kwargs)
+    return _each(known, lambda s: s.moved(tuple(s.axes[size - 1] for size in marked.shape)))
 
 
-def _narrow(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    def change(known: Scores | Probabilities, tensor: Tensor, result: Tensor) -> Known | None:
-        return _without_sinks(known, tensor, result) or _mixed(known, "are indexed")
+@_of_one
+def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    index = applied.args[1] if isinstance(applied.args[1], tuple) else (applied.args[1],)
+    whole = applied.result.numel() == applied.tensor.numel()
+    if whole and all(i is None or isinstance(i, slice) or i is ... for i in index):
+        return _each(known, lambda s: s.moved(regroup(s.axes, applied.result.shape)))
+    return _cut(known, applied)
 
-    return _changed(follower, func, args, kwargs, change)
+
+def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    """Tell what is known about some of the entries."""
+    return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
+
+
+@_of_one
+def _masked_fill(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return _overwritten(known, applied.argument(1, "mask"), applied.argument(2, "value"))
+
+
+@_of_one
+def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    p = applied.argument(1, "p", 0.5)
+    training = applied.argument(2, "training", applied.kwargs.get("train", True))
+    return _mixed(known, "are dropped at random") if training and p > 0 else known
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
@@ -334,12 +331,6 @@ def _join(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         follower.note(result, _mixed(known, "are joined to others"))
     return result
-
-
-def _masked_fill(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    pairs = args[1] if len(args) > 1 else kwargs.get("mask")
-    value = args[2] if len(args) > 2 else kwargs.get("value")
-    return _changed(follower, func, args, kwargs, lambda known, _, __: _overwritten(known, pairs, value))
 
 
 def _where(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
@@ -386,16 +377,6 @@ def _softmax(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
         else:
             follower.note(result, Probabilities(known.rounded(result.dtype), keys, not joined))
     return result
-
-
-def _dropout(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-
-    def change(known: Scores | Probabilities, _: Tensor, __: Tensor) -> Known | None:
-        return _mixed(known, "are dropped at random") if training and p > 0 else known
-
-    return _changed(follower, func, args, kwargs, change)
 
 
 def _rearrange(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
@@ -460,35 +441,34 @@ def _functions(names: str) -> set[Any]:
 
 
 _IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
-_RULES: dict[Any, Callable[[Follower, Any, Any, Any], Any]] = {
-    function: rule
-    for rule, names in {
-        _multiply: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
-        _divide: "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
-        _add: "add add_ __add__ __radd__ __iadd__",
-        _subtract: "sub subtract sub_ subtract_ __sub__ __isub__",
-        _subtract_from: "rsub __rsub__",
-        _negate: "neg neg_ negative __neg__",
-        _tanh: "tanh tanh_",
-        _convert: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
-        _same: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
-        _reshape: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_",
-        _expand: "expand expand_as broadcast_to",
-        _permute: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
-        _index: "__getitem__",
-        _narrow: "narrow",
-        _join: "cat concat concatenate",
-        _masked_fill: "masked_fill masked_fill_",
-        _where: "where",
-        _softmax: "softmax",
-        _dropout: "dropout dropout_ alpha_dropout feature_dropout",
-        _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
-        _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
-        _assign: "__setitem__",
-        _fused: "scaled_dot_product_attention",
-        _inside: "multi_head_attention_forward",
-    }.items()
-    for function in _functions(names)
+_NAMES: dict[Rule, str] = {
+    _multiply: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    partial(
+        _multiply, inverse=True
+    ): "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
+    _add: "add add_ __add__ __radd__ __iadd__",
+    partial(_add, signs=(1.0, -1.0)): "sub subtract sub_ subtract_ __sub__ __isub__",
+    partial(_add, signs=(-1.0, 1.0)): "rsub __rsub__",
+    _negate: "neg neg_ negative __neg__",
+    _tanh: "tanh tanh_",
+    _convert: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
+    _same: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
+    _reshape: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_",
+    _expand: "expand expand_as broadcast_to",
+    _permute: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
+    _index: "__getitem__",
+    _of_one(_cut): "narrow",
+    _join: "cat concat concatenate",
+    _masked_fill: "masked_fill masked_fill_",
+    _where: "where",
+    _softmax: "softmax",
+    _dropout: "dropout dropout_ alpha_dropout feature_dropout",
+    _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
+    _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
+    _assign: "__setitem__",
+    _fused: "scaled_dot_product_attention",
+    _inside: "multi_head_attention_forward",
 }
+_RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
 _RULES |= dict.fromkeys(PRODUCTS, _product)
 _STARTS = frozenset({_product, _fused, _inside})  # of use before anything is known

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,9 +21,8 @@ from howsmooth.models.layers import OwnerLayer, ReplayedAttention, Tail
 from howsmooth.models.masking import HIDDEN, Masking, describe_mask, order_and_window, split_mask
 from howsmooth.models.outputs import Output, given, heads_of
 from howsmooth.models.owners import Owner
-from howsmooth.models.projections import read_projections, weight_and_bias
+from howsmooth.models.projections import multihead_parameters, read_projections, weight_and_bias
 from howsmooth.models.recording import LayerRecord, ModuleCall, is_linear, output_of
-from howsmooth.models.torch_attention import multihead_parameters
 from howsmooth.models.watching import CoreCall
 
 __all__ = ["CapturedMap", "Hypothesis", "Path", "hypotheses"]
@@ -117,7 +116,7 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         rotary=projections.rotary,
         query_norm=projections.query_norm,
         key_norm=projections.key_norm,
-        score_bias=None if bias is None else _by_head(bias, n).to(record.x.dtype),
+        score_bias=None if bias is None else _by_head(bias, n).clone().to(record.x.dtype),
         softcap=core.softcap,
         sinks=None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone(),
     )
@@ -167,7 +166,7 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
     if projection is not None:
         width = _width(projection.inputs, projection)
         inner = Tail(width=width) if output.outside else Tail(module=_path(owner, projection), of_input=True)
-        heads = replayed(layer.until(inner), width, None)
+        heads = replayed(OwnerLayer(layer.call, inner, layer.implementation), width, None)
     return replayed(layer, _width(output.call.output, output.call), heads)
 
 
@@ -210,21 +209,17 @@ def _heads(record: LayerRecord) -> int:
 
 def _of_one_sequence(core: CoreCall) -> CoreCall | None:
     """Return the core with operands (1, heads, n, dim); None if it has further axes."""
-    operands = (core.query, core.key, core.value, core.output)
-    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands):
+    operands = {name: getattr(core, name) for name in ("query", "key", "value", "output")}
+    if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
-    query, key, value, output = (t.reshape(1, *t.shape[-3:]) for t in operands if t is not None)
-    return CoreCall(
-        query, key, value, core.scale, core.mask, core.softcap, core.sinks, output, None, core.kind, "",
-        core.causal,
-    )  # fmt: skip
+    return replace(core, **{name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()})
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
     """Return the mask (n, n) that all heads have in common."""
     if visible is None:
         return None
-    each = visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+    each = _by_head(visible, n)
     if len(each) > 1 and not bool((each == each[:1]).all()):
         raise CaptureError(f"{layer} masks its heads differently.")
     return each[0]
@@ -239,10 +234,9 @@ def _described(core: CoreCall, visible: Tensor | None, n: int) -> Masking:
     return describe_mask(visible.tril(), n)
 
 
-def _by_head(bias: Tensor, n: int) -> Tensor:
-    """Return a bias (heads or 1, n, n)."""
-    each = bias.broadcast_to(*bias.shape[:-2], n, n)
-    return each.reshape(-1, n, n).clone()
+def _by_head(scores: Tensor, n: int) -> Tensor:
+    """Return a mask or a bias as (heads or 1, n, n)."""
+    return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
 def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
@@ -261,14 +255,12 @@ def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
         if m != n:
             found.append((f"{m} queries see {n} keys", False))
             continue
-        each = None if visible is None else visible.broadcast_to(*visible.shape[:-2], n, n).reshape(-1, n, n)
+        each = None if visible is None else _by_head(visible, n)
         if each is not None and len(each) > 1 and not bool((each == each[:1]).all()):
             found.append(("a mask of its own for each head", core.causal or not bool(each.triu(1).any())))
             continue
         seen = None if each is None else each[0]
-        if (n == 1 and core.mask is None and getattr(owner.repeated.module, "is_causal", False) is True) or (
-            n == 1 and core.mask is not None
-        ):
+        if n == 1 and (core.mask is not None or getattr(owner.repeated.module, "is_causal", False) is True):
             seen = torch.ones(1, 1, dtype=torch.bool, device=core.value.device)
         masking = _described(core, seen, n)
         found.append((masking.words, masking.causal))

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.array_files import check_range, read_array, reason, shown
+from howsmooth.models.array_files import DataSource, check_range, read_array, reason, shown
 from howsmooth.models.builtin_images import builtin_images
 
 __all__ = ["Images", "load_images"]
@@ -27,23 +27,9 @@ _MOST_STRETCHED = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
-    """Images; those in files are read when they are asked for.
+class Images(DataSource):
+    """Images; those in files are read when they are asked for."""
 
-    Attributes
-    ----------
-    name
-        The name under which results stand.
-    source
-        One phrase for a report.
-    digest
-        SHA-256 of all of them.
-
-    """
-
-    name: str
-    source: str
-    digest: str
     _held: Sequence[Image.Image | Path] = field(repr=False)
 
     @property

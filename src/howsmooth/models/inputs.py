@@ -1,9 +1,10 @@
-"""Checks of what is given to a model, before the model sees it."""
+"""What a model is given, checked before the model sees it: named arguments on its device."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,24 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError
 
 __all__ = [
-    "check_inputs",
+    "ModelInputs",
     "check_model",
     "dtype_of",
+    "embedding_of",
     "in_dtype",
     "max_length",
+    "model_inputs",
     "takes_decoder_ids",
     "vocabulary_size",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """Checked inputs."""
+
+    named: dict[str, Tensor]
+    batch: int
 
 
 def check_model(model: nn.Module) -> None:
@@ -55,15 +66,21 @@ def takes_decoder_ids(model: nn.Module) -> bool:
     return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def vocabulary_size(model: nn.Module) -> int | None:
-    """Return how many token ids the model has an embedding for; None if it takes no token ids."""
+def embedding_of(model: nn.Module) -> nn.Embedding | None:
+    """Return the table of a transformers model that embeds token ids; None if it has none."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:
         table = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
-    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return how many token ids the model has an embedding for; None if it takes no token ids."""
+    table = embedding_of(model)
+    return None if table is None else table.num_embeddings
 
 
 def max_length(model: nn.Module) -> int | None:
@@ -77,78 +94,103 @@ def max_length(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def check_inputs(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs as keyword arguments on the model's device, after checking them.
+def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
+    """Check a model and its inputs, and bring these to its device.
 
     Raises
     ------
     ArgumentError
-        If they are not token ids (batch, n) or named inputs of the model, are empty, lie outside of the
-        vocabulary or beyond the last position, or hold a cache.
+        If the model cannot be measured in its dtype; or if the inputs are none that it knows, are empty, of
+        another dtype, outside of the vocabulary or beyond the last position, or hold a cache.
 
     """
-    if isinstance(inputs, Tensor):
-        other = inputs.is_floating_point() and model.main_input_name != "input_ids"
-        named: dict[str, Tensor] = {model.main_input_name if other else "input_ids": inputs}
-    elif isinstance(inputs, Mapping):
-        named = {str(name): value for name, value in inputs.items() if value is not None}
-    else:
-        raise ArgumentError(
-            "inputs",
-            expected="token ids as an integer tensor (batch, n), or a dict of the model's inputs",
-            got=type(inputs).__name__,
-            remedy="Turn a text into ids with the tokenizer of load_model(...), then torch.tensor([ids]).",
-        )
+    check_model(model)
+    known = isinstance(model, PreTrainedModel)
+    named = _named(model, inputs)
     _check_names(model, named)
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__)
-    if not named:
-        raise ArgumentError("inputs", expected=f"{model.main_input_name} among the inputs", got="nothing")
     # The class of a part of a larger model does not always say what it takes.
-    names = ("input_ids", "inputs_embeds", str(model.main_input_name), *named)
-    main = next(name for name in names if name in named)
-    if named[main].numel() == 0:
-        raise ArgumentError(
-            "inputs",
-            expected="at least one sequence of at least one token",
-            got=f"shape {tuple(named[main].shape)}",
-        )
-    if main == "input_ids":
-        named[main] = _check_ids(model, named[main])
-    elif main == "inputs_embeds":
+    usual = ("input_ids", "inputs_embeds", str(model.main_input_name)) if known else ()
+    main = next(name for name in (*usual, *named) if name in named)
+    if known and main == "input_ids":
+        named[main] = _token_ids(model, named[main])
+    elif known and main == "inputs_embeds":
         _check_length(model, named[main].shape[1] if named[main].ndim == 3 else 0)
+    dtype = dtype_of(model)
     for name, value in named.items():
-        if value.is_floating_point() and value.dtype != model.dtype and "mask" not in name:
-            raise ArgumentError(name, expected=f"{model.dtype} as the model", got=str(value.dtype))
-    return {name: value.to(model.device) for name, value in named.items()}
+        if value.is_floating_point() and value.dtype != dtype and not (known and "mask" in name):
+            raise ArgumentError(f"inputs[{name!r}]", expected=f"{dtype} as the model", got=str(value.dtype))
+    device = next(p.device for p in model.parameters())
+    moved: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+    named = {name: moved.setdefault(id(value), value.to(device)) for name, value in named.items()}
+    decoded = {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
+    if known and takes_decoder_ids(model) and "input_ids" in named and not decoded:
+        named["decoder_input_ids"] = named["input_ids"]
+    first = named[main]
+    # Whether an axis counts sequences, of token ids, sounds or tokens; those of one image are its patches.
+    batched = first.ndim > 2 or not first.is_floating_point() or main == "input_values"
+    # torch's own attention modules may have the sequence before the batch.
+    swapped = not known and any(
+        isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
+    )
+    return ModelInputs(named, first.shape[int(swapped and first.ndim > 2)] if batched else 1)
 
 
-def _check_names(model: PreTrainedModel, named: dict[str, Tensor]) -> None:
-    known = set(inspect.signature(model.forward).parameters) - {"self", "args", "kwargs"}
-    caches = [name for name in named if name in ("past_key_values", "cache_params")]
-    if caches:
-        raise ArgumentError(
-            "inputs",
-            expected="a whole sequence at once",
-            got=f"a cache ({caches[0]})",
-            remedy="Give all tokens, and no cache.",
-        )
-    crossed = [name for name in named if name.startswith("encoder_")]
-    if crossed:
-        raise ArgumentError(
-            "inputs", expected="inputs of self-attention only", got=f"{crossed[0]}: cross-attention"
-        )
-    for name in named:
-        if name not in known:
-            raise ArgumentError(
-                "inputs",
-                expected=f"inputs that {type(model).__name__} knows ({', '.join(sorted(known))})",
-                got=repr(name),
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(model.forward).parameters.values())
+
+
+def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs by the names of the model's arguments."""
+    kind = type(model).__name__
+    if isinstance(inputs, Tensor):
+        if isinstance(model, PreTrainedModel):
+            other = inputs.is_floating_point() and model.main_input_name != "input_ids"
+            return {model.main_input_name if other else "input_ids": inputs}
+        if isinstance(model, nn.MultiheadAttention):
+            return dict.fromkeys(("query", "key", "value"), inputs)
+        names = [p.name for p in _parameters(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if not names:
+            raise ArgumentError("inputs", expected=f"a dict of the arguments of {kind}", got="a tensor")
+        return {names[0]: inputs}
+    given = inputs if isinstance(inputs, Mapping) else {}
+    named = {str(name): value for name, value in given.items() if value is not None}
+    if named:
+        return named
+    expected, remedy = f"a tensor, the first argument of {kind}, or a dict of its arguments", ""
+    if isinstance(model, PreTrainedModel):
+        ids = "token ids as an integer tensor (batch, n)"
+        expected = f"{ids}, or a dict of arguments of {kind} with {model.main_input_name}"
+        remedy = "Turn a text into ids with the tokenizer of load_model(...), then torch.tensor([ids])."
+    got = "an empty dict" if isinstance(inputs, Mapping) else type(inputs).__name__
+    raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
+
+
+def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
+    known = isinstance(model, PreTrainedModel)
+    fixed = [p.name for p in _parameters(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = not known and any(p.kind == p.VAR_KEYWORD for p in _parameters(model))
+    for name, value in named.items():
+        expected, remedy, got = "", "", name
+        if known and name in ("past_key_values", "cache_params"):
+            expected, remedy = "a whole sequence at once", "Give all tokens, and no cache."
+            got = f"a cache ({name})"
+        elif known and name.startswith("encoder_"):
+            expected, got = "inputs of self-attention only", f"{name}: cross-attention"
+        elif name not in fixed and not takes_any:
+            expected, got = (
+                f"inputs that {type(model).__name__} knows ({', '.join(sorted(fixed))})",
+                repr(name),
             )
+        elif not isinstance(value, Tensor):
+            raise ArgumentError(f"inputs[{name!r}]", expected="a tensor", got=type(value).__name__)
+        elif value.numel() == 0:
+            expected, got = "at least one sequence of at least one token", f"shape {tuple(value.shape)}"
+        if expected:
+            raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
 
 
-def _check_ids(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return token ids as int64, after checking them."""
     if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ArgumentError(
             "inputs",
@@ -177,7 +219,7 @@ def _check_ids(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return ids.long()
 
 
-def _check_length(model: PreTrainedModel, n: int) -> None:
+def _check_length(model: nn.Module, n: int) -> None:
     limit = max_length(model)
     if limit is not None and n > limit:
         raise ArgumentError(

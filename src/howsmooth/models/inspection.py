@@ -12,12 +12,13 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.borrow import borrowed, implementation
-from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.capture import module_of
+from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.load import LoadedModel
 from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
 from howsmooth.models.owners import CrossAttention
 from howsmooth.models.parts import named_parts
-from howsmooth.models.passes import Passed, Wanted, forward_pass
+from howsmooth.models.passes import Passed, forward_pass
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.sample import sample_inputs
 from howsmooth.models.site import SCOPES, Site
@@ -140,17 +141,10 @@ def inspect_model(
         If no layer of the model is seen to mix tokens; the message says why.
 
     """
-    loaded = model if isinstance(model, LoadedModel) else None
-    module = model.model if isinstance(model, LoadedModel) else model
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(
-            "model",
-            expected="a transformers PreTrainedModel, what load_model returns, or another torch.nn.Module",
-            got=type(module).__name__,
-            remedy="To load one by its name, use howsmooth.models.load_model.",
-        )
+    module = module_of(model)
     if inputs is None:
-        inputs = sample_inputs(module, None if loaded is None else loaded.preparation, tokens)
+        preparation = model.preparation if isinstance(model, LoadedModel) else None
+        inputs = sample_inputs(module, preparation, tokens)
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
     given = model_inputs(module, inputs)
@@ -161,38 +155,37 @@ def inspect_model(
 def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
     members = LayersWithoutSoftmax()
     with members.hooked(model):
-        layers, kept = forward_pass(model, (), given.named, Wanted(None), members.on_layer)
+        layers, kept = forward_pass(model, given.named, None, members.on_layer)
     mixers = list(members.mixers(given.batch))
     if not layers and not mixers:
         raise CaptureError(
             f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
             "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
         )
-    refused = _Refused()
+    refused: list[Refusal] = []
     sites: list[InspectedSite] = []
     for layer in layers:
         on_layer(layer.index, len(layers))
         sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
     on_layer(len(layers), len(layers))
-    for mixer in mixers:
-        refused.add(None, mixer.name, SCOPES, f"The layer has {NO_SOFTMAX}.")
+    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in mixers]
     return Inspection(
         model=type(model).__name__,
         tokens=next((site.tokens for site in sites if site.scopes), None),
         sites=tuple(_in_order(sites, mixers)),
-        refusals=refused.together(),
+        refusals=_together(refused),
         unreached=_unreached(model, [*(layer.name for layer in layers), *(mixer.name for mixer in mixers)]),
     )
 
 
-def _site(passed: Passed, batch: int, user: str, refused: _Refused) -> InspectedSite:
+def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
     """Read one layer, and ask it for every scope."""
     layer = passed.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.owner).__name__, heads=layer.heads)
     try:
         read = read_layer(passed, batch, user)
     except Exception as error:  # one layer must not hide the others, whatever its module raises
-        refused.add(layer.index, layer.name, SCOPES, _reason(error, layer))
+        refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
         return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
     layer = read.owner.layer
     sites: dict[str, Site] = {}
@@ -204,7 +197,7 @@ def _site(passed: Passed, batch: int, user: str, refused: _Refused) -> Inspected
             reason = _reason(error, layer)
             narrow = re.search(r"scope: expected (.*?), got ", reason)
             reason = f"Only {narrow[1]}." if narrow else reason
-            refused.add(layer.index, layer.name, (scope,), reason)
+            refused.append(Refusal((layer.index,), (layer.name,), (scope,), reason))
     plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
     if not sites:
         return plain
@@ -278,33 +271,18 @@ def _plain(message: str, layer: AttentionLayer) -> str:
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
-class _Refused:
-    """Collects refusals, and says each reason once."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[int | None, str, tuple[str, ...], str]] = []
-
-    def add(self, layer: int | None, name: str, scopes: tuple[str, ...], reason: str) -> None:
-        self._found.append((layer, name, scopes, reason))
-
-    def together(self) -> tuple[Refusal, ...]:
-        """Join first the scopes of a layer that share a reason, then the layers."""
-        scopes: dict[tuple[int | None, str, str], tuple[str, ...]] = {}
-        said: dict[str, str] = {}
-        for layer, name, of, reason in self._found:
-            # Errors that were measured differ between layers that are alike; the first is said.
-            key = re.sub(r"\d\.\de[-+]\d+", "", reason)
-            said.setdefault(key, reason)
-            scopes[layer, name, key] = scopes.get((layer, name, key), ()) + of
-        layers: dict[tuple[str, tuple[str, ...]], list[tuple[int | None, str]]] = {}
-        for (layer, name, key), of in scopes.items():
-            layers.setdefault((key, of), []).append((layer, name))
-        return tuple(
-            Refusal(
-                tuple(layer for layer, _ in of if layer is not None),
-                tuple(name for _, name in of),
-                named,
-                said[key],
-            )
-            for (key, named), of in layers.items()
-        )
+def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
+    """Say each reason once: join first the scopes of a layer that share it, then the layers."""
+    said: dict[str, str] = {}
+    scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
+    for one in refused:
+        # Errors that were measured differ between layers that are alike; the first is said.
+        key = re.sub(r"\d\.\de[-+]\d+", "", one.reason)
+        said.setdefault(key, one.reason)
+        place = one.layers, one.names, key
+        scopes[place] = scopes.get(place, ()) + one.scopes
+    joined: dict[tuple[str, tuple[str, ...]], Refusal] = {}
+    for (layers, names, key), of in scopes.items():
+        before = joined.get((key, of), Refusal((), (), of, said[key]))
+        joined[key, of] = replace(before, layers=before.layers + layers, names=before.names + names)
+    return tuple(joined.values())

@@ -7,7 +7,7 @@ training nor a conversion of the copy touches the model.
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,15 +62,8 @@ class _Reached(BaseException):
 class OwnerLayer:
     """A copy of an attention module, with arguments: a function of the tokens (n, d) of one sequence.
 
-    Parameters
-    ----------
-    call
-        The call of the copy, for one sequence.
-    tail
-        Where it ends.
-    implementation
-        The user's attention implementation, None if the module does not go through the interface.
-
+    ``implementation`` is the user's attention implementation, None if the module does not go through the
+    interface.
     """
 
     def __init__(self, call: Repeated, tail: Tail, implementation: str | None) -> None:
@@ -92,10 +85,6 @@ class OwnerLayer:
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
         return OwnerLayer(call, tail, self.implementation)
 
-    def until(self, tail: Tail) -> OwnerLayer:
-        """Return the same layer with another end."""
-        return OwnerLayer(self.call, tail, self.implementation)
-
     def run(self, x: Tensor, core: Core | None) -> Tensor:
         """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
 
@@ -111,13 +100,14 @@ class OwnerLayer:
             return core(index, seen.query, seen.key, seen.value)
 
         with ExitStack() as stack:
-            stack.enter_context(_precise(x.dtype))
+            if x.dtype == torch.float64:
+                stack.enter_context(WithoutDowncast())
             if core is not None:
                 stack.enter_context(
                     intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
                 )
             if self.tail.module is not None:
-                stack.callback(self._tap(self.call.module.get_submodule(self.tail.module)).remove)
+                stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
             try:
                 output = self.call(self.call.shaped(x[None]))
             except _Reached as reached:
@@ -204,8 +194,15 @@ class ReplayedAttention(TokenMap):
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> ReplayedAttention:
         """Return the same map with parameters of another dtype or on another device."""
-        inner = None if self.inner is None else self.inner.to(dtype=dtype, device=device)
-        return self._rebuilt(self.layer.to(dtype=dtype, device=device), self.d_out, inner)
+        return ReplayedAttention(
+            self.layer.to(dtype=dtype, device=device),
+            d=self.d,
+            d_out=self.d_out,
+            heads=self.heads,
+            n=self.n,
+            causal=self.causal,
+            inner=None if self.inner is None else self.inner.to(dtype=dtype, device=device),
+        )
 
     def without_output(self) -> ReplayedAttention:
         """Return the heads side by side, before the output projection (scope ``heads``).
@@ -224,11 +221,6 @@ class ReplayedAttention(TokenMap):
         """Refuse: heads are not told apart in a module that is not read."""
         raise CaptureError("Its heads are not told apart; scopes from 'heads' on may be had.")
 
-    def _rebuilt(self, layer: OwnerLayer, d_out: int, inner: ReplayedAttention | None) -> ReplayedAttention:
-        return ReplayedAttention(
-            layer, d=self.d, d_out=d_out, heads=self.heads, n=self.n, causal=self.causal, inner=inner
-        )
-
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         if weighting is not None:
             raise ArgumentError(
@@ -239,8 +231,3 @@ class ReplayedAttention(TokenMap):
             )
         members = [self.layer.run(member, None) for member in x.reshape(-1, *x.shape[-2:])]
         return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
-
-
-def _precise(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Undo the conversions to float32 that models hide, where float64 is asked for."""
-    return WithoutDowncast() if dtype == torch.float64 else nullcontext()

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.borrow import borrowed, quiet
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.given import model_inputs
-from howsmooth.models.inputs import check_model, max_length, takes_decoder_ids, vocabulary_size
+from howsmooth.models.inputs import check_model, max_length, model_inputs, takes_decoder_ids, vocabulary_size
 from howsmooth.models.parts import choose_part, modality_of, named_parts
 from howsmooth.models.passes import attention_layers
 from howsmooth.models.places import Place, find
@@ -138,49 +138,47 @@ def load_model(
         place = find(str(name), random_init=random_init)
         config = _config(place)
         short = _shortened(place, config, most_weights) if random_init else ""
-        built = _built(place, config, random_init, seed, dtype, part)
+        build = partial(_built, place, config, random_init, seed, dtype, part)
+        path, model, unread = build()
+        modality = modality_of(model)
+        preparation = _preparation(place, config, model, modality)
+        layers, obstacle = _layers(model, preparation)
         if as_decoder:
-            built = _as_decoder(place, config, built, random_init, seed, dtype, part)
-        model = built.model
+            _check_encoder(place, model, modality, layers, obstacle)
+            config.is_decoder = True
+            path, model, unread = build()
+            layers, obstacle = _layers(model, preparation)
+            # Its masks decide whether it is a decoder, not its name.
+            if not layers or not all(layer.causal for layer in layers):
+                raise ModelError(
+                    f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays "
+                    "unmasked."
+                )
         model.requires_grad_(requires_grad=False).eval().to(target)
-        size = vocabulary_size(model) if built.modality == "text" else None
-        tokenizer, tokenizer_source = _tokenizer(
-            place, random_init, tokenizer_text, built.modality, size or 0
-        )
-        fingerprint = _fingerprint(model, built.unread, tokenizer)
+        text = modality == "text"
+        size = vocabulary_size(model) if text else None
+        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
+        fingerprint = _fingerprint(model, unread, tokenizer)
     role = ", run as a decoder with its causal mask" if as_decoder else ""
     weights = (
         f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
     )
-    of = f"the part {built.part} of " if built.part else ""
+    of = f"the part {path} of " if path else ""
     return LoadedModel(
         name=str(name),
         model=model,
-        modality=built.modality,
+        modality=modality,
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
         source=f"{weights}{of}{place.sentence}{role}{short}",
         fingerprint=fingerprint,
-        max_length=max_length(model) if built.modality == "text" else None,
+        max_length=max_length(model) if text else None,
         vocab_size=size,
-        layers=len(built.layers) if built.layers else None,
-        heads=built.layers[0].heads if built.layers else None,
-        obstacle=built.obstacle,
-        preparation=built.preparation,
+        layers=len(layers) or None,
+        heads=layers[0].heads if layers else None,
+        obstacle=obstacle,
+        preparation=preparation,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Built:
-    """A model, the names of weights that were not in the file, and what a first look showed."""
-
-    model: nn.Module
-    part: str
-    unread: set[str]
-    modality: str
-    preparation: ImagePreparation | AudioPreparation | None
-    layers: list[AttentionLayer]
-    obstacle: str
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -201,52 +199,41 @@ def _config(place: Place) -> Any:
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
-        try:
+        with place.reading():
             config = AutoConfig.from_pretrained(
                 place.location, trust_remote_code=False, local_files_only=place.local_files_only
             )
-        except Exception as error:  # transformers raises many types here; each is one sentence to the user
-            if "trust_remote_code" in str(error):
-                raise ModelError(
-                    f"{place.name!r} needs code that comes with the model, which howsmooth never runs. "
-                    "Choose a model whose architecture is part of transformers."
-                ) from error
-            raise place.failure(error) from error
     forget_implementations(config)
     return config
 
 
 def _built(
     place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype, part: str | None
-) -> _Built:
+) -> tuple[str, nn.Module, set[str]]:
+    """Return the path of the part that was asked for, this, and its weights that were not in the file."""
     unread: set[str] = set()
     options = {"trust_remote_code": False, **_without_pooler(config)}
-    try:
+    # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives the
+    # same weights everywhere, and no random state but the one that is restored is touched.
+    with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if random_init:
             _check_memory(place, config, dtype)
-        # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives
-        # the same weights everywhere, and no random state but the one that is restored is touched.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(torch_seed(seed))
-            if random_init:
-                # In float32 first, so that both precisions start from the same numbers.
-                model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
-            else:
-                check_files(place, config)
-                model, info = AutoModel.from_pretrained(
-                    place.location,
-                    config=config,
-                    dtype=dtype,
-                    use_safetensors=True,
-                    local_files_only=place.local_files_only,
-                    output_loading_info=True,
-                    **options,
-                )
-                unread = set(info["missing_keys"])
-    except HowsmoothError:
-        raise
-    except Exception as error:  # as above
-        raise place.failure(error) from error
+        torch.default_generator.manual_seed(torch_seed(seed))
+        if random_init:
+            # In float32 first, so that both precisions start from the same numbers.
+            model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
+        else:
+            check_files(place, config)
+            model, info = AutoModel.from_pretrained(
+                place.location,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=place.local_files_only,
+                output_loading_info=True,
+                **options,
+            )
+            unread = set(info["missing_keys"])
     path, chosen = ("", model) if part is None else choose_part(model, part, place.name)
     unread = {key.removeprefix(f"{path}.") for key in unread if not path or key.startswith(f"{path}.")}
     # No attention depends on a pooler, and the weights of many checkpoints lack it.
@@ -259,24 +246,24 @@ def _built(
     if not path:
         _refuse_several(place, model)
     check_model(chosen)
-    modality = modality_of(chosen)
-    _refuse_whole(place, chosen, modality)
-    preparation: ImagePreparation | AudioPreparation | None = None
-    if modality == "image":
-        preparation = image_preparation(place, config, chosen)
-    elif modality == "audio":
-        preparation = audio_preparation(place, config, chosen)
-    layers, obstacle = _layers(chosen, preparation)
-    return _Built(chosen, path, unread, modality, preparation, layers, obstacle)
+    return path, chosen, unread
 
 
-def _refuse_whole(place: Place, model: nn.Module, modality: str) -> None:
-    """Refuse an encoder-decoder that needs sound or images for one half and tokens for the other."""
+def _preparation(
+    place: Place, config: Any, model: nn.Module, modality: str
+) -> ImagePreparation | AudioPreparation | None:
+    """Find how images or sound become inputs of a model; None if it takes neither.
+
+    Refused is an encoder-decoder that needs sound or images for one half and tokens for the other.
+    """
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
             f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
             "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
         )
+    if modality == "image":
+        return image_preparation(place, config, model)
+    return audio_preparation(place, config, model) if modality == "audio" else None
 
 
 def _refuse_several(place: Place, model: PreTrainedModel) -> None:
@@ -312,39 +299,26 @@ def _layers(
         return [], str(error)
 
 
-def _as_decoder(
-    place: Place,
-    config: Any,
-    built: _Built,
-    random_init: bool,
-    seed: int,
-    dtype: torch.dtype,
-    part: str | None,
-) -> _Built:
-    """Build the model again as a decoder; its masks decide whether it is one, not its name."""
-    kind = type(built.model).__name__
-    if not built.layers:
-        raise CaptureError(built.obstacle)
-    if built.modality != "text":
+def _check_encoder(
+    place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
+) -> None:
+    """Refuse what cannot be made a decoder, or is one."""
+    kind = type(model).__name__
+    if not layers:
+        raise CaptureError(obstacle)
+    if modality != "text":
         raise ModelError(f"{place.name!r} ({kind}) takes no text, so it cannot run as a decoder.")
-    if any(layer.causal for layer in built.layers):
+    if any(layer.causal for layer in layers):
         raise ModelError(
             f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
         )
-    config.is_decoder = True
-    again = _built(place, config, random_init, seed, dtype, part)
-    if not again.layers or not all(layer.causal for layer in again.layers):
-        raise ModelError(f"{place.name!r} ({kind}) cannot run as a decoder: its attention stays unmasked.")
-    return again
 
 
 def _shortened(place: Place, config: Any, most: int | None) -> str:
     if most is None:
         return ""
-    try:
+    with place.reading():
         done = shorten(config, most)
-    except Exception as error:  # as above
-        raise place.failure(error) from error
     return f", {done}" if done else ""
 
 

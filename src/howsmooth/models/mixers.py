@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from howsmooth.errors import CaptureError
 from howsmooth.models.owners import moved_tokens
 from howsmooth.models.passes import Call
 from howsmooth.models.recording import AttentionLayer, first_tokens
@@ -71,9 +72,9 @@ class LayersWithoutSoftmax:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
-                    before = module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True)
-                    stack.callback(before.remove)
-                    stack.callback(module.register_forward_hook(self._ends).remove)
+                    starts = partial(self._starts, name)
+                    stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(self._ends))
             yield
 
     def on_layer(self, layer: AttentionLayer) -> None:
@@ -116,7 +117,7 @@ def _keeps_shape(call: Call, output: Any) -> bool:
     x = first_tokens(call.arguments())
     try:
         y = first_tensor(output)
-    except (StopIteration, TypeError):
+    except CaptureError:
         return False
     return x is not None and x.ndim >= 2 and y.shape == x.shape
 

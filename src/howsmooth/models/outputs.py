@@ -46,12 +46,7 @@ class Output:
 def find_output(record: LayerRecord, owner: Owner, again: Callable[[], LayerRecord]) -> Output:
     """Find the output projection, and tell whether its output or that of the owner is the attention's.
 
-    Parameters
-    ----------
-    record, owner
-        The layer, and whose attention it is.
-    again
-        Makes the same record once more.
+    ``again`` makes the same record once more.
 
     Raises
     ------
@@ -81,7 +76,7 @@ def find_output(record: LayerRecord, owner: Owner, again: Callable[[], LayerReco
         return Output(own, None, unclear)
     if not _holds(owner.repeated.module, projection.module):
         return _outside(record, owner, again, projection, projection, "")
-    if own is not None and _equal(own, projection):
+    if own is not None and _alike(own.output, projection.output):
         return Output(own, projection, "")
     shows = _arrives(record, projection, again, _residuals(record, owner, projection))
     if own is not None and not shows and _is_the_branch(record, owner, own):
@@ -183,12 +178,8 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
     return any(m is other for m in module.modules())
 
 
-def _equal(a: ModuleCall, b: ModuleCall) -> bool:
-    """Whether two calls gave out the same tokens, bit for bit."""
-    return _alike(a.output, b.output)
-
-
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors hold the same numbers in the same order, bit for bit."""
     if a is None or b is None:
         return False
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
@@ -228,11 +219,8 @@ def _arrives(
         changed.append(moved_tokens(value))
         return (changed[0], *output[1:]) if isinstance(output, tuple) else changed[0]
 
-    handle = projection.module.register_forward_hook(change)
-    try:
+    with projection.module.register_forward_hook(change):
         other = again()
-    finally:
-        handle.remove()
     if not changed or [c.module for c in other.after] != [c.module for c in record.after]:
         return False
     for place in places:

@@ -125,7 +125,7 @@ def _refuse_chosen_masks(
     made = [
         t
         for t in tree_leaves((call.args, call.kwargs))
-        if isinstance(t, Tensor) and t is not x and t.ndim > 1 and _differ_from_all(t, given)
+        if isinstance(t, Tensor) and t is not x and t.ndim > 1 and all(_differ(t, other) for other in given)
     ]
     tokens = next(token_arguments(root), None)
     if call is root or not made or tokens is None:
@@ -138,10 +138,6 @@ def _refuse_chosen_masks(
         return
     for a, b in zip(before, after, strict=False):
         _refuse_sparsity(layer, a, b)
-
-
-def _differ_from_all(t: Tensor, others: list[Tensor]) -> bool:
-    return all(_differ(t, other) for other in others)
 
 
 def _has_weights_for(call: Call, x: Tensor) -> bool:

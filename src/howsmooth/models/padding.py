@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.given import ModelInputs
+from howsmooth.models.inputs import ModelInputs
 from howsmooth.models.passes import Passed
 from howsmooth.models.repeated import Repeated, first_tensor
 from howsmooth.models.tolerance import precision, relative_error, tolerance

@@ -14,7 +14,7 @@ Either may hold tokens ``X`` (n, d).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,24 @@ from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models.array_files import read_arrays, reason
 
-__all__ = ["ParameterFile", "is_parameter_file", "load_parameters", "read_parameter_file", "save_parameters"]
+__all__ = ["ParameterFile", "is_parameter_file", "read_parameter_file", "save_parameters"]
 
 SUFFIXES = (".safetensors", ".npz")
 _MATRICES = ("query", "key", "value")
-_BIASES = ("query_bias", "key_bias", "value_bias", "output_bias")
-_OWN = (*_MATRICES, "output", *_BIASES, "mask", "rotary_cos", "rotary_sin", "scale", "causal", "window", "X")
+_BIASES = ("query_bias", "key_bias", "value_bias")
+_OWN = (
+    *_MATRICES,
+    "output",
+    *_BIASES,
+    "output_bias",
+    "mask",
+    "rotary_cos",
+    "rotary_sin",
+    "scale",
+    "causal",
+    "window",
+    "X",
+)
 _SETTINGS = ("scale", "causal", "window", "mask")
 _PAPER = ("A", "V", "b", "W", "causal", "X")
 
@@ -60,8 +72,8 @@ def is_parameter_file(name: object) -> bool:
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
-def load_parameters(path: str | Path) -> SelfAttention:
-    """Read the attention that a ``.safetensors`` or ``.npz`` file describes.
+def read_parameter_file(path: str | Path) -> ParameterFile:
+    """Read the attention that a ``.safetensors`` or ``.npz`` file describes, and the tokens it may hold.
 
     Parameters
     ----------
@@ -75,11 +87,6 @@ def load_parameters(path: str | Path) -> SelfAttention:
         attention; one sentence says which.
 
     """
-    return read_parameter_file(path).attention
-
-
-def read_parameter_file(path: str | Path) -> ParameterFile:
-    """Read a parameter file with the tokens it may hold; see :func:`load_parameters`."""
     path = Path(path)
     tensors = read_arrays(path, "parameter file", SUFFIXES)
     try:
@@ -98,7 +105,7 @@ def save_parameters(
     X: Float[Tensor, "n d"] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write an attention, and tokens if there are any, so that :func:`load_parameters` reads them.
+    """Write an attention, and tokens if there are any, so that :func:`read_parameter_file` reads them.
 
     Parameters
     ----------
@@ -131,7 +138,7 @@ def save_parameters(
         )
     require_plain_scores(attention, "parameter files")
     named: dict[str, Tensor | None] = {
-        name: getattr(attention, name) for name in (*_MATRICES, "output", *_BIASES, "mask")
+        name: getattr(attention, name) for name in (*_MATRICES, "output", *_BIASES, "output_bias", "mask")
     }
     if attention.rotary is not None:
         named |= {"rotary_cos": attention.rotary.cos, "rotary_sin": attention.rotary.sin}
@@ -183,25 +190,29 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
         raise ArgumentError(
             unknown[0], expected=f"names among {', '.join(known)}", got=f"a file with {_listed(tensors)}"
         )
-    causal = _flag(tensors.get("causal"))
+    causal = bool(_setting(tensors, "causal", "true or false, or 1 or 0", lambda v: v in (0, 1)))
     if paper:
         return _of_paper(numbers, causal)
+    window = _setting(
+        tensors, "window", "a whole number", lambda v: not isinstance(v, bool) and float(v).is_integer()
+    )
+    scale = _setting(tensors, "scale", "one number", lambda v: not isinstance(v, bool))
     # One head may be written as matrices, and its biases as vectors.
     stacked: dict[str, Any] = {name: _with_axis(numbers[name], 2) for name in _MATRICES}
-    biases: dict[str, Any] = {
-        name: _with_axis(numbers[name], 1) if name != "output_bias" else numbers[name]
-        for name in _BIASES
-        if name in numbers
-    }
+    biases: dict[str, Any] = {name: _with_axis(numbers[name], 1) for name in _BIASES if name in numbers}
+    rotary = [numbers[name] for name in ("rotary_cos", "rotary_sin") if name in numbers]
+    if len(rotary) == 1:
+        raise ArgumentError("rotary_cos", expected="rotary_cos together with rotary_sin", got="one of them")
     return SelfAttention(
         **stacked,
         output=numbers.get("output"),
         **biases,
-        scale=_number("scale", tensors.get("scale")),
+        output_bias=numbers.get("output_bias"),
+        scale=None if scale is None else float(scale),
         causal=causal,
-        window=_whole("window", tensors.get("window")),
+        window=None if window is None else int(window),
         mask=tensors.get("mask"),
-        rotary=_rotary(numbers),
+        rotary=Rotary(*rotary) if rotary else None,
     )
 
 
@@ -240,39 +251,20 @@ def _with_axis(t: Tensor, rank: int) -> Tensor:
     return t[None] if t.ndim == rank else t
 
 
-def _rotary(numbers: dict[str, Tensor]) -> Rotary | None:
-    tables = [numbers.get("rotary_cos"), numbers.get("rotary_sin")]
-    if tables[0] is None and tables[1] is None:
-        return None
-    if tables[0] is None or tables[1] is None:
-        raise ArgumentError("rotary_cos", expected="rotary_cos together with rotary_sin", got="one of them")
-    return Rotary(tables[0], tables[1])
-
-
-def _number(name: str, t: Tensor | None) -> float | None:
+def _setting(
+    tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
+) -> float | None:
+    """Return a setting, which is one number; None if the file has none of this name."""
+    t = tensors.get(name)
     if t is None:
         return None
-    if t.numel() != 1:
-        raise ArgumentError(name, expected="one number", got=f"shape {tuple(t.shape)}")
-    return float(_as_floats(name, t))
-
-
-def _whole(name: str, t: Tensor | None) -> int | None:
-    if t is None:
-        return None
-    if t.numel() != 1 or t.dtype == torch.bool or t.is_complex() or float(t) != int(t):
-        got = f"shape {tuple(t.shape)}" if t.numel() != 1 else str(t.item())
-        raise ArgumentError(name, expected="a whole number", got=got)
-    return int(t)
-
-
-def _flag(t: Tensor | None) -> bool:
-    if t is None:
-        return False
-    if t.numel() != 1 or t.is_complex() or float(t) not in (0.0, 1.0):
-        got = f"shape {tuple(t.shape)}" if t.numel() != 1 else str(t.item())
-        raise ArgumentError("causal", expected="true or false, or 1 or 0", got=got)
-    return bool(t)
+    got = f"shape {tuple(t.shape)}"
+    if t.numel() == 1:
+        value = t.item()
+        if not t.is_complex() and fits(value):
+            return value
+        got = str(value)
+    raise ArgumentError(name, expected=expected, got=got)
 
 
 def _tokens(x: Tensor | None, attention: SelfAttention) -> Tensor | None:
@@ -287,7 +279,5 @@ def _tokens(x: Tensor | None, attention: SelfAttention) -> Tensor | None:
 
 
 def _listed(tensors: Mapping[str, Tensor]) -> str:
-    names = sorted(tensors)
-    return (
-        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
-    )
+    more = f" and {len(tensors) - 8} more" if len(tensors) > 8 else ""
+    return ", ".join(sorted(tensors)[:8]) + more if tensors else "none"

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ModelError
-from howsmooth.models.inputs import vocabulary_size
+from howsmooth.models.inputs import embedding_of, vocabulary_size
 
 __all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts", "token_width"]
 
@@ -28,13 +28,9 @@ def modality_of(model: nn.Module) -> str:
 
 def token_width(model: nn.Module) -> int | None:
     """Return the dimension of the tokens that a model is given embedded, None if it does not say."""
-    if isinstance(model, PreTrainedModel):
-        try:
-            table = model.get_input_embeddings()
-        except (NotImplementedError, AttributeError):
-            table = None
-        if isinstance(table, nn.Embedding):
-            return table.embedding_dim
+    table = embedding_of(model)
+    if table is not None:
+        return table.embedding_dim
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     return width if isinstance(width, int) else None
 
@@ -50,20 +46,10 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Find a part of a model.
+    """Return the path of a part of the model that is called ``name``, and the part itself.
 
-    Parameters
-    ----------
-    model, name
-        The whole model, and what it is called.
-    part
-        ``text``, ``vision`` or ``audio`` if there is one such model inside; or the path of a module in the
-        model, such as ``encoder``.
-
-    Returns
-    -------
-    path, module
-        Where it is, and itself.
+    It is named ``text``, ``vision`` or ``audio`` if there is one such model inside, or by the path of a
+    module in the model, such as ``encoder``.
 
     Raises
     ------

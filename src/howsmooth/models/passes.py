@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from howsmooth.models.recording import (
 )
 from howsmooth.models.watching import CoreCall, Watch
 
-__all__ = ["Call", "Passed", "Wanted", "attention_layers", "forward_pass", "run"]
+__all__ = ["Call", "Passed", "attention_layers", "forward_pass", "run"]
 
 
 @dataclass(eq=False)
@@ -50,20 +50,19 @@ class Call:
         if self.kept:
             return
         self.kept = True
-        copies: dict[int, Tensor] = {}
+        x = first_tokens(self.arguments())
+        copies: dict[int, Tensor] = {}  # one tensor that is given twice stays one
 
         def copied(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim > 3:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if not floating or not (value is x or value.ndim <= 3):
                 return value
             if id(value) not in copies:
                 copies[id(value)] = value.clone()
             return copies[id(value)]
 
-        x = first_tokens(self.arguments())
-        if x is not None:
-            copies[id(x)] = x.clone()
-        self.args = tuple(copies.get(id(v), v) if v is x else copied(v) for v in self.args)
-        self.kwargs = {k: copies.get(id(v), v) if v is x else copied(v) for k, v in self.kwargs.items()}
+        self.args = tuple(map(copied, self.args))
+        self.kwargs = {name: copied(value) for name, value in self.kwargs.items()}
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
@@ -89,43 +88,23 @@ class Passed:
     cores: int = 1
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which layers to keep, counted in the order of their calls; negative from the end, None: all."""
-
-    indices: tuple[int, ...] | None
-
-    @property
-    def last(self) -> int | None:
-        """Index after which the pass need not go on; None if only its end tells."""
-        if self.indices is None or any(i < 0 for i in self.indices):
-            return None
-        return max(self.indices, default=-1)
-
-    @property
-    def from_end(self) -> int:
-        """How many of the layers last seen may be wanted."""
-        return max((-i for i in self.indices or () if i < 0), default=0)
-
-
 class _Stop(BaseException):
     """Ends a pass once everything asked for was seen; not an Exception, so that no model catches it."""
 
 
-def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Run the model's forward pass; an exception of its own becomes an ArgumentError about the inputs."""
     # Asking for hidden states would make transformers leave hooks of its own on the modules for good.
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
-        return model(*args, **kwargs, **dict.fromkeys(asked, False))
+        model(**inputs, **dict.fromkeys(asked, False))
     except _Stop:
-        return None
+        return
     except HowsmoothError:
         raise
     except Exception as error:
-        named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in named.items() if isinstance(v, Tensor))
+        shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in inputs.items() if isinstance(v, Tensor))
         raise ArgumentError(
             "inputs",
             expected=f"inputs that {type(model).__name__} accepts",
@@ -136,52 +115,43 @@ def run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
     """List the attention layers of one forward pass, in order, cross-attention among them."""
-    return forward_pass(model, (), inputs, Wanted(()))[0]
+    return forward_pass(model, inputs, ())[0]
 
 
 def forward_pass(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wanted: Wanted,
+    inputs: Mapping[str, Any],
+    wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, Passed]]:
-    """Run the model once.
+    """Run a borrowed model once; return all layers that were seen, in order, and those wanted, by index.
 
-    Parameters
-    ----------
-    model, args, kwargs
-        The model, borrowed, and its inputs.
-    wanted
-        Which layers to keep. The pass ends with the last of them, if that can be told.
-    on_layer
-        Called with each layer when it is found.
-
-    Returns
-    -------
-    list of AttentionLayer
-        All layers that were seen, in order.
-    dict
-        Those that are wanted, by index.
-
+    Layers are counted in the order of their calls, negative from the end; None: all are wanted. The pass ends
+    with the last layer that is wanted, if that can be told. ``on_layer`` is called with each layer when it is
+    found.
     """
     watcher = _Watcher(model, wanted, on_layer)
     with watcher.hooked(), Watch(watcher.on_core):
-        run(model, args, kwargs)
+        run(model, inputs)
     return watcher.layers, watcher.kept
 
 
 class _Watcher:
     """The hooks of :func:`forward_pass`, and what they have seen."""
 
-    def __init__(self, model: nn.Module, wanted: Wanted, on_layer: Callable[[AttentionLayer], None]) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
+    ) -> None:
         self.model = model
         self.wanted = wanted
         self.on_layer = on_layer
+        self.from_end = max((-i for i in wanted or () if i < 0), default=0)
+        # Index after which the pass need not go on; None if only its end tells.
+        self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
         self.stack: list[Call] = []
         self.layers: list[AttentionLayer] = []
         self.kept: dict[int, Passed] = {}
-        self.last: deque[int] = deque()  # kept only because they may be wanted from the end
+        self.newest_kept: deque[int] = deque()  # only because they may be wanted from the end
         self.last_norm: ModuleCall | None = None
         self.newest: tuple[Call, Passed] | None = None
 
@@ -190,11 +160,9 @@ class _Watcher:
         """Place the hooks, and remove them."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                for handle in (
-                    module.register_forward_pre_hook(partial(self._starts, name), with_kwargs=True),
-                    module.register_forward_hook(self._ends, with_kwargs=True),
-                ):
-                    stack.callback(handle.remove)
+                starts = partial(self._starts, name)
+                stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(self._ends, with_kwargs=True))
             yield
 
     def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,8 +181,7 @@ class _Watcher:
                 self.last_norm = ModuleCall(call.name, module, tokens, output)
         if call.kept:
             call.output = output
-            last = self.wanted.last
-            ended = self.kept.get(last) if last is not None else None
+            ended = None if self.last is None else self.kept.get(self.last)
             if ended is not None and ended.calls[0] is call:
                 raise _Stop
 
@@ -248,14 +215,13 @@ class _Watcher:
             self.kept[layer.index] = passed
 
     def _is_wanted(self, index: int) -> bool:
-        indices = self.wanted.indices
-        if indices is None or index in indices:
+        if self.wanted is None or index in self.wanted:
             return True
-        if not self.wanted.from_end:
+        if not self.from_end:
             return False
-        self.last.append(index)
-        if len(self.last) > self.wanted.from_end:
-            self.kept.pop(self.last.popleft(), None)
+        self.newest_kept.append(index)
+        if len(self.newest_kept) > self.from_end:
+            self.kept.pop(self.newest_kept.popleft(), None)
         return True
 
 

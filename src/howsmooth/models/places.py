@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from howsmooth.errors import ModelError
+from howsmooth.errors import HowsmoothError, ModelError
 from howsmooth.models.array_files import reason
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 
@@ -42,7 +45,7 @@ class Place:
         """
         if self.location is None:
             return None
-        try:
+        with self.reading():
             found = cached_file(
                 self.location,
                 name,
@@ -51,12 +54,25 @@ class Place:
                 # Offline, what is not in the cache cannot be read later either.
                 _raise_exceptions_for_connection_errors=not self.local_files_only,
             )
-        except Exception as error:  # as when the model itself is read
-            raise self.failure(error) from error
         return None if found is None else Path(found)
 
-    def failure(self, error: Exception) -> ModelError:
-        """Return the error to raise when transformers cannot read the model here."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within the context whatever transformers raises, of many types, becomes a ModelError."""
+        try:
+            yield
+        except HowsmoothError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> ModelError:
+        """Say in a sentence why transformers cannot read the model here."""
+        if "trust_remote_code" in str(error):
+            return ModelError(
+                f"{self.name!r} needs code that comes with the model, which howsmooth never runs. "
+                "Choose a model whose architecture is part of transformers."
+            )
         first = f"{type(error).__name__}: {reason(error)}"
         causes = [error, error.__cause__, error.__context__]
         if self.location is None or Path(self.location).is_dir():
@@ -161,8 +177,6 @@ def hub_reachable() -> bool:
 
 
 def _hub_has_config(name: str, offline: bool) -> bool:
-    from transformers import AutoConfig
-
     try:
         AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
     except Exception:  # unknown to the Hub, or not in the cache

@@ -129,14 +129,8 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
 
     It is the one that the model's files describe; without such files that of its type, at the size of the
     model's configuration. Where this one needs torchvision, the processor of ViT takes its place, which does
-    what most do: resize, crop and normalise.
-
-    Parameters
-    ----------
-    place, config
-        The model's files, and the configuration of the whole model.
-    model
-        The model, or the part of it that is used.
+    what most do: resize, crop and normalise. ``config`` is that of the whole model, of which ``model`` may be
+    a part.
 
     Raises
     ------
@@ -262,14 +256,7 @@ class AudioPreparation:
 
 
 def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
-    """Find the feature extractor of a model's sound, and try it.
-
-    Parameters
-    ----------
-    place, config
-        The model's files, and the configuration of the whole model.
-    model
-        The model, or the part of it that is used.
+    """Find the feature extractor of a model's sound, as :func:`image_preparation` finds a processor.
 
     Raises
     ------

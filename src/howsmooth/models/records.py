@@ -103,14 +103,11 @@ class _Recorder:
         with ExitStack() as stack:
             for name, module in root.named_modules():
                 if module is self.owner.repeated.module:
-                    stack.callback(
-                        module.register_forward_pre_hook(self._owner_starts, with_kwargs=True).remove
-                    )
-                    stack.callback(module.register_forward_hook(self._owner_ends).remove)
-                path = f"{prefix}.{name}".strip(".")
-                stack.callback(
-                    module.register_forward_hook(partial(self._ended, path), with_kwargs=True).remove
-                )
+                    starts = module.register_forward_pre_hook(self._owner_starts, with_kwargs=True)
+                    stack.enter_context(starts)
+                    stack.enter_context(module.register_forward_hook(self._owner_ends))
+                ended = partial(self._ended, f"{prefix}.{name}".strip("."))
+                stack.enter_context(module.register_forward_hook(ended, with_kwargs=True))
             yield
 
     def _owner_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -134,11 +131,6 @@ class _Recorder:
         if len(self.record.cores) == len(self.owner.cores):
             self.record.inside = self.calls[self.inside :]
 
-    def _heads(self) -> int:
-        """Return how many numbers the heads are."""
-        output = self.record.cores[0].output
-        return 0 if output is None else output.numel()
-
     def _ended(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -147,7 +139,8 @@ class _Recorder:
         inputs = kept = None
         after = self.inside is not None and len(self.record.cores) == len(self.owner.cores)
         given = sum(v is not None for v in (*args, *kwargs.values()))
-        alone = after and given == 1 and tokens is not None and tokens.numel() == self._heads()
+        heads = self.record.cores[0].output if after else None
+        alone = given == 1 and tokens is not None and heads is not None and tokens.numel() == heads.numel()
         owner = module is self.owner.repeated.module or isinstance(module, nn.MultiheadAttention)
         if is_linear(module) or is_norm(module):
             inputs = None if tokens is None else _flat(tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ class Repeated:
         self.batch_axis = _batch_axis(x, batch)
         self._output = call.output
         leaves, self._tree = tree_flatten((call.args, call.kwargs))
-        self._leaves: list[Any] = [_X if leaf is x else _without_cache(leaf) for leaf in leaves]
+        self._leaves: list[Any] = [
+            _X if leaf is x else None if isinstance(leaf, Cache) else leaf for leaf in leaves
+        ]
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with ``x``, shaped as the tokens of the call, for X."""
@@ -133,11 +136,8 @@ class Repeated:
                 return value.narrow(self.batch_axis, 0, size // self.batch)
             return value
 
-        alone = object.__new__(Repeated)
-        alone.name, alone.module, alone.batch = self.name, self.module, 1
-        alone.batch_axis, alone._tree, alone._output = self.batch_axis, self._tree, None
-        alone.x = one(self.x)
-        alone._leaves = [leaf if leaf is _X else one(leaf) for leaf in self._leaves]
+        alone = self._changed(one)
+        alone.batch = 1
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Repeated:
@@ -148,11 +148,15 @@ class Repeated:
                 return value
             return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
-        other = object.__new__(Repeated)
-        other.name, other.module, other.batch = self.name, module, self.batch
-        other.batch_axis, other._tree, other._output = self.batch_axis, self._tree, None
-        other.x = moved(self.x)
-        other._leaves = [moved(leaf) for leaf in self._leaves]
+        other = self._changed(moved)
+        other.module = module
+        return other
+
+    def _changed(self, change: Callable[[Any], Any]) -> Repeated:
+        """Return the same call with other arguments."""
+        other = copy.copy(self)
+        other.x, other._output = change(self.x), None
+        other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]
         return other
 
 
@@ -201,7 +205,3 @@ def first_tensor(output: Any) -> Tensor:
     if found is None:
         raise CaptureError(f"It gives {type(output).__name__} where a tensor is expected.")
     return found
-
-
-def _without_cache(value: Any) -> Any:
-    return None if isinstance(value, Cache) else value

@@ -21,16 +21,7 @@ _TOKENS = 16
 def sample_inputs(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Make inputs of one sequence.
-
-    Parameters
-    ----------
-    model
-        The model.
-    preparation
-        How images or sound become its inputs, if that is known.
-    tokens
-        Length of the sequence, for text and embedded tokens only.
+    """Make inputs of one sequence; ``tokens`` is its length, for text and embedded tokens only.
 
     Raises
     ------

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
+from howsmooth.models.borrow import nested_configs
+
 __all__ = ["count_weights", "shorten"]
 
 _DEPTHS = (
@@ -40,7 +42,7 @@ def shorten(config: Any, most: int) -> str:
     if weights <= most:
         return ""
     done = []
-    for part in _parts(config):
+    for part in nested_configs(config):
         for name in _DEPTHS:
             depth = getattr(part, name, None)
             if not isinstance(depth, int) or depth <= 2:
@@ -60,12 +62,3 @@ def shorten(config: Any, most: int) -> str:
     return (
         f"built with {', '.join(dict.fromkeys(done))} layers, as all have {weights / 1e9:.1f} billion weights"
     )
-
-
-def _parts(config: Any) -> list[Any]:
-    parts = [config]
-    for name in getattr(config, "sub_configs", {}):
-        inner = getattr(config, name, None)
-        if inner is not None:
-            parts += _parts(inner)
-    return parts

@@ -17,23 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.models.array_files import read_array, reason, shown
+from howsmooth.models.array_files import DataSource, read_array, reason, shown
 
 __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
 
 @dataclass(frozen=True, eq=False)
-class TokenStream:
+class TokenStream(DataSource):
     """Sequences of token ids or of embedded tokens, one after another.
 
     Attributes
     ----------
-    name
-        The name under which results stand.
-    source
-        One phrase for a report.
-    digest
-        SHA-256 of the values and of where sequences begin.
     tokens
         Ids (tokens,), int64, or embedded tokens (tokens, d), float32 or float64.
     lengths
@@ -41,9 +35,6 @@ class TokenStream:
 
     """
 
-    name: str
-    source: str
-    digest: str
     tokens: Tensor = field(repr=False)
     lengths: tuple[int, ...]
 
@@ -190,11 +181,9 @@ def _rows(values: Any, where: str) -> list[list[int]]:
 
 def _id(value: object, where: str) -> int:
     shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-    if isinstance(value, str):
-        # int() also takes signs, underscores and digits of other scripts.
-        if not (value.isascii() and value.isdigit() and len(value) <= 18):
-            raise ArgumentError(where, expected="whole numbers of at least 0 between spaces", got=shown)
+    # int() also takes signs, underscores and digits of other scripts.
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
-        raise ArgumentError(where, expected="token ids, whole numbers of at least 0", got=shown)
-    return int(value)
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**63:
+        return int(value)
+    raise ArgumentError(where, expected="token ids, whole numbers of at least 0", got=shown)

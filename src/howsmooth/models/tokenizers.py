@@ -37,10 +37,6 @@ class Tokenizer:
         self._backend = backend
         self._obstacle = obstacle
 
-    def __call__(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return self.encode(text)
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         if self._backend is None:
@@ -48,6 +44,8 @@ class Tokenizer:
         # verbose: a text longer than the model is no mistake here, it is cut into sequences afterwards.
         ids = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(i) for i in ids]
+
+    __call__ = encode
 
     def located(self, text: str) -> tuple[list[int], list[int]]:
         """Token ids of a text, and the letter of the text at which each begins.
@@ -97,12 +95,7 @@ def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | No
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE on a text; the same text gives the same tokenizer.
 
-    Parameters
-    ----------
-    text
-        The text to train on.
-    vocabulary
-        Number of token ids that the model knows; at most this many, and at most 8000, are made.
+    At most ``vocabulary`` token ids, which is how many the model knows, and at most 8000 are made.
 
     Raises
     ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +76,16 @@ def training_tokens(
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in seen
-    ]
-    try:
-        with borrowed(model):
-            for module in model.modules():
-                module.training = True
-            for sequence, seed in zip(inputs, seeds, strict=True):
-                torch.manual_seed(torch_seed(seed))
-                run(model, (), {"input_ids": sequence[None].to(model.device)})
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name in seen:
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(keep(name), with_kwargs=True))
+        stack.enter_context(borrowed(model))
+        for module in model.modules():
+            module.training = True
+        for sequence, seed in zip(inputs, seeds, strict=True):
+            torch.manual_seed(torch_seed(seed))
+            run(model, {"input_ids": sequence[None].to(model.device)})
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "

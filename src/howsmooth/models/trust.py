@@ -21,25 +21,13 @@ _ADAPTER = "adapter_config.json"
 
 
 def forget_implementations(config: Any) -> None:
-    """Let transformers choose how attention is computed, whatever the configuration says.
-
-    Parameters
-    ----------
-    config
-        Of a model; changed, with the configurations inside it.
-
-    """
+    """Let transformers choose how attention is computed, whatever a configuration, or one inside it, says."""
     config._attn_implementation = None
     config._experts_implementation = None
 
 
 def check_files(place: Place, config: Any) -> None:
     """Refuse weights in anything but safetensors, quantised weights, and adapters.
-
-    Parameters
-    ----------
-    place, config
-        The model, and its configuration.
 
     Raises
     ------

@@ -50,17 +50,8 @@ def roles(
 ) -> Iterator[Role]:
     """Yield readings in which each head's vectors are as long as those of the linear map, up to one factor.
 
-    Parameters
-    ----------
-    given
-        Queries or keys of one sequence.
-    outputs
-        All linear maps of X, side by side.
-    slices
-        Columns that may be theirs.
-    norms
-        That ran before the softmax.
-
+    ``given`` are the queries or keys of one sequence, ``outputs`` all linear maps of X side by side,
+    ``slices`` the columns of these that may be theirs, and ``norms`` those that ran before the softmax.
     """
     heads, n, dim = given.shape
     loose = tolerance(precision(torch.float32))  # norms and tables may be float32 in a float64 model

@@ -97,14 +97,7 @@ class VerifiedLayer:
 def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
     """Find out what a layer computes, and prove it.
 
-    Parameters
-    ----------
-    passed
-        The layer in a pass of the model.
-    batch
-        Number of sequences in it.
-    user
-        The user's attention implementation.
+    ``passed`` is the layer in a pass of ``batch`` sequences, ``user`` the user's attention implementation.
 
     Raises
     ------

@@ -29,15 +29,19 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 __all__ = ["OwnValues", "own_values", "verify", "verify_block"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class OwnValues:
-    """What the model itself computes in one layer, on all sequences; None: not reached."""
+    """What the model itself computes in one layer, on all sequences."""
 
     x: Float[Tensor, "batch n d"]
-    heads: Tensor | None = None  # input of the output projection, (batch, n, heads * value_dim)
-    projected: Tensor | None = None  # its output
-    attention: Tensor | None = None  # the same, or the owner's output
-    downcast: bool = False  # whether a float64 module computed something in float32
+    heads: Tensor | None  # input of the output projection, (batch, n, heads * value_dim); None without one
+    attention: Tensor  # the output of the projection, or of the owner
+    downcast: bool  # whether a float64 module computed something in float32
+
+    @property
+    def inner(self) -> Tensor:
+        """The heads, or the attention where they are not told from it."""
+        return self.attention if self.heads is None else self.heads
 
 
 class _Downcasts(TorchDispatchMode):
@@ -56,36 +60,41 @@ class _Downcasts(TorchDispatchMode):
         return result
 
 
+@contextmanager
+def _noticed(dtype: torch.dtype) -> Iterator[_Downcasts]:
+    """Notice them in a model of float64; in others they make no difference."""
+    downcasts = _Downcasts()
+    watch: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with watch:
+        yield downcasts
+
+
 def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
-    call = owner.repeated
-    own = OwnValues(call.rows(x))
-
-    projection = output.projection
+    call, projection = owner.repeated, output.projection
+    taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
     def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = first_tokens(bound_arguments(module, args, kwargs))
-        if own.heads is None and given is not None:
-            own.heads, own.projected = call.rows(given).clone(), call.rows(first_tensor(result)).clone()
+        if not taken and given is not None:
+            taken.append((call.rows(given).clone(), call.rows(first_tensor(result)).clone()))
 
-    downcasts = _Downcasts()
-    watch: AbstractContextManager[Any] = downcasts if x.dtype == torch.float64 else nullcontext()
     with ExitStack() as stack:
         if projection is not None:
-            handle = projection.module.register_forward_hook(tap, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(watch)
+            stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
+        downcasts = stack.enter_context(_noticed(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
-    if projection is not None and own.heads is None:
-        own.heads = returned  # the projection lies outside of the owner
+    # A projection that was not reached lies outside of the owner.
+    heads, attention = taken[0] if taken else (None if projection is None else returned, None)
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
-        own.attention = first_tensor(output.call.module(returned.reshape(call.batch, -1, width)))
-    else:
-        own.attention = own.projected if output.call is projection else returned
-    own.downcast = downcasts.seen
-    return own
+        attention = first_tensor(output.call.module(returned.reshape(call.batch, -1, width)))
+    elif output.call is not projection:
+        attention = returned
+    if attention is None:
+        raise CaptureError(f"{owner.layer} did not reach its output when it ran by itself.")
+    return OwnValues(call.rows(x), heads, attention, downcasts.seen)
 
 
 def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
@@ -100,13 +109,10 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
     layer, call = owner.layer, owner.repeated
     own = own_values(owner, output, call.x)
     inner = found.map.without_output() if output.projection is not None else found.map
-    if own.attention is None:
-        raise CaptureError(f"{layer} did not reach its output when it ran by itself.")
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
     before = inner(own.x)
-    before_own = own.heads if own.heads is not None else own.attention
-    _compare(layer, "its heads" if output.projection is not None else "its output", before, before_own, tol)
+    _compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
     if output.projection is not None:
         _compare_attention(layer, found, own, tol)
     # Larger tokens give larger scores: q and k may each have grown by a small factor.
@@ -114,16 +120,13 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
         moved = own_values(owner, output, call.shaped(moved_tokens(own.x, first)))
-        after_own = moved.heads if moved.heads is not None else moved.attention
         after = inner(moved.x)
-        if after_own is None:
-            raise CaptureError(f"{layer} did not reach its output at other tokens.")
-        _compare(layer, "its heads on other tokens", after, after_own, tol)
+        _compare(layer, "its heads on other tokens", after, moved.inner, tol)
         if first == 0 and output.projection is not None:
             _compare_attention(layer, found, moved, tol)
         if first == 0 or before.shape[1] != own.x.shape[1]:
             continue
-        for what, a, b in (("model", before_own, after_own), ("captured map", before, after)):
+        for what, a, b in (("model", own.inner, moved.inner), ("captured map", before, after)):
             if relative_error(b[:, :first], a[:, :first]) > tol:
                 raise CaptureError(
                     f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
@@ -132,9 +135,7 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
     """Check what the map makes of the heads, after these were checked."""
-    f, heads, attention = found.map, own.heads, own.attention
-    if attention is None or heads is None:
-        raise CaptureError(f"{layer} did not reach its output when it ran by itself.")
+    f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         _compare(layer, "its attention", f(own.x), attention, tol)
         return
@@ -201,23 +202,17 @@ def verify_block(
             f"The block around {owner.layer} is not captured: {block.obstacle}. "
             "The scopes up to 'attention' do not need it."
         )
-    first: Tensor | None = None
-    for x in (layer.x, moved_tokens(layer.x) if layer.x.is_floating_point() else None):
-        if x is None:
-            continue
-        downcasts = _Downcasts()
-        watch: AbstractContextManager[Any] = (
-            downcasts if owner.repeated.x.dtype == torch.float64 else nullcontext()
-        )
+    given: list[Tensor] = []
+    shape = owner.repeated.tokens().shape
+    for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
         values = _BlockValues()
-        with _tapped(owner, output, block, values), watch:
+        with _tapped(owner, output, block, values), _noticed(owner.repeated.x.dtype) as downcasts:
             layer(x)
         hidden = values.hidden
         if hidden is None or values.value is None:
             raise CaptureError(
                 f"The block around {owner.layer} did not reach its norms when it ran by itself."
             )
-        shape = owner.repeated.tokens().shape
         hidden = owner.repeated.rows(hidden).reshape(shape)
         value = values.value
         if values.less is not None:
@@ -226,10 +221,8 @@ def verify_block(
         _compare(
             owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
         )
-        first = hidden if first is None else first
-    if first is None:
-        raise CaptureError(f"The block around {owner.layer} could not be run.")
-    return first.clone()
+        given.append(hidden)
+    return given[0].clone()
 
 
 @contextmanager
@@ -244,7 +237,7 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
 
     def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not values.owner_ran and pre is None:
-            x = _at(owner.repeated, args, kwargs)
+            x = bound_arguments(module, args, kwargs).get(owner.repeated.x_name)
             values.hidden = None if x is None else x.clone()
         values.owner_ran = True
 
@@ -262,22 +255,11 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
             values.value = None if value is None else value.clone()
 
     with ExitStack() as stack:
-        places = [owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True)]
-        places.append(output.call.module.register_forward_hook(output_ends))
+        stack.enter_context(owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True))
+        stack.enter_context(output.call.module.register_forward_hook(output_ends))
         if pre is not None:
-            places.append(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
-        modules = (reading.module, reading.less) if reading is not None else ()
-        places += [
-            module.register_forward_hook(shown, with_kwargs=True)
-            for module in dict.fromkeys(modules)
-            if module is not None
-        ]
-        for handle in places:
-            stack.callback(handle.remove)
+            stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
+        for module in dict.fromkeys(() if reading is None else (reading.module, reading.less)):
+            if module is not None:
+                stack.enter_context(module.register_forward_hook(shown, with_kwargs=True))
         yield
-
-
-def _at(call: Repeated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that stands among the arguments of a call where X stood in another."""
-    name = call.x_name
-    return bound_arguments(call.module, args, kwargs).get(name)

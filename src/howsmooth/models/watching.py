@@ -22,7 +22,7 @@ from howsmooth.models.contractions import Contraction
 from howsmooth.models.following import HIDES, Follower, Probabilities
 from howsmooth.models.scores import Opaque, Unreadable, holds, read
 
-__all__ = ["CoreCall", "Watch", "triangle"]
+__all__ = ["CoreCall", "Watch", "capped_scores", "softmax_values", "triangle"]
 
 _ROWS = 32  # rows of the probabilities that are recomputed to check a reading
 
@@ -195,6 +195,24 @@ class _Layout:
         return tensor if positions == list(range(tensor.ndim)) else tensor.permute(positions)
 
 
+def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return the scores (..., m, n) before any mask."""
+    scores = query @ key.mT * scale
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return the values weighted by the softmax of scores, with mask and sinks as of a :class:`CoreCall`."""
+    n, dtype = scores.shape[-1], scores.dtype
+    if mask is not None:
+        boolean = mask.dtype == torch.bool
+        scores = scores.masked_fill(mask.logical_not(), -math.inf) if boolean else scores + mask
+    if sinks is None:
+        return scores.to(dtype).softmax(dim=-1) @ value
+    column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores.to(dtype), column), dim=-1).softmax(dim=-1)[..., :n] @ value
+
+
 def triangle(query: Tensor, key: Tensor) -> Tensor:
     """Return the mask of PyTorch's ``is_causal``: query i sees the keys j <= i, as many as there are."""
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -218,7 +236,7 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
     assert call.key is not None
     assert call.output is not None
     q, k, v, mask, output = call.query, call.key, call.value, call.mask, call.output
-    m, n = q.shape[-2], k.shape[-2]
+    m = q.shape[-2]
     dtype = torch.float32
     for tensor in (q, k, v, output):
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -227,21 +245,12 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
             rows = torch.linspace(0, m - 1, _ROWS, device=q.device).round().long()
             q, output = q[..., rows, :], output[..., rows, :]
             mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
-        scores = call.scale * (q.to(dtype) @ k.to(dtype).mT)
-        if call.softcap is not None:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = capped_scores(q.to(dtype), k.to(dtype), call.scale, call.softcap)
         size = scores.abs().max()
         seen = torch.ones((), dtype=torch.bool, device=q.device)
-        if mask is not None and mask.dtype == torch.bool:
-            seen = mask.any(-1)
-            scores = scores.masked_fill(~mask, -math.inf)
-        elif mask is not None:
-            seen = (mask > HIDES).any(-1)
-            scores = scores + mask
-        if call.sinks is not None:
-            column = call.sinks[:, None, None].to(dtype).expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, column], dim=-1)
-        expected = scores.to(dtype).softmax(-1)[..., :n] @ v.to(dtype)
+        if mask is not None:
+            seen = (mask if mask.dtype == torch.bool else mask > HIDES).any(-1)
+        expected = softmax_values(scores, v.to(dtype), mask, call.sinks)
         eps = max(eps, torch.finfo(output.dtype).eps)
         allowed = 16 * eps * (1 + size) * v.abs().max().to(dtype)
         wrong = ~((expected - output).abs() <= allowed) & seen[..., None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.given import ModelInputs, model_inputs
+from howsmooth.models.inputs import ModelInputs, model_inputs
 from howsmooth.models.padding import padding_of
 
 __all__ = ["ProbeInputs", "Probes"]

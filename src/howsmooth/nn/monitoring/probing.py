@@ -16,9 +16,9 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFin
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.borrow import implementation
 from howsmooth.models.capture import capture
-from howsmooth.models.given import ModelInputs
+from howsmooth.models.inputs import ModelInputs
 from howsmooth.models.owners import CrossAttention
-from howsmooth.models.passes import Passed, Wanted, forward_pass, run
+from howsmooth.models.passes import Passed, forward_pass, run
 from howsmooth.models.recording import AttentionLayer, first_tokens
 from howsmooth.models.verified import read_layer
 from howsmooth.nn.monitoring.neutral import unmarked
@@ -138,7 +138,7 @@ def _layers(
             names.append(layer.name)
 
     with own.hooked(names.append):
-        _, kept = forward_pass(model, (), given.named, Wanted(None), seen)
+        _, kept = forward_pass(model, given.named, None, seen)
     # Softmaxes inside the layers of this package are theirs.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
@@ -170,7 +170,7 @@ def _read_again(
         for one in captured:
             stack.enter_context(one.hooked())
         stack.enter_context(own.hooked(lambda name: None))
-        run(model, (), given.named)
+        run(model, given.named)
     found: list[tuple[int, _Layer]] = []
     for index, reading in known:
         if isinstance(reading, int):
