@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth import batching, lipschitz, memory
+from howsmooth import batching, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import cached_bytes, tiling
+from howsmooth.lipschitz import mixed_precision, solver
 from tests._cases import D, random_attention, tokens
 
 CPU = torch.device("cpu")
@@ -24,15 +25,13 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ways: list[str] = []
     monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
     for name in ("golub_kahan", "lanczos"):
-        solver = getattr(lipschitz, name)
+        solve = getattr(solver, name)
 
-        def noted(
-            *arguments: object, name: str = name, solver: object = solver, **keywords: object
-        ) -> object:
+        def noted(*arguments: object, name: str = name, solve: object = solve, **keywords: object) -> object:
             ways.append(name)
-            return solver(*arguments, **keywords)
+            return solve(*arguments, **keywords)
 
-        monkeypatch.setattr(lipschitz, name, noted)
+        monkeypatch.setattr(solver, name, noted)
     return ways
 
 
@@ -74,11 +73,13 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[str] = []
     for name in ("closed_form_jacobian", "closed_form_jacobians"):  # the latter keep their probabilities
 
-        def noted(*arguments: object, name: str = name, made: object = getattr(lipschitz, name), **keywords):
+        def noted(
+            *arguments: object, name: str = name, made: object = getattr(mixed_precision, name), **keywords
+        ):
             asked.append("streamed" if keywords.get("streamed") else name)
             return made(*arguments, **keywords)
 
-        monkeypatch.setattr(lipschitz, name, noted)
+        monkeypatch.setattr(mixed_precision, name, noted)
     monkeypatch.setitem(tiling._TILE, "cpu", 1000)
     monkeypatch.setattr(tiling, "_ROWS", 1)
     f, x = random_attention(0), tokens(0, 3, 200, D)
@@ -92,13 +93,13 @@ def test_probabilities_that_fit_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_long_sequences_are_streamed_though_they_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    original = lipschitz.closed_form_jacobian
+    original = mixed_precision.closed_form_jacobian
 
     def noted(*arguments: object, streamed: bool = False, **keywords: object) -> object:
         asked.append(streamed)
         return original(*arguments, streamed=streamed, **keywords)
 
-    monkeypatch.setattr(lipschitz, "closed_form_jacobian", noted)
+    monkeypatch.setattr(mixed_precision, "closed_form_jacobian", noted)
     monkeypatch.setattr(batching, "_STREAMED_FROM", 7)
     f = random_attention(2, causal=True)
     found = hs.local_lipschitz(f, [tokens(0, 7, D), tokens(1, 6, D), tokens(2, 8, D)])
