@@ -20,6 +20,7 @@ __all__ = [
     "StoreError",
     "TextError",
     "WorkerError",
+    "reason",
 ]
 
 
@@ -113,3 +114,11 @@ class StoreError(HowsmoothError):
 
 class WorkerError(HowsmoothError):
     """A worker that measures for a study was lost, cannot be reached, or is not of this version."""
+
+
+def reason(error: BaseException) -> str:
+    """Say in a phrase why a file cannot be read or written."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, ModelError, NonFiniteError
 
-__all__ = ["DataSource", "check_range", "read_array", "read_arrays", "reason", "shown"]
+__all__ = ["DataSource", "check_range", "read_array", "read_arrays", "shown"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 
@@ -124,14 +124,6 @@ def check_range(array: np.ndarray, low: float, high: float, argument: str, remed
             got=f"values from {float(array.min()):.4g} to {float(array.max()):.4g}",
             remedy=remedy,
         )
-
-
-def reason(error: BaseException) -> str:
-    """Say in a phrase why a file cannot be read or written."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).strip().splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__
 
 
 def _is_file(path: Path) -> bool:

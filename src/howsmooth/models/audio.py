@@ -14,8 +14,8 @@ from scipy.io import wavfile
 from scipy.signal import resample_poly
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
-from howsmooth.models.array_files import DataSource, check_range, read_array, reason, shown
+from howsmooth.errors import ArgumentError, reason
+from howsmooth.models.array_files import DataSource, check_range, read_array, shown
 
 __all__ = ["Audio", "Waveform", "load_audio"]
 

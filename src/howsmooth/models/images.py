@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
-from howsmooth.models.array_files import DataSource, check_range, read_array, reason, shown
+from howsmooth.errors import ArgumentError, reason
+from howsmooth.models.array_files import DataSource, check_range, read_array, shown
 from howsmooth.models.builtin_images import builtin_images
 
 __all__ = ["Images", "load_images"]

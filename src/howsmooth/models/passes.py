@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError, HowsmoothError
-from howsmooth.models.array_files import reason
+from howsmooth.errors import ArgumentError, HowsmoothError, reason
 from howsmooth.models.masking import hides_later_keys
 from howsmooth.models.recording import (
     AttentionLayer,

@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from howsmooth.errors import HowsmoothError, ModelError
-from howsmooth.models.array_files import reason
+from howsmooth.errors import HowsmoothError, ModelError, reason
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 
 __all__ = ["Place", "find", "hub_reachable"]

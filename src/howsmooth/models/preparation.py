@@ -20,8 +20,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.models.array_files import reason
+from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.models.audio import Waveform
 from howsmooth.models.places import Place
 

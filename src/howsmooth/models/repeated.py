@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
-from howsmooth.errors import CaptureError
-from howsmooth.models.array_files import reason
+from howsmooth.errors import CaptureError, reason
 from howsmooth.models.passes import Call
 from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import relative_error

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.models.array_files import DataSource, read_array, reason, shown
+from howsmooth.errors import ArgumentError, NonFiniteError, reason
+from howsmooth.models.array_files import DataSource, read_array, shown
 
 __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
