@@ -15,8 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
-from howsmooth.models.load import LoadedModel
-from howsmooth.models.tokenizers import Tokenizer
+from howsmooth.models.loading.load import LoadedModel
+from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.paper.drawing import PAPER
 from howsmooth.paper.figure import Bench, Figure, Finding, models_for
 from howsmooth.paper.request import Request

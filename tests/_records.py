@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
-from howsmooth.models.blocks import Block
-from howsmooth.models.recording import AttentionLayer, LayerRecord, ModuleCall, is_norm
+from howsmooth.models.identification.block_arrangement import Block
+from howsmooth.models.tracing.layer_trace import AttentionLayer, LayerRecord, ModuleCall, is_norm
 
 
 class Own(TokenMap):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import howsmooth as hs
 from howsmooth.cli import app, main
 from howsmooth.errors import ModelError
-from howsmooth.models.load import _device as check_device
+from howsmooth.models.loading.load import _device as check_device
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.plan_file import KEYS
 from tests._cases import random_attention, tokens
@@ -84,7 +84,7 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
     for name, stand_in in {
         "howsmooth.models.load_model": load_model,
         "howsmooth.models.capture": tools.capture,
-        "howsmooth.models.feeding.feed_of": no_feed,
+        "howsmooth.models.datasets.feed_of": no_feed,
         "howsmooth.texts.load_text": tools.load_text,
         "howsmooth.lipschitz.local_lipschitz": tools.measure,
         "howsmooth.study.tasks.site_bounds.bound_site": tools.bound,

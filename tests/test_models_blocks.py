@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.models.blocks import read_block, token_norm
+from howsmooth.models.identification.block_arrangement import read_block, token_norm
 from tests._cases import tokens
 from tests._records import Own, record, shown
 from tests._tiny_models import VOCABULARY, WithoutDowncast, token_ids

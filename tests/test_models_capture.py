@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Site, capture
-from howsmooth.models.verified import _gives
+from howsmooth.models.identification.verified_layer import _gives
 from tests._selection import others_slow
 from tests._tiny_models import CONFIGS, WithoutDowncast, sublayer, tiny, token_ids
 

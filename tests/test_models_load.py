@@ -29,8 +29,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
-from howsmooth.models import builtin_names, capture, load_model, places
-from howsmooth.models.tokenizers import trained_tokenizer
+from howsmooth.models import builtin_names, capture, load_model
+from howsmooth.models.loading import resolve_model
+from howsmooth.models.loading.tokenizers import trained_tokenizer
 from tests._shared import shared_data
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 
@@ -39,7 +40,7 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "hub_reachable", lambda: False)
+    monkeypatch.setattr(resolve_model, "hub_reachable", lambda: False)
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_random_init_of_a_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_init_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.models.load.free_memory", lambda _: 2**30)
+    monkeypatch.setattr("howsmooth.models.loading.load.free_memory", lambda _: 2**30)
     with pytest.raises(ModelError, match=r"'llama' has 6\.\d billion weights.*25 GiB.*1 GiB"):
         load_model("llama", random_init=True)
 
@@ -188,7 +189,7 @@ def test_trained_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = first.encode("the worst of all — déjà vu!" + TEXT)
     assert 256 <= max(ids) < 262
     assert len(trained_tokenizer(TEXT, 10**6).encode("It was the best of times")) < 12
-    monkeypatch.setattr("howsmooth.models.tokenizers.TRAINED_VOCABULARY", 259)
+    monkeypatch.setattr("howsmooth.models.loading.tokenizers.TRAINED_VOCABULARY", 259)
     assert max(trained_tokenizer(TEXT, 10**6).encode(TEXT)) == 258
     with pytest.raises(ModelError, match="256"):
         trained_tokenizer(TEXT, 255)

@@ -29,7 +29,8 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.attention import StagedAttention, core
 from howsmooth.jacobian import tiling
-from howsmooth.models import capture, cores, masking
+from howsmooth.models import capture
+from howsmooth.models.tracing import attention_hooks, mask_and_bias
 from tests._selection import others_slow
 
 N = 1200
@@ -81,8 +82,8 @@ def test_capture_of_a_layer_and_its_block_makes_no_tensor_of_n_squared_bytes(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is formed in blocks of a fixed size is long here at 1,200 tokens.
-    monkeypatch.setattr(cores, "_ENTRIES", N * N // 16)
-    monkeypatch.setattr(masking, "_ENTRIES", N * N // 16)
+    monkeypatch.setattr(attention_hooks, "_ENTRIES", N * N // 16)
+    monkeypatch.setattr(mask_and_bias, "_ENTRIES", N * N // 16)
     torch.manual_seed(0)
     model = make().eval()
     given = torch.randn(1, N, D) if make is encoder else torch.randint(0, 50, (1, N))
@@ -138,14 +139,14 @@ def naive(
 def test_plain_attention_in_blocks_of_heads_and_rows(
     entries: int, causal: bool, additive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "_ENTRIES", entries)
+    monkeypatch.setattr(attention_hooks, "_ENTRIES", entries)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 9, 3, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, 2, 9, d, generator=generator, dtype=torch.float64) for d in (3, 5))
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 9, 9, generator=generator) > 0.3
     given = torch.where(mask, 0.0, -math.inf).double() if additive else mask
-    got = cores.plain_attention(q, k, v, given, 0.3, 2.0, sinks, causal=causal)
+    got = attention_hooks.plain_attention(q, k, v, given, 0.3, 2.0, sinks, causal=causal)
     seen = mask.tril() if causal else mask
     wanted = naive(*(t.numpy() for t in (q, k, v, seen)), 2.0, sinks.numpy())
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
@@ -157,41 +158,41 @@ def test_plain_attention_in_blocks_of_heads_and_rows(
 def test_plain_attention_without_anything_else(
     entries: int, value_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "_ENTRIES", entries)
+    monkeypatch.setattr(attention_hooks, "_ENTRIES", entries)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, 4, 9, 3, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(1, 2, 9, d, generator=generator, dtype=torch.float64) for d in (3, value_dim))
     seen = np.tril(np.ones((4, 9, 9), dtype=bool)) if causal else np.ones((4, 9, 9), dtype=bool)
     wanted = naive(*(t.numpy() for t in (q, k, v)), seen, 1e9, np.full(4, -np.inf))
-    got = cores.plain_attention(q, k, v, None, 0.3, causal=causal)
+    got = attention_hooks.plain_attention(q, k, v, None, 0.3, causal=causal)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("entries", [1, 20, 10_000])
 def test_masks_are_looked_at_in_blocks(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masking, "_ENTRIES", entries)
+    monkeypatch.setattr(mask_and_bias, "_ENTRIES", entries)
     n = 7
     triangle = torch.ones(n, n, dtype=torch.bool).tril()
     for row, column in ((0, 1), (0, 6), (5, 6), (3, 4)):
         later, earlier = triangle.clone(), triangle.clone()
         later[row, column] = True
         earlier[column, row] = False
-        assert not masking.hides_later_keys(later)
-        assert masking.hides_later_keys(earlier)
+        assert not mask_and_bias.hides_later_keys(later)
+        assert mask_and_bias.hides_later_keys(earlier)
         assert masking.order_and_window(later) is None
         # The corner alone is what a window of n − 1 keys hides.
         assert (masking.order_and_window(earlier) is None) == ((row, column) != (0, 6))
         additive = torch.where(later, 0.0, -1e9)[None, None]
-        assert not masking.hides_later_keys(additive)
-    assert masking.hides_later_keys(triangle.expand(2, 3, n, n))
-    assert masking.hides_later_keys(torch.where(triangle, 0.5, -1e9)[None])
+        assert not mask_and_bias.hides_later_keys(additive)
+    assert mask_and_bias.hides_later_keys(triangle.expand(2, 3, n, n))
+    assert mask_and_bias.hides_later_keys(torch.where(triangle, 0.5, -1e9)[None])
     rules = masking.order_and_window(triangle[None, None])
     assert rules is not None
     assert rules.triangle
     assert masking.order_and_window(triangle[:-1]) is None
     assert masking.order_and_window(triangle.expand(2, n, n)) is None
-    assert masking.hides_later_keys(torch.ones(1, 1, dtype=torch.bool))
-    assert not masking.hides_later_keys(torch.ones(n, 1, dtype=torch.bool))
+    assert mask_and_bias.hides_later_keys(torch.ones(1, 1, dtype=torch.bool))
+    assert not mask_and_bias.hides_later_keys(torch.ones(n, 1, dtype=torch.bool))
 
 
 PROGRAM = """

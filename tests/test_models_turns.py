@@ -9,7 +9,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
 from howsmooth.models import inspect_model
-from howsmooth.models.turns import Role, Turned, reordered, roles, turned
+from howsmooth.models.identification.rotary_fit import Role, Turned, reordered, roles, turned
 from tests.architectures.build import build, inputs_of
 
 HEADS, KV_HEADS, DIM, N, D = 4, 2, 8, 6, 12

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth.models.precision import WithoutDowncast
+from howsmooth.models.identification.float64_replay import WithoutDowncast
 
 NARROW = torch.ones(3)
 

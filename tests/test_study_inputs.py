@@ -20,7 +20,7 @@ import howsmooth as hs
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, StoreError, TextError
 from howsmooth.models import load_model
-from howsmooth.models.feeding import image_inputs
+from howsmooth.models.datasets import image_inputs
 from howsmooth.study.feeds import TextFeed, place_in
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.plan import InputSpec, ModelSpec, Plan

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.watching import CoreCall, Watch
+from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch
 
 B, H, M, D, DV = 2, 3, 5, 4, 7  # value_dim > n: the output tells the probabilities
 MIN = torch.finfo(torch.float64).min

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.models.watching import CoreCall, Watch
+from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch
 
 F64 = torch.float64
 OPERATIONS = (

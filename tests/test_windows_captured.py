@@ -22,7 +22,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.attention import StagedAttention
 from howsmooth.models import capture
-from howsmooth.models.masking import describe_mask, order_and_window
+from howsmooth.models.tracing.mask_and_bias import describe_mask, order_and_window
 from tests._tiny_models import _GROUPED, _SHARED, token_ids
 from tests.test_windows import band
 

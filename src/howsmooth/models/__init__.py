@@ -1,24 +1,22 @@
 """Models of any kind: loading them, and capturing their attention layers as maps.
 
-``load`` (with ``places``, ``parts`` and ``tokenizers``) brings a model by its name. ``capture`` runs it
-once: ``borrow`` leaves it as it was found, ``watching`` (with ``following``, ``scores``, ``contractions``
-and ``axes``) sees every softmax attention, ``passes`` keeps the calls around it. Then each layer is run by
-itself (``repeated``): ``owners`` finds the module and the tokens, ``records`` writes down what happens,
-``identify`` (with ``projections``, ``turns``, ``masking``, ``blocks`` and ``sums``) reads it as a map,
-``verify`` proves it against the model's own numbers, and ``verified`` gives its scopes. ``inspection`` asks
-for every layer in every scope, and says what is refused. ``images``, ``audio`` and ``token_files`` read
-what models are given besides text, ``preparation`` makes it their inputs, and ``feeding`` cuts it to
-sequences.
+``loading`` brings a model by its name, and ``inputs`` makes what it takes from text, images, audio, token ids
+or embeddings. ``capture`` runs the model once, in ``measurement_mode``, which leaves it as it was found.
+``tracing`` sees every softmax attention of that pass and keeps the calls around it; ``identification`` then
+runs each layer by itself, reads it as a map, and verifies the map against the model's own numbers. A ``site``
+is the result: one layer's map and its tokens. ``inspect`` asks for every layer in every scope and says what
+is refused, ``padded_sequences`` captures batches with padding, and ``datasets`` cuts texts, images and audio
+to sequences of the length that is asked for.
 """
 
-from howsmooth.models.audio import load_audio
 from howsmooth.models.capture import capture
-from howsmooth.models.feeding import audio_inputs, image_inputs
-from howsmooth.models.images import load_images
-from howsmooth.models.inspection import InspectedSite, Inspection, Refusal, inspect_model
-from howsmooth.models.load import LoadedModel, builtin_names, load_model
+from howsmooth.models.datasets import audio_inputs, image_inputs
+from howsmooth.models.inputs.audio import load_audio
+from howsmooth.models.inputs.images import load_images
+from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
+from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
+from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.site import SCOPES, Site
-from howsmooth.models.token_files import load_embeddings, load_token_ids
 
 __all__ = [
     "SCOPES",

@@ -8,16 +8,16 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.borrow import borrowed, implementation
-from howsmooth.models.inputs import ModelInputs, model_inputs
-from howsmooth.models.load import LoadedModel
-from howsmooth.models.mixers import NO_SOFTMAX, LayersWithoutSoftmax
-from howsmooth.models.owners import CrossAttention
-from howsmooth.models.padding import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.passes import forward_pass
-from howsmooth.models.recording import AttentionLayer
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax
+from howsmooth.models.identification.self_attention_module import CrossAttention
+from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.loading.load import LoadedModel
+from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.site import SCOPES, Site
-from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
+from howsmooth.models.tracing.forward_trace import forward_pass
+from howsmooth.models.tracing.layer_trace import AttentionLayer
 
 __all__ = ["capture", "module_of"]
 

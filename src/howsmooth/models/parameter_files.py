@@ -30,7 +30,7 @@ from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError, reason
-from howsmooth.models.array_files import read_arrays
+from howsmooth.models.inputs.array_files import read_arrays
 
 __all__ = ["ParameterFile", "is_parameter_file", "read_parameter_file", "save_parameters"]
 

@@ -105,7 +105,7 @@ def certify_file(asked: Asked, on_batch: Callable[[int, int], None] | None = Non
 
 def _data(data: Path, labels: Path | None) -> tuple[Tensor, Tensor | None]:
     # With it comes transformers, which takes seconds.
-    from howsmooth.models.array_files import read_arrays
+    from howsmooth.models.inputs.array_files import read_arrays
 
     arrays = read_arrays(data, "data file")
     inputs = _one(arrays, data, "data", _INPUTS)

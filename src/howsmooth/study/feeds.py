@@ -1,7 +1,7 @@
 """What a study measures on: a source, opened once, and with a model a feed of sequences.
 
 Texts are cut here, with the tokenizer of the model. What becomes of images, sound, token ids and embedded
-tokens is the business of :mod:`howsmooth.models.feeding`; where their sequences lie is decided here for all.
+tokens is the business of :mod:`howsmooth.models.datasets`; where their sequences lie is decided here for all.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def open_source(spec: InputSpec) -> Source:
     if spec.kind == "text":
         text = texts.load_text(spec.places[0])
         return Source("text", text.name, text.source, text.digest, len(text.content), text.content)
-    from howsmooth.models.feeding import open_input  # it brings transformers, which takes seconds
+    from howsmooth.models.datasets import open_input  # it brings transformers, which takes seconds
 
     opened = open_input(spec.kind, spec.places)
     return Source(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
@@ -185,9 +185,9 @@ def feed_of(source: Source, model: Any, layers: tuple[int, ...]) -> Feed:
 
     """
     if source.kind != "text":
-        from howsmooth.models import feeding
+        from howsmooth.models import datasets
 
-        feed: Feed = feeding.feed_of(source.opened, model, layers)
+        feed: Feed = datasets.feed_of(source.opened, model, layers)
         return feed
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(

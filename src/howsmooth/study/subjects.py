@@ -322,7 +322,7 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
     """List the layers of self-attention if a layer was refused as cross-attention."""
     from howsmooth.models import capture
-    from howsmooth.models.owners import CrossAttention
+    from howsmooth.models.identification.self_attention_module import CrossAttention
 
     if not isinstance(error, CrossAttention):
         return []

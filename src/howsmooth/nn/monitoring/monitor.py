@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.models.load import LoadedModel
+from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.site import SCOPES
 from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
 from howsmooth.nn.monitoring.neutral import unwrapped

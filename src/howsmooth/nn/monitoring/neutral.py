@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from howsmooth.models.borrow import borrowed
+from howsmooth.models.measurement_mode import borrowed
 
 __all__ = ["unmarked", "unwrapped"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.recording import bound_arguments
 from howsmooth.models.tolerance import precision, relative_error
+from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.monitoring.statistics import Entropy, score_norm
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.inputs import ModelInputs, model_inputs
-from howsmooth.models.padding import padding_of
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.padded_sequences import padding_of
 
 __all__ = ["ProbeInputs", "Probes"]
 

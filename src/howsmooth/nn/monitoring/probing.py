@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.models.borrow import implementation
 from howsmooth.models.capture import capture
-from howsmooth.models.inputs import ModelInputs
-from howsmooth.models.owners import CrossAttention
-from howsmooth.models.passes import Passed, forward_pass, run
-from howsmooth.models.recording import AttentionLayer, first_tokens
-from howsmooth.models.verified import read_layer
+from howsmooth.models.identification.self_attention_module import CrossAttention
+from howsmooth.models.identification.verified_layer import read_layer
+from howsmooth.models.inputs.model_inputs import ModelInputs
+from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.tracing.forward_trace import Passed, forward_pass, run
+from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
 from howsmooth.nn.monitoring.neutral import unmarked
 from howsmooth.nn.monitoring.own_layers import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.probes import Probes

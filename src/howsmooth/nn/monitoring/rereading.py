@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.models.recording import bound_arguments
-from howsmooth.models.repeated import as_tokens, first_tensor
+from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.verified import VerifiedLayer
+from howsmooth.models.tracing.layer_trace import bound_arguments
+from howsmooth.models.tracing.module_replay import as_tokens, first_tensor
 
 __all__ = ["SCOPES", "Reading", "reading_of"]
 

@@ -16,7 +16,7 @@ from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
 from howsmooth.nn.penalty.replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
-    from howsmooth.models.watching import CoreCall
+    from howsmooth.models.tracing.softmax_tracer import CoreCall
 
 __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
@@ -157,7 +157,9 @@ class JasminPenalty:
 
 def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
     """Run a layer once more and return the probabilities of its softmaxes (..., queries, keys)."""
-    from howsmooth.models.watching import Watch  # with transformers, which takes seconds to import
+    from howsmooth.models.tracing.softmax_tracer import (
+        Watch,  # with transformers, which takes seconds to import
+    )
 
     call.check_unchanged()
     cores: list[CoreCall] = []

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.array_files import read_arrays
+from howsmooth.models.inputs.array_files import read_arrays
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.plan import derive_seed
 

@@ -1,0 +1,429 @@
+"""Feeds: what a model is given, cut to sequences of a wished length.
+
+For an image the length is the number of patches, with the tokens that the model adds; for sound it is the
+number of frames that enter the attention. Both are found by looking at the tokens of the captured layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.models.capture import capture
+from howsmooth.models.inputs.audio import Audio, load_audio
+from howsmooth.models.inputs.images import Images, load_images
+from howsmooth.models.inputs.model_inputs import dtype_of, in_dtype
+from howsmooth.models.inputs.submodels import token_width
+from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
+from howsmooth.models.loading.load import LoadedModel
+from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
+from howsmooth.models.measurement_mode import borrowed
+
+__all__ = [
+    "AudioFeed",
+    "ChunkFeed",
+    "Feed",
+    "ImageFeed",
+    "StreamFeed",
+    "audio_inputs",
+    "feed_of",
+    "image_inputs",
+    "open_input",
+]
+
+_MOST_LENGTHS = 8
+_LARGEST_GRID = 64
+
+Opened = Images | Audio | TokenStream
+P = TypeVar("P", ImagePreparation, AudioPreparation)
+
+
+def open_input(kind: str, places: Sequence[str]) -> Opened:
+    """Read a source: ``tokens``, ``embeddings`` or ``audio`` of one file, or ``images`` of several.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be read.
+
+    """
+    if kind == "images":
+        return load_images(list(places))
+    if len(places) != 1:
+        raise ArgumentError(kind, expected="one file", got=str(len(places)))
+    loaders: dict[str, Callable[[object], Opened]] = {
+        "tokens": load_token_ids,
+        "embeddings": load_embeddings,
+        "audio": load_audio,
+    }
+    return loaders[kind](places[0])
+
+
+def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
+    """Bring a source and a model together.
+
+    Parameters
+    ----------
+    opened
+        What :func:`open_input` returned.
+    model
+        The model.
+    layers
+        Those that will be captured, which must all have the same number of tokens; None for all.
+
+    Raises
+    ------
+    ModelError, CaptureError
+        If the model does not take such a source, or its layers have different numbers of tokens.
+
+    """
+    if isinstance(opened, TokenStream):
+        return StreamFeed(opened, model)
+    if isinstance(opened, Images):
+        return ImageFeed(opened, model, layers)
+    preparation = _preparation(model, AudioPreparation, "sound", "audio")
+    frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
+    if preparation.raw and frames is not None:
+        return AudioFeed(opened, model, preparation, frames)
+    return ChunkFeed(opened, model, layers, preparation)
+
+
+def image_inputs(
+    model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Make the inputs of a vision model from images.
+
+    Parameters
+    ----------
+    model
+        A vision model, or the vision part of one, from :func:`~howsmooth.models.load_model`.
+    images
+        As for :func:`~howsmooth.models.inputs.images.load_images`; all of them are taken.
+    size
+        Height and width in pixels, or one number for both; those of the model by default. Not every model
+        takes others.
+
+    Returns
+    -------
+    dict
+        ``pixel_values`` (batch, channels, height, width) in the dtype of the model, for
+        :func:`~howsmooth.models.capture`.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no images.
+    ArgumentError
+        If the images cannot be read.
+
+    """
+    preparation = _preparation(model, ImagePreparation, "images", "vision")
+    found = load_images(images)
+    pair = (size, size) if isinstance(size, int) else size
+    return in_dtype(model.model, preparation.prepared([found[index] for index in range(found.size)], pair))
+
+
+def audio_inputs(
+    model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
+) -> dict[str, Tensor]:
+    """Make the inputs of an audio model from sound.
+
+    Parameters
+    ----------
+    model
+        An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
+    audio, rate
+        As for :func:`~howsmooth.models.inputs.audio.load_audio`; resampled to what the model hears.
+    seconds
+        How much of it, from its beginning; what the model is made for by default, as far as there is so much.
+
+    Returns
+    -------
+    dict
+        The model's inputs, a batch of one, in its dtype, for :func:`~howsmooth.models.capture`.
+
+    Raises
+    ------
+    ModelError
+        If the model takes no sound.
+    ArgumentError
+        If the sound cannot be read, or is shorter than asked for.
+
+    """
+    preparation = _preparation(model, AudioPreparation, "sound", "audio")
+    found = load_audio(audio, rate)
+    samples = found.at(preparation.rate)
+    wanted = len(samples) / preparation.rate if seconds is None else seconds
+    if seconds is None:
+        wanted = min(wanted, preparation.seconds)
+    count = round(wanted * preparation.rate)
+    if not 1 <= count <= len(samples):
+        raise ArgumentError(
+            "seconds", expected=f"more than 0 and at most {found.seconds:.4g}", got=f"{seconds}"
+        )
+    return in_dtype(model.model, preparation.prepared([samples[:count]]))
+
+
+def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
+    """Return how images, or sound, become the inputs of a model; raise ModelError if it takes none."""
+    if not isinstance(model.preparation, kind):
+        raise ModelError(
+            f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
+            f"If it has a part for that, choose it with part (--part {part})."
+        )
+    return model.preparation
+
+
+def _taken(model: LoadedModel) -> str:
+    words = {"image": "images", "audio": "sound", "embeddings": "embedded tokens", "other": "other inputs"}
+    return words.get(model.modality, model.modality)
+
+
+def _tokens_at(
+    model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
+) -> int:
+    """Count the tokens that the layers are given."""
+    sites = capture(model, inputs, None if layers is None else list(layers))
+    counts = {site.layer: site.x.shape[-2] for site in sites}
+    if len(set(counts.values())) > 1:
+        groups: dict[int, list[int]] = {}
+        for layer, n in counts.items():
+            groups.setdefault(n, []).append(layer)
+        listed = "; ".join(f"{n} in layers {', '.join(map(str, of))}" for n, of in groups.items())
+        raise CaptureError(
+            f"{model.name!r} has different numbers of tokens in its layers for one {what}: {listed}. Choose "
+            "layers that have the same number, with layers (--layers)."
+        )
+    return next(iter(counts.values()))
+
+
+class Feed:
+    """A source brought together with a model: sequences of a wished length, as the model's inputs.
+
+    Attributes
+    ----------
+    count
+        How many tokens, frames or images there are for this model.
+    parts
+        Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images.
+    beyond
+        How many tokens' room a window takes beyond its own.
+    lengths
+        The lengths that there are; empty for all.
+    usual
+        The lengths to take if none are asked for; empty if it is not for the model to say.
+    preparation
+        How the source becomes inputs, in words.
+
+    """
+
+    count: int
+    parts: tuple[tuple[int, int], ...] | None = None
+    beyond = 0
+    lengths: tuple[int, ...] = ()
+    usual: tuple[int, ...] = ()
+    preparation: str
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
+        raise NotImplementedError
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the tokens of a sequence, by their numbers if by nothing better."""
+        return tuple(str(index) for index in range(start, start + n))
+
+
+class StreamFeed(Feed):
+    """Windows of token ids, or of tokens that were embedded elsewhere."""
+
+    def __init__(self, stream: TokenStream, model: LoadedModel) -> None:
+        self._tokens, self._model = stream.tokens, model
+        self.count, self.parts = len(stream.tokens), stream.parts
+        self._of_transformers = isinstance(model.model, PreTrainedModel)
+        if stream.tokens.is_floating_point():
+            self._check_embedded()
+            in_place = ", in place of the model's embedding of ids" if self._of_transformers else ""
+            self.preparation = f"embedded tokens as given{in_place}"
+        else:
+            self._check_ids()
+            self.preparation = "token ids as given"
+
+    def _check_ids(self) -> None:
+        size, largest, name = self._model.vocab_size, int(self._tokens.max()), self._model.name
+        if size is None:
+            raise ModelError(f"{name!r} takes {_taken(self._model)}, not token ids.")
+        if largest >= size:
+            raise ArgumentError(
+                "tokens",
+                expected=f"ids from 0 to {size - 1}, the embedding table of {name}",
+                got=f"id {largest}",
+            )
+
+    def _check_embedded(self) -> None:
+        name, d, given = self._model.name, token_width(self._model.model), self._tokens.shape[1]
+        if self._model.modality not in ("text", "embeddings"):
+            raise ModelError(f"{name!r} takes {_taken(self._model)}, not embedded tokens.")
+        if d is not None and given != d:
+            raise ArgumentError("embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(given))
+
+    def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
+        """Return token ids (batch, n), or embedded tokens (batch, n, d)."""
+        windows = torch.stack([self._tokens[start : start + n] for start in starts])
+        if not windows.is_floating_point():
+            return windows
+        embedded = windows.to(dtype_of(self._model.model))
+        return {"inputs_embeds": embedded} if self._of_transformers else embedded
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return what the tokens stand for, or their numbers."""
+        if self._tokens.is_floating_point():
+            return super().words(start, n)
+        return tuple(self._model.tokenizer.decoded(self._tokens[start : start + n].tolist()))
+
+
+class ImageFeed(Feed):
+    """Images, each a sequence of its patches; shown smaller or larger for another length."""
+
+    def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
+        self._images, self._model, self.count = images, model, len(images)
+        self._preparation = made = _preparation(model, ImagePreparation, "images", "vision")
+        self._own = n = _tokens_at(model, self._inputs([0], made.size), layers, "image")
+        self._sizes = {n: made.size}
+        self._added: int | None = None
+        patch = made.patch
+        if patch is not None and all(side % p == 0 for side, p in zip(made.size, patch, strict=True)):
+            rows, columns = (side // p for side, p in zip(made.size, patch, strict=True))
+            added = n - rows * columns
+            # Otherwise the layers have no token for each patch.
+            if 0 <= added < rows * columns:
+                self._added = added
+                if self._takes((max(1, rows // 2) * patch[0], max(1, columns // 2) * patch[1])):
+                    self._sizes |= {
+                        side * side + added: (side * patch[0], side * patch[1])
+                        for side in range(1, _LARGEST_GRID + 1)
+                        if side * side + added != n
+                    }
+        self.lengths = tuple(sorted(self._sizes))
+        others = ", other lengths by other sizes" if len(self.lengths) > 1 else ""
+        own = " x ".join(map(str, made.size))
+        self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
+
+    def _takes(self, size: tuple[int, int]) -> bool:
+        """Whether images can be made of another size, and the model has positions for that many patches."""
+        model = self._model.model
+        device = next(model.parameters()).device
+        try:
+            inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
+            with borrowed(model), torch.no_grad():
+                model(**inputs)
+        except Exception:  # whatever it raises, it does not take them
+            return False
+        return True
+
+    def _inputs(self, starts: Sequence[int], size: tuple[int, int]) -> dict[str, Tensor]:
+        return in_dtype(
+            self._model.model, self._preparation.prepared([self._images[one] for one in starts], size)
+        )
+
+    @cached_property
+    def usual(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The model's own length and, if it takes others, some shorter ones."""
+        shorter = [n for n in self.lengths if 2 <= n <= self._own]
+        if len(shorter) > _MOST_LENGTHS:
+            wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
+            shorter = sorted({min(shorter, key=lambda n: abs(n - one)) for one in wished})
+        return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return ``pixel_values`` of the images with these numbers."""
+        return self._inputs(starts, self._sizes[n])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the patches by row and column, or the tokens by their numbers where several are added."""
+        if self._added not in (0, 1) or self._preparation.patch is None:
+            return super().words(0, n)
+        columns = self._sizes[n][1] // self._preparation.patch[1]
+        patches = [f"{1 + i // columns},{1 + i % columns}" for i in range(n - self._added)]
+        return (*["class"] * self._added, *patches)
+
+
+class AudioFeed(Feed):
+    """Windows of sound, for models that hear the samples and make frames of them."""
+
+    beyond = 1  # the frames' fields overlap by less than a frame
+
+    def __init__(
+        self,
+        audio: Audio,
+        model: LoadedModel,
+        preparation: AudioPreparation,
+        frames: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._model, self._preparation = model, preparation
+        self._samples = audio.at(preparation.rate)
+
+        def samples_for(n: int) -> int:
+            """Find the smallest number of samples that make n frames."""
+            return bisect_left(range(2**20), n, key=lambda count: int(frames(torch.tensor(count))))
+
+        self._field = samples_for(1)
+        self._hop = samples_for(2) - self._field
+        self.count = 1 + (len(self._samples) - self._field) // self._hop
+        if self.count < 2:
+            raise ArgumentError(
+                "audio", expected=f"at least {self._field + self._hop} samples for {model.name}",
+                got=f"{len(self._samples)} at {preparation.rate} a second",
+            )  # fmt: skip
+        self.parts = ((0, self.count + self.beyond),)
+        self.usual = tuple(n for n in (6, 12, 25, 50, 100, 200) if n + self.beyond <= self.count)
+        self._step = self._hop / preparation.rate
+        self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return the model's inputs for n frames each."""
+        length = self._field + (n - 1) * self._hop
+        cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
+        return in_dtype(self._model.model, self._preparation.prepared(cut))
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the frames by their time in seconds."""
+        return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
+
+
+class ChunkFeed(Feed):
+    """Chunks of sound of one length, for models that hear features of it."""
+
+    def __init__(
+        self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
+    ) -> None:
+        self._model, self._preparation = model, preparation
+        samples = audio.at(preparation.rate)
+        size = round(preparation.seconds * preparation.rate)
+        # A last piece that is shorter is left out, unless it is all there is.
+        self._chunks = [samples[k * size : (k + 1) * size] for k in range(max(1, len(samples) // size))]
+        self._n = n = _tokens_at(model, self._inputs([0]), layers, "sound")
+        self.lengths = self.usual = (n,)
+        self.parts = tuple((k * n, n) for k in range(len(self._chunks)))
+        self.count = len(self._chunks) * n
+        self.preparation = (
+            f"chunks of {preparation.seconds:.4g} seconds for {n} tokens; {preparation.sentence}"
+        )
+
+    def _inputs(self, chunks: Sequence[int]) -> dict[str, Tensor]:
+        return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
+
+    def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
+        """Return the model's inputs for the chunks that begin with these tokens."""
+        return self._inputs([start // self._n for start in starts])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Name the tokens by their numbers."""
+        return super().words(0, n)

@@ -1,0 +1,281 @@
+"""How a recorded layer arranges residual connection and norms around its attention.
+
+With X the attention's input, A its output and H the input of the norm that gave X, the block's value is
+looked for among what the layer shows later: α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ that
+is given A alone. What the recorded numbers confirm is a hypothesis only: whoever gives the map out holds it
+against the layer again, on other tokens, at ``Block.value_at``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
+from howsmooth.models.identification.residual_sums import (
+    Factors,
+    Reading,
+    Target,
+    adds_up,
+    find_sums,
+    is_sum,
+    like,
+    same,
+    scaled_sum,
+)
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_norm
+
+__all__ = [
+    "Block", "FoundSum", "Reading", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The layout of a layer up to the input of what follows its attention.
+
+    ``map`` is None if no sum of residual and attention was found; ``obstacle`` then says why. Otherwise
+    ``map``, at the input H that ``pre_norm`` was last given before the attention (None: at X), equals what
+    ``value_at`` says.
+    """
+
+    #: ``post-norm``, ``pre-norm``, ``sandwich norms`` (H + N₂(A(N(H)))), ``norm of the branch`` (X + N₂(A)),
+    #: ``parallel`` (pre-norm, with another branch added at once), ``no norm``; followed, after a comma, by
+    #: ``layer scale``, ``scaled residual`` or ``residual after the norm`` (N(H) + A(N(H))). Empty if unknown.
+    layout: str
+    map: TokenMap | None
+    obstacle: str
+    pre_norm: nn.Module | None = None  # its input is the layer's input H; None: H is X itself
+    next_norm: nn.Module | None = None  # the norm that is given the sum, or gives it out
+    value_at: Reading | None = None
+
+
+def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> Block:
+    """Tell the layout from the sums that the recorded numbers confirm.
+
+    ``attention`` is the map with its output projection, ``output`` the call that gave its output: of the
+    output projection, a member of ``record.after``, or of a module around that.
+    """
+    branch = None if output.output is None else like(output.output, record.x)
+    if branch is None or attention.d_out != attention.d:
+        return Block("", None, "its tokens change their dimension")
+    later = later_calls(record, output)
+    for found in sums_of(record, output):
+        after = None if found.branch_norm is None else norm_map(found.branch_norm)
+        if found.branch_norm is not None and after is None:
+            return Block("", None, _no_norm(found.branch_norm))
+        f = attention if after is None else Compose(after, attention)
+        return _arranged(record, f, found, later)
+    _, x, hidden = _before(record)
+    return Block("", None, _obstacle(later, branch, hidden, x))
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSum:
+    """A sum of residual and attention that was found, and what it is made of."""
+
+    target: Target
+    total: Factors
+    of_hidden: bool  # the residual is H, not X
+    branch_norm: ModuleCall | None  # what the attention went through first
+    pre: ModuleCall | None
+
+
+def sums_of(record: LayerRecord, output: ModuleCall) -> Iterator[FoundSum]:
+    """Yield the sums of residual and the output of a call that the numbers confirm, the simplest first."""
+    branch = None if output.output is None else like(output.output, record.x)
+    if branch is None:
+        return
+    later = later_calls(record, output)
+    pre, x, hidden = _before(record)
+    bases = [x] if hidden is None else [hidden, x]
+    branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
+    for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
+        yield FoundSum(target, total, base is hidden, branch_norm, pre)
+
+
+def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
+    """Build the block's map: which norm is before the attention, and which after the sum."""
+    target, pre, total = found.target, found.pre, found.total
+    call, reading = target.call, target.reading
+    following = call if call is not None and is_norm(call.module) else None
+    next_norm = None if following is None else following.module
+    if found.of_hidden and pre is not None:
+        norm = norm_map(pre)
+        if norm is None:
+            return Block("", None, _no_norm(pre))
+        layout = "sandwich norms" if found.branch_norm is not None else "pre-norm"
+        if target.less is not None and _in_parallel(record, found, later):
+            layout = "parallel"
+        layout += total.words
+        return Block(layout, total.around(Compose(branch, norm)), "", pre.module, next_norm, reading)
+    side = "output" if following is None else _carries_on(record, following, later)
+    if following is not None and side == "output":
+        norm = norm_map(following)
+        if norm is None:
+            return Block("", None, _no_norm(following))
+        block = Compose(norm, total.around(branch))
+        at = Reading(following.module, "output")
+        return Block("post-norm" + total.words, block, "", None, following.module, at)
+    if following is not None and side is None:
+        return Block("", None, f"what is added to the output of {following.name} was not recognised")
+    if pre is not None:
+        norm = norm_map(pre)
+        if norm is None:
+            return Block("", None, _no_norm(pre))
+        layout = ("sandwich norms" if found.branch_norm is not None else "pre-norm") + total.words
+        block = Compose(total.around(branch), norm)
+        return Block(layout + ", residual after the norm", block, "", pre.module, next_norm, reading)
+    layout = "no norm" if following is None else "pre-norm"
+    layout = layout if found.branch_norm is None else "norm of the branch"
+    return Block(layout + total.words, total.around(branch), "", None, next_norm, reading)
+
+
+def _carries_on(
+    record: LayerRecord, following: ModuleCall, later: list[ModuleCall]
+) -> Literal["input", "output"] | None:
+    """Tell what the layer adds its second branch to: the norm's output (post-norm), or the norm's input.
+
+    A post-norm layer and a pre-norm layer without its first norm, as the first of ModernBERT, both give
+    X + A to the next norm.
+    """
+    rest = later[_index(later, following) + 1 :]
+    ends = [c.inputs for c in rest if is_norm(c.module)] + [record.output]
+    sums = [s for end in ends if end is not None and (s := like(end, record.x)) is not None]
+    outputs = [c.output for c in rest if c.output is not None]
+    branches = [b for output in outputs if (b := like(output, record.x)) is not None]
+    readings: list[tuple[Literal["input", "output"], Tensor | None]] = [
+        ("output", following.output),
+        ("input", following.inputs),
+    ]
+    if record.output is not None and same(following.output, record.output):
+        return "output"
+    for scaled in (False, True):
+        for side, tokens in readings:
+            value = None if tokens is None else like(tokens, record.x)
+            if value is None:
+                continue
+            for total in sums:
+                at = Target(total, Reading(following.module, side), None)
+                for branch in branches:
+                    plain = is_sum(at, value, branch, Factors())
+                    if plain or (scaled and scaled_sum(record, at, value, branch) is not None):
+                        return side
+    return None
+
+
+def _in_parallel(record: LayerRecord, found: FoundSum, later: list[ModuleCall]) -> bool:
+    """Whether what follows is given what the attention was given, not what it gave."""
+    pre = found.pre
+    given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
+    others = [c for c in (*record.before, *later) if c.inputs is not None and c is not pre]
+    owner = record.layer.owner
+    return any(
+        same(c.inputs, tokens)
+        for c in others
+        if all(m is not owner for m in c.module.modules())
+        for tokens in given
+    )
+
+
+def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:
+    """Yield what norms make of the attention's output alone, and these."""
+    for call in later:
+        if is_norm(call.module) and call.inputs is not None and call.output is not None:
+            tokens, value = like(call.inputs, branch), like(call.output, branch)
+            if tokens is not None and value is not None and torch.equal(tokens, branch):
+                yield value, call
+
+
+def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x: Tensor) -> str:
+    """Say why no sum was found."""
+    following = next((c for c in later if is_norm(c.module) and c.inputs is not None), None)
+    if following is None or following.inputs is None:
+        return "no norm follows its attention, and its output is not the sum of residual and attention"
+    target = like(following.inputs, x)
+    what = "is not X + attention(X)" if hidden is None else "is not H + attention(norm(H))"
+    if target is not None and adds_up([branch], target):
+        what = "is the attention's output alone, and the sum with the residual was not found"
+    elif target is not None and hidden is not None and adds_up([hidden], target):
+        what = "is the layer's own input: the attention is parallel to what follows, or too small beside it"
+    return f"the input of its next norm ({following.name}) {what}"
+
+
+# ---------------------------------------------------------------- calls and tensors
+
+
+def _before(record: LayerRecord) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
+    """Return the norm whose output X is, X, and the norm's input H."""
+    x = record.x
+    given = [
+        (c, tokens, hidden)
+        for c in reversed(record.before)
+        if is_norm(c.module) and c.inputs is not None and c.output is not None
+        if (tokens := like(c.output, x)) is not None and (hidden := like(c.inputs, x)) is not None
+    ]
+    # The record may be of a run by itself, with other rounding than the pass that gave X.
+    allowed = tolerance(precision(x.dtype))
+    exact = next((one for one in given if torch.equal(one[1], x)), None)
+    near = next((one for one in given if relative_error(one[1], x) <= allowed), None)
+    return exact or near or (None, x, None)
+
+
+def later_calls(record: LayerRecord, output: ModuleCall) -> list[ModuleCall]:
+    """Return the calls that ended after the attention's output was there."""
+    index = next((i for i, c in enumerate(record.after) if c is output or c.module is output.module), -1)
+    return record.after[index + 1 :]
+
+
+def _index(calls: list[ModuleCall], call: ModuleCall) -> int:
+    return next(i for i, other in enumerate(calls) if other is call)
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _no_norm(call: ModuleCall) -> str:
+    return f"{call.name} ({type(call.module).__name__}) computes neither LayerNorm nor RMSNorm"
+
+
+def token_norm(record: LayerRecord) -> LayerNorm | RMSNorm | None:
+    """Return the norm whose outputs the attention's tokens are, or None if no norm gave them."""
+    call = record.last_norm
+    return norm_map(call) if call is not None and same(call.output, record.x) else None
+
+
+def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
+    """Return the norm as a map, with the gain that it really applies; None if it is none that is known."""
+    module, x, y = call.module, call.inputs, call.output
+    if x is None or y is None or y.shape != x.shape:
+        return None
+    own = [p.detach().clone() for p in module.parameters()]
+    if len(own) > 2 or any(p.shape != x.shape[-1:] or p.dtype != x.dtype for p in own):
+        return None
+    one = x.new_ones(x.shape[-1])
+    hypotheses: list[LayerNorm | RMSNorm] = []
+    for eps in _eps_of(module, x):
+        gains = (own[0], 1 + own[0]) if own else (one,)  # Gemma and Nemotron store the gain minus one
+        for gain in gains:
+            hypotheses.append(LayerNorm(gain, own[1] if len(own) == 2 else None, eps))
+            if len(own) < 2:
+                hypotheses.append(RMSNorm(gain, eps))
+    errors = [relative_error(norm(x), y) for norm in hypotheses]
+    best = min(range(len(hypotheses)), key=errors.__getitem__)
+    # transformers' RMSNorm classes compute in float32 whatever the dtype of the model.
+    eps_used = precision(x.dtype, downcast=not isinstance(module, nn.LayerNorm))
+    return hypotheses[best] if errors[best] <= tolerance(eps_used) else None
+
+
+def _eps_of(module: nn.Module, x: Tensor) -> tuple[float, ...]:
+    names = ("eps", "variance_epsilon", "epsilon")
+    eps = next((value for name in names if (value := getattr(module, name, None)) is not None), None)
+    if eps is not None:
+        return (float(eps),)
+    if isinstance(module, nn.RMSNorm):  # torch's own default
+        return (torch.finfo(x.dtype).eps,)
+    return (1e-5, 1e-6, 1e-8, 1e-12)  # OLMo's is written in its code

@@ -1,0 +1,233 @@
+"""A model's own attention module as a map of its tokens: around softmax cores, or as it is.
+
+The module is copied with the arguments that the model gave it for one sequence, so that neither later
+training nor a conversion of the copy touches the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import TokenMap, Weighting
+from howsmooth.attention.staged import Core
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.identification.float64_replay import WithoutDowncast
+from howsmooth.models.tracing.attention_hooks import intercepted
+from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.softmax_tracer import CoreCall
+
+__all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """Where the attention of a layer ends, after its last core.
+
+    With what its owner returns, or at a module inside of it, or with a projection of what the owner returns.
+    """
+
+    projection: nn.Module | None = None  # a copy of the module outside of the owner
+    module: str | None = None  # path in the owner of the module whose output, or input, is meant
+    of_input: bool = False
+    width: int | None = None  # of the heads side by side, where the module gives them on an axis of their own
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
+        """Return the same in another dtype or place."""
+        projection = copy.deepcopy(self.projection)
+        return replace(self, projection=None if projection is None else projection.to(device, dtype))
+
+    def applied(self, returned: Tensor) -> Tensor:
+        """Return the output of the attention, given what the owner returns for a sequence (n, ·)."""
+        heads = returned if self.width is None else returned.reshape(-1, self.width)
+        if self.projection is None:
+            return heads
+        out = first_tensor(self.projection(heads[None]))
+        return out.reshape(-1, out.shape[-1])
+
+
+class _Reached(BaseException):
+    """Ends a run of a module where its result is there; not an Exception, so that no model catches it."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class OwnerLayer:
+    """A copy of an attention module, with arguments: a function of the tokens (n, d) of one sequence.
+
+    ``implementation`` is the user's attention implementation, None if the module does not go through the
+    interface.
+    """
+
+    def __init__(self, call: Repeated, tail: Tail, implementation: str | None) -> None:
+        self.call = call
+        self.tail = tail
+        self.implementation = implementation
+
+    @classmethod
+    def of(cls, call: Repeated, tail: Tail, implementation: str | None) -> OwnerLayer:
+        """Copy the module of a model."""
+        module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
+        return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> OwnerLayer:
+        """Return the same layer with numbers of another dtype, or on another device."""
+        dtype = dtype or self.call.x.dtype
+        device = torch.device(device or self.call.x.device)
+        module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
+        call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
+        return OwnerLayer(call, tail, self.implementation)
+
+    def run(self, x: Tensor, core: Core | None) -> Tensor:
+        """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
+
+        See :class:`~howsmooth.attention.staged.Layer`.
+        """
+        count = 0
+
+        def on_core(seen: CoreCall) -> Tensor | None:
+            nonlocal count
+            if core is None or seen.query is None or seen.key is None:
+                return None
+            index, count = count, count + 1
+            return core(index, seen.query, seen.key, seen.value)
+
+        with ExitStack() as stack:
+            if x.dtype == torch.float64:
+                stack.enter_context(WithoutDowncast())
+            if core is not None:
+                stack.enter_context(
+                    intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
+                )
+            if self.tail.module is not None:
+                stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
+            try:
+                output = self.call(self.call.shaped(x[None]))
+            except _Reached as reached:
+                return reached.value
+            return self.tail.applied(self.call.rows(first_tensor(output))[0])
+
+    def _tap(self, module: nn.Module) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            raise _Reached(self.call.rows(args[0])[0])
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            raise _Reached(self.call.rows(first_tensor(output))[0])
+
+        if self.tail.of_input:
+            return module.register_forward_pre_hook(before)
+        return module.register_forward_hook(after)
+
+
+class ReplayedAttention(TokenMap):
+    """A model's own attention module, differentiated as it is: X (..., n, d) -> (..., n, d_out).
+
+    Parameters
+    ----------
+    layer
+        The module.
+    d, d_out, heads, n
+        Sizes; the length n is that of the arguments which the module was given.
+    causal
+        Whether an output depends on earlier tokens only; said in reports.
+    inner
+        The same up to the heads side by side, if they are known.
+
+    """
+
+    def __init__(
+        self,
+        layer: OwnerLayer,
+        *,
+        d: int,
+        d_out: int,
+        heads: int,
+        n: int,
+        causal: bool,
+        inner: ReplayedAttention | None = None,
+    ) -> None:
+        self.layer = layer
+        self.heads = heads
+        self.n = n
+        self.causal = causal
+        self.inner = inner
+        self._sizes = (d, d_out)
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self._sizes[0]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        return self._sizes[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the tokens."""
+        return self.layer.call.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tokens."""
+        return self.layer.call.x.device
+
+    def describe(self) -> str:
+        """Return one phrase that says what the map is."""
+        kind = type(self.layer.call.module).__name__
+        return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError unless ``n`` is the length that the module was called with."""
+        if n != self.n:
+            raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
+
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> ReplayedAttention:
+        """Return the same map with parameters of another dtype or on another device."""
+        return ReplayedAttention(
+            self.layer.to(dtype=dtype, device=device),
+            d=self.d,
+            d_out=self.d_out,
+            heads=self.heads,
+            n=self.n,
+            causal=self.causal,
+            inner=None if self.inner is None else self.inner.to(dtype=dtype, device=device),
+        )
+
+    def without_output(self) -> ReplayedAttention:
+        """Return the heads side by side, before the output projection (scope ``heads``).
+
+        Raises
+        ------
+        CaptureError
+            If they were not found in the module.
+
+        """
+        if self.inner is None:
+            raise CaptureError("Its heads before the output projection were not found in the module.")
+        return self.inner
+
+    def head(self, h: int) -> TokenMap:
+        """Refuse: heads are not told apart in a module that is not read."""
+        raise CaptureError("Its heads are not told apart; scopes from 'heads' on may be had.")
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        if weighting is not None:
+            raise ArgumentError(
+                "measure",
+                expected="a map that is known to act on measures",
+                got="a model's own attention module",
+                remedy="Call the map on tokens.",
+            )
+        members = [self.layer.run(member, None) for member in x.reshape(-1, *x.shape[-2:])]
+        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)

@@ -1,0 +1,148 @@
+"""Layers that mix tokens without a softmax: linear attention, state-space and recurrent layers, convolutions.
+
+They are found by what they do. A member of a module list in which no softmax attention ran, and which gives
+out tokens as it takes them, is run by itself with one token moved: if the output at another token moves, it
+mixes tokens. Neither names nor model types decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.identification.self_attention_module import moved_tokens
+from howsmooth.models.tracing.forward_trace import Call
+from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
+from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+
+__all__ = ["NO_SOFTMAX", "LayersWithoutSoftmax", "Mixer"]
+
+#: Why such a layer is not captured.
+NO_SOFTMAX = "no softmax: a linear or state-space mixer or convolution"
+
+_MEMBER = re.compile(r"(^|\.)\d+$")
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A layer that mixes tokens without a softmax."""
+
+    name: str
+    module: str  # its class
+    after: int  # how many layers of attention ran before it
+
+
+@dataclass(eq=False)
+class _Running:
+    """A member of a module list whose call has not ended."""
+
+    call: Call
+    first: int  # how many candidates there were when it began
+    has_core: bool = False
+    is_layer_of_core: bool = False
+
+
+class LayersWithoutSoftmax:
+    """Notes, during a pass, the members of module lists in which no softmax attention runs.
+
+    Parameters
+    ----------
+    most
+        How many to keep, with copies of their tokens.
+
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._running: list[_Running] = []
+        self._candidates: list[tuple[Call, int]] = []
+        self._attention = 0
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Place the hooks, and remove them."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if _MEMBER.search(name):
+                    starts = partial(self._starts, name)
+                    stack.enter_context(module.register_forward_pre_hook(starts, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(self._ends))
+            yield
+
+    def on_layer(self, layer: AttentionLayer) -> None:
+        """Note that attention ran in whatever runs now."""
+        self._attention += 1
+        for running in self._running:
+            running.has_core = True
+            running.is_layer_of_core |= running.call.name == layer.root_name
+
+    def mixers(self, batch: int) -> Iterator[Mixer]:
+        """Run each of them by itself, and yield those that mix tokens. What cannot be run is left out."""
+        for call, after in self._candidates:
+            x = first_tokens(call.arguments())
+            try:
+                if x is not None and call.unchanged() and _mixes(Repeated(call, x, batch).of_sequence()):
+                    yield Mixer(call.name, type(call.module).__name__, after)
+            except Exception:  # whatever a module raises when it runs by itself
+                continue
+
+    def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = Call(name, module, args, kwargs)
+        if self._most is None or len(self._candidates) < self._most:
+            call.keep()
+        self._running.append(_Running(call, len(self._candidates)))
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A call that ended with an exception that the model caught is still running here.
+        while self._running and self._running[-1].call.module is not module:
+            self._running.pop()
+        if not self._running:
+            return
+        running = self._running.pop()
+        if running.is_layer_of_core:
+            del self._candidates[running.first :]  # parts of that layer
+        elif running.call.kept and not running.has_core and _keeps_shape(running.call, output):
+            self._candidates[running.first :] = [(running.call, self._attention)]
+
+
+def _keeps_shape(call: Call, output: Any) -> bool:
+    x = first_tokens(call.arguments())
+    try:
+        y = first_tensor(output)
+    except CaptureError:
+        return False
+    return x is not None and x.ndim >= 2 and y.shape == x.shape
+
+
+def _mixes(call: Repeated) -> bool:
+    """Whether moving one token moves the output at another."""
+    x = call.x
+    axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)
+    if axis is None:
+        return False
+    y = first_tensor(call(x))
+    # Experts that get other tokens round differently.
+    slack = 64 * torch.finfo(y.dtype).eps * float(y.abs().max())
+
+    def changed(other: Tensor) -> Tensor:
+        rows: Tensor = ((other - y).abs() > slack).movedim(axis, 0).flatten(1).any(dim=1)
+        return rows
+
+    if bool(changed(first_tensor(call(x))).any()):
+        return False  # another output each time: nothing can be said
+    for token in dict.fromkeys((0, x.shape[axis] // 2, x.shape[axis] - 1)):
+        other = x.clone()
+        other.select(axis, token).copy_(moved_tokens(x).select(axis, token))
+        rows = changed(first_tensor(call(other)))
+        rows[token] = False
+        if bool(rows.any()):
+            return True
+    return False

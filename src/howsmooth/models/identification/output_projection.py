@@ -1,0 +1,298 @@
+"""Where the attention of a layer ends: at what its module returns, or at its output projection alone.
+
+A module that returns its attention is taken at its word, whatever it does after its output projection.
+Where a module returns more, the sum with a residual, or less, the heads alone, the attention is what the
+projection gives; but only if the layer shows that nothing happens to it before it meets the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.identification.block_arrangement import later_calls, sums_of
+from howsmooth.models.identification.projection_fit import rows
+from howsmooth.models.identification.residual_sums import adds_up, find_sums, like
+from howsmooth.models.identification.self_attention_module import Owner, moved_tokens
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.attention_hooks import intercepted
+from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm, output_of
+from howsmooth.models.tracing.module_replay import first_tensor
+from howsmooth.models.tracing.softmax_tracer import CoreCall
+
+__all__ = ["Output", "find_output", "given", "heads_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """Where the attention of a layer ends."""
+
+    call: ModuleCall  # of the owner, or of the output projection
+    #: Of the module that is given the heads of the tokens side by side, and nothing else; or None.
+    projection: ModuleCall | None
+    #: Why there is none; "" if there is one.
+    unclear: str
+    #: Whether ``call`` is of a module that is given what the owner returns.
+    outside: bool = False
+    #: Why the output of ``call`` cannot stand for that of the attention; "" if it can.
+    obstacle: str = ""
+
+
+def find_output(record: LayerRecord, owner: Owner, again: Callable[[], LayerRecord]) -> Output:
+    """Find the output projection, and tell whether its output or that of the owner is the attention's.
+
+    ``again`` makes the same record once more.
+
+    Raises
+    ------
+    CaptureError
+        If there is no projection, and the owner adds its input to the attention: that is no attention, but a
+        residual.
+
+    """
+    projection, unclear = _projection(record)
+    own = next((c for c in record.after if c.module is owner.repeated.module), None)
+    if own is not None and own.output is None:
+        own = None
+    if projection is None:
+        if own is None:
+            raise CaptureError(f"{unclear} Nor does its module give out tokens.")
+        if _gives_out_heads(record, own):
+            following = next((c for c in record.after if given(c, own.output)), None)
+            if following is not None:
+                return _outside(record, owner, again, _outermost(record, following), None, unclear)
+            shows = _arrives(record, own, again, _places(record, owner, own))
+            return Output(own, None, unclear, obstacle="" if shows else _obstacle(record, own))
+        if _adds_its_input(owner):
+            raise CaptureError(
+                f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
+                "attention), so that it cannot stand for the attention."
+            )
+        return Output(own, None, unclear)
+    if not _holds(owner.repeated.module, projection.module):
+        return _outside(record, owner, again, projection, projection, "")
+    if own is not None and _alike(own.output, projection.output):
+        return Output(own, projection, "")
+    shows = _arrives(record, projection, again, _residuals(record, owner, projection))
+    if own is not None and not shows and _is_the_branch(record, owner, own):
+        return Output(own, projection, "")
+    return Output(projection, projection, "", obstacle="" if shows else _obstacle(record, projection))
+
+
+def _outside(
+    record: LayerRecord,
+    owner: Owner,
+    again: Callable[[], LayerRecord],
+    call: ModuleCall,
+    projection: ModuleCall | None,
+    unclear: str,
+) -> Output:
+    """Tell whether the attention ends with a module that is given what the owner returns."""
+    shows = _arrives(record, call, again, _places(record, owner, call)) and _by_token(call)
+    return Output(call, projection, unclear, True, "" if shows else _obstacle(record, call))
+
+
+def _by_token(call: ModuleCall) -> bool:
+    """Whether a module gives the same for the tokens side by side, in whatever shape the model has them."""
+    if call.inputs is None or call.output is None:
+        return False
+    again = first_tensor(call.module(call.inputs))
+    allowed = tolerance(precision(again.dtype))
+    return again.numel() == call.output.numel() and relative_error(rows(again), rows(call.output)) <= allowed
+
+
+def _obstacle(record: LayerRecord, call: ModuleCall) -> str:
+    """Say that something lies between the output of a call and the residual."""
+    following = later_calls(record, call)[:3]
+    names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
+    between = f"what lies between ({names}, ...)" if names else "what lies between"
+    return (
+        f"the output of {call.name} ({type(call.module).__name__}) is neither what its attention module "
+        f"returns nor added as it is to a residual, and {between} "
+        "was not recognised. The scopes 'head' and 'heads' do not need it; for the others put it into the "
+        "module that is given the heads"
+    )
+
+
+# ---------------------------------------------------------------- the projection
+
+
+def heads_of(record: LayerRecord) -> Tensor | None:
+    """Heads (1, heads, n, dim) or (heads, n, dim) as rows of the tokens; None if there are windows."""
+    heads = output_of(record.cores[0])
+    if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
+        return None
+    return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
+
+
+def given(call: ModuleCall, tokens: Tensor | None) -> bool:
+    """Whether a module with a matrix is given these tokens, and nothing else."""
+    matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
+    if not matrix or call.inputs is None or tokens is None:
+        return False
+    return call.inputs.shape[-1] == tokens.shape[-1] and _alike(call.inputs, tokens)
+
+
+def _gives_out_heads(record: LayerRecord, own: ModuleCall) -> bool:
+    """Whether an owner returns its heads and no more, in whatever order."""
+    heads, output = output_of(record.cores[-1]).flatten(), own.output
+    if output is None or output.numel() != heads.numel() or len(record.cores) > 1:
+        return False
+    return torch.equal(output.flatten().sort().values, heads.sort().values)
+
+
+def _outermost(record: LayerRecord, call: ModuleCall) -> ModuleCall:
+    """Return the call of the outermost module around one that is given the same, and nothing else."""
+    around = [c for c in record.after if _holds(c.module, call.module) and given(c, call.inputs)]
+    return around[-1]
+
+
+def _projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
+    """Return the outermost module that is given the heads; else say why there is none."""
+    unclear = f"The output projection of {record.layer} cannot be identified:"
+    if len(record.cores) > 1:
+        return None, f"{unclear} it has {len(record.cores)} softmaxes."
+    heads = heads_of(record)
+    if heads is None:
+        return None, f"{unclear} its softmax acts on windows of the tokens."
+    first = next((c for c in record.after if given(c, heads)), None)
+    if first is not None:
+        return _outermost(record, first), ""
+    following = next((c for c in record.after if is_linear(c.module)), None)
+    if following is None:
+        return None, f"{unclear} no linear map follows its attention."
+    before = record.after[: record.after.index(following)]
+    between = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in before)
+    return None, (
+        f"{unclear} {following.name} is the next linear map, but it is not given the concatenated heads; "
+        f"{between or 'something that is no module of its own'} lies between."
+    )
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(m is other for m in module.modules())
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors hold the same numbers in the same order, bit for bit."""
+    if a is None or b is None:
+        return False
+    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
+
+
+# ---------------------------------------------------------------- what follows it
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer shows the output of a call, alone or in a sum with what does not depend on it."""
+
+    index: int | None  # of a call after the last core; None: the layer's end
+    side: Literal["input", "output"]
+    branch: int  # whose output it is
+
+    def seen(self, record: LayerRecord) -> Tensor | None:
+        if self.index is None:
+            return record.output
+        call = record.after[self.index]
+        return call.inputs if self.side == "input" else call.output
+
+
+def _arrives(
+    record: LayerRecord, projection: ModuleCall, again: Callable[[], LayerRecord], places: Iterable[_Place]
+) -> bool:
+    """Whether a change of what the projection gives is seen, as it is, at one of these places."""
+    places = list(places)
+    if not places:
+        return False
+    changed: list[Tensor] = []
+
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        value = output[0] if isinstance(output, tuple) and output else output
+        if changed or not isinstance(value, Tensor):
+            return None
+        changed.append(moved_tokens(value))
+        return (changed[0], *output[1:]) if isinstance(output, tuple) else changed[0]
+
+    with projection.module.register_forward_hook(change):
+        other = again()
+    if not changed or [c.module for c in other.after] != [c.module for c in record.after]:
+        return False
+    for place in places:
+        branches = record.after[place.branch].output, other.after[place.branch].output
+        values = [*branches, place.seen(record), place.seen(other)]
+        before, after, a, b = (None if t is None else t.flatten() for t in values)
+        if before is None or after is None or a is None or b is None:
+            continue
+        if before.shape == a.shape and adds_up([a, after, -before], b):
+            return True
+    return False
+
+
+def _places(record: LayerRecord, owner: Owner, projection: ModuleCall) -> Iterator[_Place]:
+    """Yield where a layer may add what a projection outside of the owner gives, or a norm of that alone."""
+    first = record.after.index(projection)
+    norms = [
+        i for i, c in enumerate(record.after) if is_norm(c.module) and _alike(c.inputs, projection.output)
+    ]
+    for branch in (first, *norms):
+        for index, call in enumerate(record.after):
+            # What is given the branch alone carries it on.
+            if index <= branch or _alike(call.inputs, record.after[branch].output):
+                continue
+            if _holds(call.module, owner.repeated.module):
+                yield _Place(index, "output", branch)
+            elif is_linear(call.module) or is_norm(call.module):
+                yield _Place(index, "input", branch)
+        yield _Place(None, "output", branch)
+
+
+def _residuals(record: LayerRecord, owner: Owner, projection: ModuleCall) -> Iterator[_Place]:
+    """Yield where an owner that holds its projection shows the sum with a residual.
+
+    That is the tokens, or another argument. What the owner computes and adds is a part of its attention.
+    """
+    branch, module, root = projection.output, owner.repeated.module, record.layer.root
+    first = record.after.index(projection)
+    if branch is None:
+        return
+    values = [record.x, *(c.inputs for c in record.before if is_norm(c.module)), *record.arguments.values()]
+    if module is root and branch.shape[-1] != record.x.shape[-1]:
+        # A whole layer whose attention has another dimension than its tokens has another residual as well.
+        values += [c.output for c in (*record.before, *record.inside) if is_norm(c.module)]
+    bases = [t for v in values if isinstance(v, Tensor) and (t := like(v, branch)) is not None]
+    for target, _, _, total in find_sums(record, later_calls(record, projection), bases, [(branch, None)]):
+        beside = (
+            target.reading.less is not None and module is not root and _holds(module, target.reading.less)
+        )
+        if total.branch is None and not beside:
+            index = None if target.call is None else record.after.index(target.call)
+            yield _Place(index, target.reading.side, first)
+
+
+def _is_the_branch(record: LayerRecord, owner: Owner, own: ModuleCall) -> bool:
+    """Whether what an owner returns is its attention, with no residual in it."""
+    if own.output is None:
+        return False
+    # A residual has the dimension of the tokens; and only a layer as a whole has another one inside.
+    if own.output.shape[-1] != record.x.shape[-1] and owner.repeated.module is not record.layer.root:
+        return True
+    return not _adds_its_input(owner) or next(sums_of(record, own), None) is not None
+
+
+def _adds_its_input(owner: Owner) -> bool:
+    """Whether the output depends on the tokens with all attention set to zero."""
+
+    def silent(core: CoreCall) -> Tensor:
+        return torch.zeros_like(output_of(core))
+
+    outputs = []
+    for x in (owner.alone.x, moved_tokens(owner.alone.x)):
+        with intercepted(owner.alone.module, silent, implementation=owner.implementation):
+            outputs.append(first_tensor(owner.alone(x)).nan_to_num(nan=0.0))
+    return not torch.equal(*outputs)

@@ -1,0 +1,291 @@
+"""Queries, keys and values of a recorded attention call as linear maps of the layer's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary
+from howsmooth.errors import CaptureError
+from howsmooth.models.identification.block_arrangement import norm_map
+from howsmooth.models.identification.rotary_fit import Role, reordered, roles, turned
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.softmax_tracer import CoreCall
+
+__all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "weight_and_bias"]
+
+
+class Projection(NamedTuple):
+    """One role's weight (heads, dim, d) and bias (heads, dim)."""
+
+    weight: Float[Tensor, "heads dim d"]
+    bias: Float[Tensor, "heads dim"] | None
+
+
+class Projections(NamedTuple):
+    """How queries, keys and values arise from X."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    rotary: Rotary | None
+    query_norm: LayerNorm | RMSNorm | None = None
+    key_norm: LayerNorm | RMSNorm | None = None
+    factor: float = 1.0  # of queries and keys together, beside that of the softmax
+
+
+class _Outputs(NamedTuple):
+    """The outputs of all linear maps of X side by side, with the weight row and bias behind each column."""
+
+    values: Float[Tensor, "n columns"]
+    weights: Float[Tensor, "columns d"]
+    biases: Float[Tensor, " columns"]
+    biased: Tensor  # whether the column's linear map has a bias at all
+    starts: list[int]  # the first column of each linear map
+
+    def projection(self, columns: Int64[Tensor, " wanted"], heads: Tensor) -> Projection:
+        shape = (heads.shape[1], heads.shape[3], -1)
+        bias = self.biases[columns].reshape(shape[:2]) if bool(self.biased[columns].any()) else None
+        return Projection(self.weights[columns].reshape(shape), bias)
+
+
+def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
+    """Find the linear maps, and the rotary positions, that turn X into the captured queries, keys and values.
+
+    Raises
+    ------
+    CaptureError
+        If one of them is no linear map of X; the message says what the layer calls in between.
+
+    """
+    if call.query is None or call.key is None:
+        raise CaptureError(f"The queries and keys of {record.layer} cannot be read: {call.obstacle}.")
+    outputs = _linear_outputs(record)
+    rotary = _rotary(record, call.query)
+    # At position 0 rotary tables change nothing, so that one token fits both readings: rotary is tried first.
+    for positions in (rotary, None) if rotary is not None else (None,):
+        queries = _columns(call.query, outputs.values, positions)
+        keys = _columns(call.key, outputs.values, positions)
+        if queries is not None and keys is not None:
+            break
+    values = _columns(call.value, outputs.values, None)
+    if values is not None and (queries is None or keys is None):
+        value = outputs.projection(values, call.value)
+        changed = _changed(record, call.query, call.key, value, outputs)
+        if changed is not None:
+            return changed
+    if queries is None or keys is None or values is None:
+        role = "queries" if queries is None else "keys" if keys is None else "values"
+        raise CaptureError(
+            f"The {role} of {record.layer} are not a linear map of its input{_between(record)}."
+        )
+    return Projections(
+        query=outputs.projection(queries, call.query),
+        key=outputs.projection(keys, call.key),
+        value=outputs.projection(values, call.value),
+        rotary=positions,
+    )
+
+
+def multihead_parameters(
+    module: nn.MultiheadAttention, core: CoreCall
+) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
+    """Read how queries, keys and values arise in PyTorch's own module, and its output projection and bias.
+
+    It computes in one function, in which no module is seen: they are read as PyTorch documents them; that the
+    module uses them so is verified by value afterwards.
+    """
+    packed: Tensor | None = module.in_proj_weight
+    apart = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    weights = list(packed.chunk(3)) if packed is not None else apart
+    bias: Tensor | None = module.in_proj_bias
+    biases: list[Tensor | None] = [None] * 3 if bias is None else list(bias.chunk(3))
+
+    def by_head(t: Tensor) -> Tensor:
+        return t.detach().reshape(module.num_heads, -1, *t.shape[1:]).clone()
+
+    query, key, value = (
+        Projection(by_head(w), None if b is None else by_head(b))
+        for w, b in zip(weights, biases, strict=True)
+        if w is not None
+    )
+    # Where it gives out its weights, PyTorch scales the queries before their product with the keys.
+    factor = (module.embed_dim // module.num_heads) ** -0.5 / core.scale
+    return Projections(query, key, value, None, factor=factor), *weight_and_bias(module.out_proj)
+
+
+def weight_and_bias(
+    module: nn.Module,
+) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"] | None]:
+    """Return the weight of a linear module as (d_out, d), and its bias."""
+    weight, bias = module.weight, module.bias  # under a parametrization no parameters, but what they give
+    assert isinstance(weight, Tensor)
+    if not isinstance(module, nn.Linear):
+        weight = weight.mT  # transformers' Conv1D stores (d, d_out)
+    return weight.detach(), bias.detach() if isinstance(bias, Tensor) else None
+
+
+def rows(t: Tensor) -> Float[Tensor, "n columns"]:
+    """Return the tokens of one sequence as rows."""
+    return t.reshape(-1, t.shape[-1])
+
+
+def _of_x(record: LayerRecord, call: ModuleCall) -> bool:
+    return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, record.x)
+
+
+def _linear_outputs(record: LayerRecord) -> _Outputs:
+    x, layer = record.x, record.layer
+    values, weights, biases, biased, starts = [], [], [], [], [0]
+    for call in record.inside:
+        if not _of_x(record, call) or call.output is None:
+            continue
+        weight, bias = weight_and_bias(call.module)
+        if weight.dtype != x.dtype or weight.shape[1] != x.shape[-1]:
+            raise CaptureError(
+                f"{layer} holds weights of type {weight.dtype} for an input of type {x.dtype} (quantised?), "
+                "which is not captured."
+            )
+        values.append(rows(call.output))
+        starts.append(starts[-1] + weight.shape[0])
+        weights.append(weight)
+        biases.append(weight.new_zeros(weight.shape[0]) if bias is None else bias)
+        biased.append(torch.full((weight.shape[0],), bias is not None, device=x.device))
+    if not values:
+        raise CaptureError(
+            f"{layer} applies no linear map to its input before its attention{_between(record)}."
+        )
+    return _Outputs(
+        torch.cat(values, dim=-1), torch.cat(weights), torch.cat(biases), torch.cat(biased), starts[:-1]
+    )
+
+
+def _changed(
+    record: LayerRecord, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
+) -> Projections | None:
+    """Read queries and keys that were normed, turned or scaled on their way."""
+    norms = [norm for call in record.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
+    widths = [t.shape[1] * t.shape[3] for t in (query, key)]
+    read: list[list[Role]] = []
+    for heads, width in zip((query, key), widths, strict=True):
+        # The first position is often not turned at all, which tells the columns of any arrangement.
+        first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
+        starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
+        room = [s for s in starts if s + width <= outputs.values.shape[1]]
+        slices = [torch.arange(s, s + width, device=query.device) for s in room]
+        slices = slices if first is None else [first, *slices]
+        read.append(list(roles(heads[0], outputs.values, slices, norms)))
+    for q in read[0]:
+        for k in read[1]:
+            found = turned(q, k)
+            if found is None:
+                continue
+            parts = []
+            for role, heads in ((q, query), (k, key)):
+                weight, bias = outputs.projection(role.columns, heads)
+                parts.append(
+                    Projection(weight[:, found.order], None if bias is None else bias[:, found.order])
+                )
+            return Projections(
+                query=parts[0],
+                key=parts[1],
+                value=value,
+                rotary=found.rotary,
+                query_norm=reordered(q.norm, found.order),
+                key_norm=reordered(k.norm, found.order),
+                factor=q.factor * k.factor,
+            )
+    return None
+
+
+def _between(record: LayerRecord) -> str:
+    """Say what the layer calls between its input and its attention."""
+    others = dict.fromkeys(
+        f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
+        for call in record.inside
+        if not _of_x(record, call)
+    )
+    if others:
+        return f": {', '.join(others)} lies between"
+    if record.arguments.get("position_embeddings") is not None:
+        return ", with or without half-split rotary positions: what lies between was not recognised"
+    return ": what lies between is no module of its own"
+
+
+def _columns(
+    heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
+) -> Int64[Tensor, " wanted"] | None:
+    """Which columns of the linear outputs, in order, are the heads (before their rotary positions)."""
+    if rotary is None:
+        return matching_columns(_flat(heads), outputs, 0.0)
+    # The turn is undone to find the columns, and done again, as the model does it, to confirm them.
+    turned = rotary.rotate_adjoint(heads).clone()
+    turned[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
+    tol = tolerance(precision(heads.dtype))
+    columns = matching_columns(_flat(turned), outputs, tol)
+    if columns is None:
+        return None
+    again = rotary.rotate(outputs[:, columns].reshape(-1, heads.shape[1], heads.shape[3]).transpose(0, 1))
+    return columns if relative_error(again, heads[0]) <= tol else None
+
+
+def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
+    return heads[0].transpose(0, 1).flatten(1)
+
+
+def matching_columns(
+    wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
+) -> Int64[Tensor, " wanted"] | None:
+    """Find the columns of ``outputs`` that equal those of ``wanted`` at every token; None if some has none.
+
+    A contiguous slice is tried first. Fused projections may interleave the roles head by head, so
+    each column is then looked for by itself, a neighbour of the one before winning a tie.
+    """
+    n, width = wanted.shape
+    atol = tol * float(wanted.abs().max())
+    room = outputs.shape[1] - width + 1
+    if room > 0:
+        starts = ((outputs[:, :room] - wanted[:, :1]).abs() <= atol).all(dim=0).nonzero().flatten().tolist()
+        for start in starts:
+            if bool(((outputs[:, start : start + width] - wanted).abs() <= atol).all()):
+                return torch.arange(start, start + width, device=wanted.device)
+    tokens = torch.linspace(0, n - 1, min(n, 8), device=wanted.device).round().long()
+    equal = torch.ones(outputs.shape[1], width, dtype=torch.bool, device=wanted.device)
+    for output, target in zip(outputs[tokens], wanted[tokens], strict=True):
+        equal &= (output[:, None] - target[None, :]).abs() <= atol
+    if not bool(equal.any(dim=0).all()):
+        return None
+    chosen: list[int] = equal.int().argmax(dim=0).tolist()
+    for c in range(1, width):
+        neighbour = chosen[c - 1] + 1
+        if neighbour < equal.shape[0] and bool(equal[neighbour, c]):
+            chosen[c] = neighbour
+    columns = torch.tensor(chosen, device=wanted.device)
+    return columns if bool(((outputs[:, columns] - wanted).abs() <= atol).all()) else None
+
+
+def _rotary(record: LayerRecord, query: Tensor) -> Rotary | None:
+    """Rotary tables given to the layer as ``position_embeddings``, if they are a half-split cos and sin."""
+    tables = record.arguments.get("position_embeddings")
+    if not isinstance(tables, Sequence) or len(tables) != 2:
+        return None
+    n, dim = query.shape[2], query.shape[3]
+    read = []
+    for table in tables:
+        if not isinstance(table, Tensor) or table.dtype != record.x.dtype:
+            return None
+        angles = rows(table)
+        half = angles.shape[1] // 2
+        if (
+            angles.shape[0] != n
+            or angles.shape[1] > dim
+            or not torch.equal(angles[:, :half], angles[:, half:])
+        ):
+            return None
+        read.append(angles.clone())
+    return Rotary(read[0], read[1])

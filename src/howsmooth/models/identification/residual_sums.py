@@ -1,0 +1,185 @@
+"""Sums of a residual and a branch, found among the values that a layer shows.
+
+A sum is confirmed by every entry, to the rounding of a few additions; a branch that is too small to be told
+from no branch at all confirms nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
+from howsmooth.models.tolerance import one_operation, precision
+from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
+
+__all__ = ["Factors", "Reading", "Target", "adds_up", "find_sums", "is_sum", "like", "same", "scaled_sum"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Where a layer shows a value: at the first call of a module after the attention's output projection.
+
+    ``side`` is ``"input"`` for the module's first tensor argument, ``"output"`` for its result (the first
+    tensor of it). If ``less`` is there, the output of its own first call is to be subtracted: a layer that
+    adds two branches at once shows the sum with the first alone nowhere else.
+    """
+
+    module: nn.Module
+    side: Literal["input", "output"]
+    less: nn.Module | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """Factors of residual and branch in a sum, for each channel or for all; None is one."""
+
+    base: Tensor | None = None
+    branch: Tensor | None = None
+
+    @property
+    def words(self) -> str:
+        """What to add to the name of a layout."""
+        if self.base is None and self.branch is None:
+            return ""
+        one = self.base is None and self.branch is not None and self.branch.numel() > 1
+        return ", layer scale" if one else ", scaled residual"
+
+    def around(self, branch: TokenMap) -> TokenMap:
+        """X ↦ base∘X + branch∘f(X) for f = ``branch``."""
+        ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
+        factor = None
+        if self.base is not None or self.branch is not None:
+            factor = ones * (1.0 if self.branch is None else self.branch)
+            factor = factor if self.base is None else factor / self.base
+        inner = Residual(branch if factor is None else Compose(LayerScale(factor), branch))
+        return inner if self.base is None else Compose(LayerScale(ones * self.base), inner)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A value of the layer that may be the sum."""
+
+    value: Tensor
+    reading: Reading
+    call: ModuleCall | None  # whose input it is; None: the layer's end
+    less: Tensor | None = None  # what else the value holds
+
+
+def find_sums(
+    record: LayerRecord,
+    later: list[ModuleCall],
+    bases: list[Tensor],
+    branches: list[tuple[Tensor, ModuleCall | None]],
+) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
+    """Yield the sums that the numbers confirm, the simplest first."""
+    targets = list(_targets(record, later, branches[0][0]))
+    pairs = [(base, branch) for branch in branches for base in bases]
+    for target in targets:
+        for base, branch in pairs:
+            if is_sum(target, base, branch[0], Factors()):
+                yield target, base, branch, Factors()
+    # Factors only where a layer is known to show its sum: at its norms, and at its end.
+    targets = [t for t in targets if t.less is None and (t.call is None or is_norm(t.call.module))]
+    for target in targets:
+        for base, branch in pairs:
+            total = scaled_sum(record, target, base, branch[0])
+            if total is not None:
+                yield target, base, branch, total
+
+
+def _targets(record: LayerRecord, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
+    """Yield the inputs of later modules, the layer's output, and this less what a later module adds to it."""
+    firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
+    for call in firsts:
+        known = is_linear(call.module) or is_norm(call.module)
+        value = None if call.inputs is None or not known else like(call.inputs, branch)
+        if value is not None:
+            yield Target(value, Reading(call.module, "input"), call)
+    end = None if record.output is None else like(record.output, branch)
+    if end is None:
+        return
+    root = record.layer.root
+    yield Target(end, Reading(root, "output"), None)
+    for call in firsts:
+        other = None if call.output is None else like(call.output, branch)
+        if other is not None:
+            yield Target(end, Reading(root, "output", call.module), None, other)
+
+
+def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
+    """Whether the value is this sum to rounding, and would not be without the branch."""
+    terms = [base if total.base is None else total.base * base]
+    if target.less is not None:
+        terms.append(target.less)
+    added = branch if total.branch is None else total.branch * branch
+    if not adds_up([*terms, added], target.value):
+        return False
+    return bool((added == 0).all()) or not adds_up(terms, target.value)
+
+
+def adds_up(terms: list[Tensor], value: Tensor) -> bool:
+    """Whether value = Σ terms, each entry to the rounding of its own sum."""
+    allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
+    return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
+
+
+def scaled_sum(record: LayerRecord, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
+    """Find factors: a parameter of the layer, else two numbers by least squares."""
+    root, d = record.layer.root, base.shape[-1]
+    for parameter in root.parameters():
+        if parameter.numel() == d:
+            factor = parameter.detach().reshape(d).to(base.dtype)
+            if not bool(factor.any()):
+                continue
+            for total in (Factors(branch=factor), Factors(base=factor)):
+                if is_sum(target, base, branch, total) and bool((factor != 0).all()):
+                    return Factors(*(None if f is None else f.clone() for f in (total.base, total.branch)))
+    return _two_numbers(root, target, base, branch)
+
+
+def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
+    """Find α and λ with value = α·base + λ·branch."""
+    terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
+    wanted = target.value.double().flatten()
+    if terms.shape[0] < 8:  # too few numbers to confirm what is fitted to them
+        return None
+    fitted = torch.zeros_like(terms[0])
+    for _ in range(2):  # once more for the residual: the first solution may be off by more than a sum rounds
+        fitted += torch.linalg.lstsq(terms, (wanted - terms @ fitted)[:, None]).solution.flatten()
+    allowed = one_operation(precision(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
+
+    def off(factors: Tensor) -> float:
+        return float((terms @ factors - wanted).abs().max())
+
+    parts = (fitted * terms.abs().amax(dim=0)).abs()
+    if off(fitted) > allowed or float(parts.min()) <= allowed:
+        return None
+    # A number that the layer keeps, or one, is the factor itself; the fit has the rounding of the sum.
+    known = [1.0, *(float(v) for v in vars(root).values() if isinstance(v, int | float) and v)]
+    for i in range(2):
+        nearest = min(known, key=lambda v: abs(v - float(fitted[i])))
+        snapped = fitted.clone()
+        snapped[i] = nearest
+        if off(snapped) <= allowed:
+            fitted = snapped
+    alpha, scale = (None if f == 1.0 else base.new_tensor(f) for f in fitted.tolist())
+    return None if alpha is None and scale is None else Factors(alpha, scale)
+
+
+def like(tokens: Tensor, x: Tensor) -> Tensor | None:
+    """Return tokens in the shape of X, which a model may have flattened; None if they are no such tokens."""
+    if tokens.shape == x.shape:
+        return tokens
+    fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()
+    return tokens.reshape(x.shape) if fits else None
+
+
+def same(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors hold the same tokens, bit for bit."""
+    tokens = None if a is None else like(a, b)
+    return tokens is not None and torch.equal(tokens, b)

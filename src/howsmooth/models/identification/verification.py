@@ -1,0 +1,265 @@
+"""The proof that captured maps reproduce the model's own numbers.
+
+The layer is run by itself as its user has it, on all sequences: at the tokens of the pass, and at changed
+ones. That tells a map from a coincidence of values, and shows whether earlier outputs really do not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from howsmooth.attention import SelfAttention
+from howsmooth.errors import CaptureError
+from howsmooth.models.identification.block_arrangement import Block
+from howsmooth.models.identification.map_identification import Hypothesis
+from howsmooth.models.identification.output_projection import Output
+from howsmooth.models.identification.self_attention_module import Owner, moved_tokens
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
+from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+
+__all__ = ["OwnValues", "own_values", "verify", "verify_block"]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnValues:
+    """What the model itself computes in one layer, on all sequences."""
+
+    x: Float[Tensor, "batch n d"]
+    heads: Tensor | None  # input of the output projection, (batch, n, heads * value_dim); None without one
+    attention: Tensor  # the output of the projection, or of the owner
+    downcast: bool  # whether a float64 module computed something in float32
+
+    @property
+    def inner(self) -> Tensor:
+        """The heads, or the attention where they are not told from it."""
+        return self.attention if self.heads is None else self.heads
+
+
+class _Downcasts(TorchDispatchMode):
+    """Notices operations between float64 and float32: conversions, and constants of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        other = {torch.float32: torch.float64, torch.float64: torch.float32}
+        if isinstance(result, Tensor) and result.dtype in other:
+            given = (value for value in args if isinstance(value, Tensor))
+            self.seen = self.seen or any(value.dtype == other[result.dtype] for value in given)
+        return result
+
+
+@contextmanager
+def _noticed(dtype: torch.dtype) -> Iterator[_Downcasts]:
+    """Notice them in a model of float64; in others they make no difference."""
+    downcasts = _Downcasts()
+    watch: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with watch:
+        yield downcasts
+
+
+def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
+    """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
+    call, projection = owner.repeated, output.projection
+    taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
+
+    def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        given = first_tokens(bound_arguments(module, args, kwargs))
+        if not taken and given is not None:
+            taken.append((call.rows(given).clone(), call.rows(first_tensor(result)).clone()))
+
+    with ExitStack() as stack:
+        if projection is not None:
+            stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
+        downcasts = stack.enter_context(_noticed(x.dtype))
+        result = first_tensor(call(x))
+    returned = call.rows(result).clone()
+    # A projection that was not reached lies outside of the owner.
+    heads, attention = taken[0] if taken else (None if projection is None else returned, None)
+    if output.outside:
+        width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
+        attention = first_tensor(output.call.module(returned.reshape(call.batch, -1, width)))
+    elif output.call is not projection:
+        attention = returned
+    if attention is None:
+        raise CaptureError(f"{owner.layer} did not reach its output when it ran by itself.")
+    return OwnValues(call.rows(x), heads, attention, downcasts.seen)
+
+
+def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
+    """Check that the captured map gives what the model gives, at its tokens and at others.
+
+    Raises
+    ------
+    CaptureError
+        If it differs by more than rounding can explain, or is not causal where its mask says so.
+
+    """
+    layer, call = owner.layer, owner.repeated
+    own = own_values(owner, output, call.x)
+    inner = found.map.without_output() if output.projection is not None else found.map
+    eps = precision(own.x.dtype, downcast=own.downcast)
+    tol = tolerance(eps, found.condition)
+    before = inner(own.x)
+    _compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
+    if output.projection is not None:
+        _compare_attention(layer, found, own, tol)
+    # Larger tokens give larger scores: q and k may each have grown by a small factor.
+    tol = tolerance(eps, 4.0 * found.condition)
+    half = own.x.shape[1] // 2
+    for first in dict.fromkeys((0, half if found.map.causal else 0)):
+        moved = own_values(owner, output, call.shaped(moved_tokens(own.x, first)))
+        after = inner(moved.x)
+        _compare(layer, "its heads on other tokens", after, moved.inner, tol)
+        if first == 0 and output.projection is not None:
+            _compare_attention(layer, found, moved, tol)
+        if first == 0 or before.shape[1] != own.x.shape[1]:
+            continue
+        for what, a, b in (("model", own.inner, moved.inner), ("captured map", before, after)):
+            if relative_error(b[:, :first], a[:, :first]) > tol:
+                raise CaptureError(
+                    f"{layer} is masked causally, but later tokens move earlier outputs of the {what}."
+                )
+
+
+def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
+    """Check what the map makes of the heads, after these were checked."""
+    f, heads, attention = found.map, own.inner, own.attention
+    if not isinstance(f, SelfAttention) or f.output is None:
+        _compare(layer, "its attention", f(own.x), attention, tol)
+        return
+    # A matrix is held against the model's own heads, where nothing but its own rounding is to be allowed for.
+    heads = heads.reshape(len(heads), -1, f.output.shape[1])
+    captured, size = heads @ f.output.mT, heads.abs() @ f.output.abs().mT
+    if f.output_bias is not None:
+        captured, size = captured + f.output_bias, size + f.output_bias.abs()
+    allowed = tolerance(precision(own.x.dtype, downcast=own.downcast)) * size
+    if attention.numel() != captured.numel() or bool(
+        ((captured - attention.reshape(captured.shape)).abs() > allowed).any()
+    ):
+        raise CaptureError(f"{layer} does more to its heads than multiply them by a matrix.")
+
+
+def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+    if captured.numel() == own.numel():  # heads may lie on an axis of their own
+        own = own.reshape(captured.shape)
+    if captured.shape != own.shape:
+        raise CaptureError(
+            f"{layer}: the captured map gives {tuple(captured.shape)} where the model gives "
+            f"{tuple(own.shape)} ({what})."
+        )
+    errors = [relative_error(a, b) for a, b in zip(captured, own, strict=True)]
+    worst = max(errors)
+    if worst <= tol:
+        return
+    reason = (
+        "its mask or its positions differ between the sequences; measure them one at a time"
+        if errors[0] <= tol
+        else "it does something that was not recognised, so it is not captured"
+    )
+    raise CaptureError(
+        f"{layer}: the captured map differs from the model's own output ({what}) by {worst:.1e} relative, "
+        f"where rounding explains {tol:.1e}: {reason}."
+    )
+
+
+# ---------------------------------------------------------------- the block
+
+
+@dataclass(eq=False)
+class _BlockValues:
+    hidden: Tensor | None = None  # what the norm before the attention was given
+    value: Tensor | None = None
+    less: Tensor | None = None
+    owner_ran: bool = False
+    reached: bool = False  # the attention's output
+
+
+def verify_block(
+    owner: Owner, output: Output, block: Block, layer: Repeated, condition: float
+) -> Float[Tensor, "batch n d"]:
+    """Check the map of a block against the layer, at its tokens and at others; return its input H.
+
+    Raises
+    ------
+    CaptureError
+        If it differs by more than rounding can explain.
+
+    """
+    if block.map is None or block.value_at is None:
+        raise CaptureError(
+            f"The block around {owner.layer} is not captured: {block.obstacle}. "
+            "The scopes up to 'attention' do not need it."
+        )
+    given: list[Tensor] = []
+    shape = owner.repeated.tokens().shape
+    for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
+        values = _BlockValues()
+        with _tapped(owner, output, block, values), _noticed(owner.repeated.x.dtype) as downcasts:
+            layer(x)
+        hidden = values.hidden
+        if hidden is None or values.value is None:
+            raise CaptureError(
+                f"The block around {owner.layer} did not reach its norms when it ran by itself."
+            )
+        hidden = owner.repeated.rows(hidden).reshape(shape)
+        value = values.value
+        if values.less is not None:
+            value = value - values.less.reshape(value.shape)
+        loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
+        _compare(
+            owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
+        )
+        given.append(hidden)
+    return given[0].clone()
+
+
+@contextmanager
+def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) -> Iterator[None]:
+    """Note the values of a block while its layer runs."""
+    pre, reading = block.pre_norm, block.value_at
+
+    def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens = first_tokens(bound_arguments(module, args, kwargs))
+        if tokens is not None and not values.owner_ran:
+            values.hidden = tokens.clone()
+
+    def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not values.owner_ran and pre is None:
+            x = bound_arguments(module, args, kwargs).get(owner.repeated.x_name)
+            values.hidden = None if x is None else x.clone()
+        values.owner_ran = True
+
+    def output_ends(module: nn.Module, args: Any, result: Any) -> None:
+        values.reached = values.owner_ran
+
+    def shown(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if not values.reached or reading is None:
+            return
+        out = first_tensor(result)
+        if module is reading.less and values.less is None:
+            values.less = out.clone()
+        if module is reading.module and values.value is None:
+            value = first_tokens(bound_arguments(module, args, kwargs)) if reading.side == "input" else out
+            values.value = None if value is None else value.clone()
+
+    with ExitStack() as stack:
+        stack.enter_context(owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True))
+        stack.enter_context(output.call.module.register_forward_hook(output_ends))
+        if pre is not None:
+            stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))
+        for module in dict.fromkeys(() if reading is None else (reading.module, reading.less)):
+            if module is not None:
+                stack.enter_context(module.register_forward_hook(shown, with_kwargs=True))
+        yield

@@ -1,0 +1,162 @@
+"""One attention layer of a pass, read and verified once; from it, the layer's map in every scope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
+from howsmooth.models.identification.layer_replay import record_layer, whole_layer
+from howsmooth.models.identification.map_identification import Hypothesis, hypotheses
+from howsmooth.models.identification.output_projection import Output, find_output
+from howsmooth.models.identification.self_attention_module import Owner, find_owner, first_line
+from howsmooth.models.identification.verification import verify, verify_block
+from howsmooth.models.site import Site
+from howsmooth.models.tolerance import precision
+from howsmooth.models.tracing.forward_trace import Passed
+from howsmooth.models.tracing.module_replay import Repeated
+
+__all__ = ["VerifiedLayer", "indices_of", "read_layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedLayer:
+    """A layer whose map was verified."""
+
+    owner: Owner
+    output: Output
+    found: Hypothesis
+    block: Block
+    norm: LayerNorm | RMSNorm | None
+    call: Repeated  # of the layer around the owner
+    passed: Passed
+
+    def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
+        """Return the sites of one scope: one, or one for each head.
+
+        Raises
+        ------
+        ArgumentError
+            If there are no such heads.
+        CaptureError
+            If the layer has no such scope, or its block fails its verification.
+
+        """
+        owner, attention, place = self.owner, self.found.map, self.owner.layer
+        x = owner.repeated.tokens().clone()
+        norm = self.norm if _gives(self.norm, x) else None
+        maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
+        try:
+            if scope == "head":
+                maps = [(h, attention.head(h)) for h in indices_of(heads, attention.heads, "head")]
+            elif scope == "heads":
+                maps = [(None, attention.without_output())]
+        except ArgumentError as error:
+            if error.argument == "heads":
+                raise
+            raise CaptureError(f"{place} has no scope {scope!r}: {error}") from None
+        if scope in ("attention", "residual") and self.output.obstacle:
+            raise CaptureError(f"{place} has no scope {scope!r}: {self.output.obstacle}.")
+        if scope == "residual":
+            if attention.d != attention.d_out:
+                raise CaptureError(f"{place} changes the dimension of its tokens, so it has no residual.")
+            given = self.output.call.output
+            if given is not None and given.shape[-2] != x.shape[1]:
+                raise CaptureError(f"{place} changes the number of its tokens, so it has no residual.")
+            maps = [(None, Residual(attention))]
+        elif scope == "block":
+            x = verify_block(owner, self.output, self.block, self.call, self.found.condition)
+            norm = norm if self.block.pre_norm is None else None
+            if self.block.map is not None:
+                maps = [(None, self.block.map)]
+        return [
+            Site(
+                name=place.name,
+                layer=place.index,
+                head=h,
+                scope=scope,
+                causal=attention.causal,
+                masking=self.found.masking,
+                layout=self.block.layout,
+                path=self.found.path,
+                path_reason=self.found.reason,
+                x=x,
+                map=f,
+                norm=norm,
+            )
+            for h, f in maps
+        ]
+
+
+def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
+    """Find out what a layer computes, and prove it.
+
+    ``passed`` is the layer in a pass of ``batch`` sequences, ``user`` the user's attention implementation.
+
+    Raises
+    ------
+    CaptureError
+        If the layer does something that is not recognised, or fails its verification.
+
+    """
+    try:
+        return _read(passed, batch, user)
+    except HowsmoothError:
+        raise
+    except Exception as error:  # a module of the model that does not run by itself as it did in the pass
+        raise CaptureError(f"{passed.layer} cannot be run by itself: {first_line(error)}.") from error
+
+
+def _read(passed: Passed, batch: int, user: str) -> VerifiedLayer:
+    owner = find_owner(passed, batch, user)
+    call = whole_layer(passed, batch)
+    alone = call.of_sequence()
+    record = record_layer(owner, passed, alone)
+    output = find_output(record, owner, lambda: record_layer(owner, passed, alone))
+    refused: list[CaptureError] = []
+    for found in hypotheses(record, owner, output):
+        if isinstance(found, CaptureError):
+            refused.append(found)
+            continue
+        try:
+            verify(owner, output, found)
+        except CaptureError as error:
+            refused.append(error)
+            continue
+        block = read_block(record, found.map, output.call)
+        return VerifiedLayer(owner, output, found, block, token_norm(record), call, passed)
+    raise refused[-1]
+
+
+def _gives(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
+    """Whether all tokens can be outputs of the norm: it was identified on one of the sequences only."""
+    if norm is None:
+        return False
+    # transformers' norms compute in float32 whatever the dtype of the model; every entry may be off by that.
+    slack = 64.0 * precision(torch.float32)
+    shift = (x if norm.bias is None else x - norm.bias).double()
+    gain = math.sqrt(norm.d) * norm.weight.double().abs()
+    outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
+    u = outside / gain  # 0/0 where both are zero, infinite where a zero gain gives no zero
+    return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
+
+
+def indices_of(given: Sequence[int] | None, count: int, what: str) -> list[int]:
+    """Return indices into ``count`` things as non-negative, each once."""
+    if given is None:
+        return list(range(count))
+    for index in given:
+        if not -count <= index < count:
+            raise ArgumentError(
+                f"{what}s",
+                expected=f"a list of {what} indices from {-count} to {count - 1}",
+                got=str(index),
+                remedy=f"The model has {count} {what}s, counted from 0.",
+            )
+    return list(dict.fromkeys(index % count for index in given))

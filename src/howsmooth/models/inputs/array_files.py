@@ -1,0 +1,138 @@
+"""Arrays in files: .npy, .npz, .safetensors. Nothing in them is ever run."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, ModelError, NonFiniteError, reason
+
+__all__ = ["DataSource", "check_range", "read_array", "read_arrays", "shown"]
+
+SUFFIXES = (".npy", ".npz", ".safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """What a model can be given, read from somewhere.
+
+    Attributes
+    ----------
+    name
+        The name under which results stand.
+    source
+        One phrase for a report.
+    digest
+        SHA-256 of all of it.
+
+    """
+
+    name: str
+    source: str
+    digest: str
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read the array of a .npy file.
+
+    Raises
+    ------
+    ArgumentError
+        If it cannot be read, or holds pickled objects.
+
+    """
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except Exception as error:  # of a damaged header, numpy raises many kinds
+        raise ArgumentError(
+            shown(path),
+            expected="an array of numpy (.npy)",
+            got=f"a file that cannot be read ({reason(error)})",
+        ) from error
+
+
+def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
+    """Read the arrays of a file under their names; the one of a file without names is called ``""``.
+
+    Parameters
+    ----------
+    path
+        Of the file. Its ending says what it is.
+    what
+        What a message calls it, such as "parameter file".
+    suffixes
+        The endings that are taken.
+
+    Raises
+    ------
+    ModelError
+        If there is no such file, it cannot be read, or holds what is no array of numbers.
+
+    """
+    where = f"The {what} {shown(path)}"
+    if path.suffix not in suffixes:
+        raise ModelError(f"{where} is neither {' nor '.join(suffixes)}. Pickled formats are never read.")
+    if not _is_file(path):
+        raise ModelError(f"There is no {what} {shown(path)}.")
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        return _npz(path) if path.suffix == ".npz" else {"": _tensor("it", np.load(path, allow_pickle=False))}
+    except MemoryError as error:
+        # A few bytes are enough to announce an array of any size.
+        raise ModelError(f"{where} cannot be read: it does not fit into memory.") from error
+    except Exception as error:  # of a damaged header, numpy raises many kinds
+        raise ModelError(f"{where} cannot be read: {reason(error)}.") from error
+
+
+def _npz(path: Path) -> dict[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no archive as numpy.savez writes it")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays: dict[str, np.ndarray] = {}
+        for name in archive.files:
+            try:
+                arrays[name] = archive[name]
+            except ValueError as error:
+                if "allow_pickle" in str(error):
+                    raise ValueError(f"{name} is a pickled object, which is never read") from error
+                raise
+    return {name: _tensor(name, array) for name, array in arrays.items()}
+
+
+def _tensor(name: str, array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
+    # Byte order and strides that torch does not know are put right.
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+def check_range(array: np.ndarray, low: float, high: float, argument: str, remedy: str = "") -> None:
+    """Raise unless floating-point values are finite and lie between two limits."""
+    if not np.isfinite(array).all():
+        raise NonFiniteError(argument, expected="finite values", got="NaN or infinity")
+    if not low <= array.min() <= array.max() <= high:
+        raise ArgumentError(
+            argument,
+            expected=f"floating-point values from {low:.4g} to {high:.4g}",
+            got=f"values from {float(array.min()):.4g} to {float(array.max()):.4g}",
+            remedy=remedy,
+        )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def shown(path: Path) -> str:
+    """Shorten a path for a message."""
+    return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

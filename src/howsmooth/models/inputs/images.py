@@ -1,0 +1,227 @@
+"""Images as inputs of vision models: read from files, folders and arrays, or made by code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, reason
+from howsmooth.models.inputs.array_files import DataSource, check_range, read_array, shown
+from howsmooth.models.inputs.builtin_images import builtin_images
+
+__all__ = ["Images", "load_images"]
+
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".npy")
+_MOST_ENTRIES = 100_000
+_MOST_STRETCHED = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Images(DataSource):
+    """Images; those in files are read when they are asked for."""
+
+    _held: Sequence[Image.Image | Path] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many images there are."""
+        return len(self._held)
+
+    def __len__(self) -> int:
+        """How many images there are."""
+        return self.size
+
+    def __getitem__(self, index: int) -> Image.Image:
+        """Return an image of Pillow, red, green and blue of eight bits each."""
+        held = self._held[index]
+        return _read(held) if isinstance(held, Path) else held
+
+
+def load_images(source: object = "builtin") -> Images:
+    """Find images, and check that each can be read.
+
+    Parameters
+    ----------
+    source
+        ``"builtin"``; a file or a folder (with the folders in it), or a list of them, each file taken once;
+        an array of numpy (height, width), (height, width, 3) or a batch of the latter; or a tensor (3,
+        height, width) or (batch, 3, height, width). Bytes go from 0 to 255; floating-point values go from 0
+        to 1 and are rounded to bytes, which processors take. In a folder whatever does not end as a picture
+        or ``.npy`` is passed over. Grey becomes three equal colours, and what is transparent is laid on
+        white.
+
+    Raises
+    ------
+    ArgumentError
+        If there is nothing of that name, no image in a folder, or a file is no image, has more pixels than
+        Pillow holds for safe, or a side a hundred times as long as the other; or if an array is of another
+        shape, or its values lie outside of the range.
+
+    """
+    if isinstance(source, Images):
+        return source
+    if isinstance(source, Tensor):
+        if source.ndim not in (3, 4) or source.shape[-3] not in (1, 3):
+            raise ArgumentError(
+                "images",
+                expected="a tensor (3, height, width) or (batch, 3, height, width)",
+                got=f"shape {tuple(source.shape)}",
+            )
+        source = source.detach().cpu().movedim(-3, -1).numpy()
+    if isinstance(source, np.ndarray):
+        held = _of_array(source, "images")
+        return Images("images", f"{len(held)} images given as an array", _digest(held), held)
+    places = [source] if isinstance(source, str | Path) else source
+    if not (isinstance(places, Sequence) and places and all(isinstance(one, str | Path) for one in places)):
+        raise ArgumentError(
+            "images",
+            expected="'builtin', paths of files or folders, an array or a tensor",
+            got=repr(places)[:80],
+        )
+    if list(map(str, places)) == ["builtin"]:
+        return _builtin()
+    return _of_files([Path(one).expanduser() for one in places])
+
+
+@cache
+def _builtin() -> Images:
+    held = [Image.fromarray(one) for one in builtin_images()]
+    made = (
+        f"{len(held)} images made by code, nothing downloaded: gratings, noise with the spectrum of natural "
+    )
+    return Images(
+        "builtin-images",
+        f"{made}images, overlapping leaves, shapes, blobs and rows of letters",
+        _digest(held),
+        held,
+    )
+
+
+def _of_files(places: list[Path]) -> Images:
+    files = list(dict.fromkeys(file.resolve() for place in places for file in _files(place)))
+    # Each is read once, whole, so that what is wrong with it is said before anything is measured.
+    held = [one for file in files for one in _checked(file)]
+    first = places[0].resolve()
+    where = f"{places[0]} and {len(places) - 1} more" if len(places) > 1 else str(places[0])
+    return Images(
+        (first.name if first.is_dir() else first.stem) or "images",
+        f"{'one image' if len(held) == 1 else f'{len(held)} images'} of {where}",
+        _digest(file.read_bytes() for file in files),
+        held,
+    )
+
+
+def _digest(images: Iterable[bytes | Image.Image]) -> str:
+    parts = (one if isinstance(one, bytes) else one.tobytes() for one in images)
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _files(place: Path) -> list[Path]:
+    """List the files of images at a place."""
+    try:
+        is_file, is_folder = place.is_file(), place.is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = is_folder = False
+    if is_file:
+        return [place]
+    if not is_folder:
+        raise ArgumentError(
+            "images", expected="'builtin', a file or a folder", got=f"{shown(place)!r}, which is not there"
+        )
+    entries = list(islice(_below(place), _MOST_ENTRIES + 1))
+    if len(entries) > _MOST_ENTRIES:
+        raise ArgumentError(
+            "images",
+            expected=f"a folder with at most {_MOST_ENTRIES} files",
+            got=f"more in {place}",
+            remedy="Give the folder of the images themselves.",
+        )
+    found = sorted(entry for entry in entries if entry.suffix.lower() in _ENDINGS)
+    if not found:
+        raise ArgumentError(
+            "images", expected=f"images in the folder ({', '.join(_ENDINGS)})", got=f"none in {place}"
+        )
+    return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """List the files in a folder and the folders in it, hidden ones left out."""
+    for above, folders, files in os.walk(folder):  # unlike rglob, it passes over what vanishes meanwhile
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(above, name) for name in files if not name.startswith("."))
+
+
+def _checked(file: Path) -> Sequence[Image.Image | Path]:
+    if file.suffix.lower() == ".npy":
+        return _of_array(read_array(file), str(file))
+    _read(file)
+    return [file]
+
+
+def _read(file: Path) -> Image.Image:
+    picture = _opened(file)
+    if picture.mode.startswith(("I", "F")):  # grey of more than eight bits a pixel
+        values = np.asarray(picture, dtype=np.float64)
+        return _picture(values if picture.mode == "F" else values / 65535.0, str(file))
+    _check_sides(picture.width, picture.height, str(file))
+    ground = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(ground, picture.convert("RGBA")).convert("RGB")
+
+
+def _opened(file: Path) -> Image.Image:
+    """Read a picture, turned as its camera says."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file) as picture:
+                return ImageOps.exif_transpose(picture)
+    except Exception as error:  # of a damaged file, Pillow raises many kinds
+        raise ArgumentError(str(file), expected="an image that can be read", got=reason(error)) from error
+
+
+def _of_array(array: np.ndarray, argument: str) -> list[Image.Image]:
+    batch = list(array) if array.ndim == 4 else [array]
+    if not batch:
+        raise ArgumentError(argument, expected="at least one image", got=f"shape {tuple(array.shape)}")
+    return [_picture(one, argument) for one in batch]
+
+
+def _picture(array: np.ndarray, argument: str) -> Image.Image:
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.shape[2:] not in ((), (3,)) or array.ndim < 2 or 0 in array.shape:
+        raise ArgumentError(
+            argument,
+            expected="an image (height, width) or (height, width, 3)",
+            got=f"an array of shape {tuple(array.shape)}",
+        )
+    _check_sides(array.shape[1], array.shape[0], argument)
+    if array.dtype.kind == "f":
+        check_range(array, 0.0, 1.0, argument, "Divide bytes by 255, or give them as uint8.")
+        array = np.rint(255.0 * array.astype(np.float64)).astype(np.uint8)
+    elif array.dtype != np.uint8:
+        raise ArgumentError(
+            argument, expected="bytes (uint8) or floating-point values from 0 to 1", got=str(array.dtype)
+        )
+    return Image.fromarray(array).convert("RGB")
+
+
+def _check_sides(width: int, height: int, argument: str) -> None:
+    """Refuse a strip: fitted to a model by its shorter side, it would fill the memory."""
+    if max(width, height) > _MOST_STRETCHED * min(width, height):
+        raise ArgumentError(
+            argument,
+            expected=f"an image with no side more than {_MOST_STRETCHED} times as long as the other",
+            got=f"{width} x {height}",
+        )

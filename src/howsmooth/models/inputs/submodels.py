@@ -1,0 +1,74 @@
+"""What a model takes, and the models inside it: the text, vision or audio part, an encoder, a decoder."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from howsmooth.errors import ModelError
+from howsmooth.models.inputs.model_inputs import embedding_of, vocabulary_size
+
+__all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts", "token_width"]
+
+MODALITIES = ("text", "image", "audio", "embeddings", "other")
+"""What a model takes: ``embeddings`` if only tokens embedded elsewhere, ``other`` if none of these."""
+
+_BY_INPUT = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
+_WORDS = {"text": "text", "vision": "image", "audio": "audio"}
+
+
+def modality_of(model: nn.Module) -> str:
+    """Say what a model takes, of :data:`MODALITIES`."""
+    if not isinstance(model, PreTrainedModel):
+        return "embeddings"
+    if model.main_input_name == "input_ids":
+        return "embeddings" if vocabulary_size(model) is None else "text"
+    return _BY_INPUT.get(model.main_input_name, "other")
+
+
+def token_width(model: nn.Module) -> int | None:
+    """Return the dimension of the tokens that a model is given embedded, None if it does not say."""
+    table = embedding_of(model)
+    if table is not None:
+        return table.embedding_dim
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    return width if isinstance(width, int) else None
+
+
+def named_parts(model: nn.Module) -> dict[str, str]:
+    """List the models inside a model, the outermost of each branch, with what they take."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and isinstance(module, PreTrainedModel):
+            found[name] = modality_of(module)
+    return found
+
+
+def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
+    """Return the path of a part of the model that is called ``name``, and the part itself.
+
+    It is named ``text``, ``vision`` or ``audio`` if there is one such model inside, or by the path of a
+    module in the model, such as ``encoder``.
+
+    Raises
+    ------
+    ModelError
+        If there is none, or if several answer to the word.
+
+    """
+    inner = named_parts(model)
+    fitting = [path for path, takes in inner.items() if takes == _WORDS.get(part)]
+    if len(fitting) == 1:
+        return fitting[0], model.get_submodule(fitting[0])
+    try:
+        module = model.get_submodule(part) if part.strip() else None
+    except AttributeError:
+        module = None
+    if module is None or not any(True for _ in module.parameters()):
+        # What it is made of, if no models are inside.
+        plain = [child for child, _ in model.named_children()]
+        listed = ", ".join(f"{path} ({takes})" for path, takes in inner.items()) or ", ".join(plain)
+        many = f", and {len(fitting)} parts take that" if fitting else ""
+        raise ModelError(f"{name!r} has no part {part[:60]!r}{many}. Its parts: {listed}.")
+    return part, module

@@ -1,0 +1,288 @@
+"""``inspect_model``: what can be captured of a model, layer by layer, and why the rest cannot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from howsmooth.attention import SelfAttention, StagedAttention
+from howsmooth.bounds import norm_radius
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.capture import module_of
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
+from howsmooth.models.identification.self_attention_module import CrossAttention
+from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.submodels import named_parts
+from howsmooth.models.loading.dummy_inputs import sample_inputs
+from howsmooth.models.loading.load import LoadedModel
+from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.tracing.forward_trace import Passed, forward_pass
+from howsmooth.models.tracing.layer_trace import AttentionLayer
+
+__all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
+
+_SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
+
+
+@dataclass(frozen=True)
+class InspectedSite:
+    """What is known of one layer. All but its place and kind is read off the captured, verified map.
+
+    If the layer is refused, ``scopes`` is empty and what is not known None.
+    """
+
+    #: Index of the layer in ``capture``, which counts the layers with a softmax from 0; None without one.
+    layer: int | None
+    #: Path of the attention module in the model; of the layer, if it has no softmax.
+    name: str
+    #: Its class.
+    module: str
+    #: ``self-attention``, ``cross-attention``, or ``no softmax``: a layer that mixes tokens otherwise.
+    kind: str = _SELF
+    #: The scopes in which it is captured, from the narrowest to the widest.
+    scopes: tuple[str, ...] = ()
+    #: Number of tokens that it was given.
+    tokens: int | None = None
+    #: Number of heads.
+    heads: int | None = None
+    #: Number of key and value heads; less than ``heads`` if these are shared.
+    kv_heads: int | None = None
+    #: Dimension of the tokens.
+    d: int | None = None
+    #: Dimension of the queries and keys of a head.
+    key_dim: int | None = None
+    #: Dimension of the values of a head.
+    value_dim: int | None = None
+    #: The mask in words, at the number of tokens that was looked at.
+    masking: str | None = None
+    #: What the scores know of positions: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
+    #: ``none`` (positions added to the tokens are no part of the attention). ``inside the layer`` if not
+    #: every parameter of the map is known.
+    positions: str | None = None
+    #: ``post-norm``, ``pre-norm``, ..., or empty if not recognised.
+    layout: str | None = None
+    #: The norm whose outputs the tokens are, ``LayerNorm`` or ``RMSNorm``; None too if there is none.
+    norm: str | None = None
+    #: Radius of the smallest centred ball that holds all outputs of this norm, rounded up.
+    norm_radius: float | None = None
+    #: ``closed form`` or ``autodiff``, as of :class:`Site`.
+    path: str | None = None
+    #: Why it is that one; ``the layer`` stands for its name.
+    path_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason, and all that is refused for it."""
+
+    #: The layers, by index; empty for those without a softmax, which have none.
+    layers: tuple[int, ...]
+    #: Their paths.
+    names: tuple[str, ...]
+    #: The scopes.
+    scopes: tuple[str, ...]
+    #: A sentence or two; ``the layer`` stands for each of them.
+    reason: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect_model` returns."""
+
+    #: Class of the model.
+    model: str
+    #: Number of tokens that the first captured layer was given, None if all are refused. A window that is
+    #: longer does not show in ``masking``.
+    tokens: int | None
+    #: One for each layer that mixes tokens, in the order of the model's pass.
+    sites: tuple[InspectedSite, ...]
+    #: Empty if every layer is captured in every scope.
+    refusals: tuple[Refusal, ...]
+    #: Parts of the model that the inputs did not reach, with what they take: ``vision_tower (image)``.
+    unreached: tuple[str, ...] = ()
+
+
+def inspect_model(
+    model: nn.Module | LoadedModel,
+    inputs: Tensor | Mapping[str, Tensor] | None = None,
+    *,
+    tokens: int | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> Inspection:
+    """List the layers of a model that mix tokens, the scopes in which each is captured, and what is refused.
+
+    The model runs once. Each layer of self-attention is then captured and verified once, as :func:`capture`
+    does it, and asked for every scope. A layer that is refused does not hide the others. Members of module
+    lists in which no softmax runs are run by themselves: those that mix tokens are named.
+
+    Parameters
+    ----------
+    model
+        As for :func:`capture`.
+    inputs
+        As for :func:`capture`. By default something that the model takes: token ids or embedded tokens at
+        random, a built-in image, a second of built-in sound.
+    tokens
+        How many token ids or embedded tokens, at least 2; 16 by default, or as many as the model has
+        positions for.
+    on_layer
+        Called with how many of how many layers are done.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is not of the kind described, or the model does not run on the inputs.
+    CaptureError
+        If no layer of the model is seen to mix tokens; the message says why.
+
+    """
+    module = module_of(model)
+    if inputs is None:
+        preparation = model.preparation if isinstance(model, LoadedModel) else None
+        inputs = sample_inputs(module, preparation, tokens)
+    elif tokens is not None:
+        raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
+    given = model_inputs(module, inputs)
+    with borrowed(module):
+        return _inspected(module, given, on_layer)
+
+
+def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
+    members = LayersWithoutSoftmax()
+    with members.hooked(model):
+        layers, kept = forward_pass(model, given.named, None, members.on_layer)
+    mixers = list(members.mixers(given.batch))
+    if not layers and not mixers:
+        raise CaptureError(
+            f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
+            "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
+        )
+    refused: list[Refusal] = []
+    sites: list[InspectedSite] = []
+    for layer in layers:
+        on_layer(layer.index, len(layers))
+        sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
+    on_layer(len(layers), len(layers))
+    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in mixers]
+    return Inspection(
+        model=type(model).__name__,
+        tokens=next((site.tokens for site in sites if site.scopes), None),
+        sites=tuple(_in_order(sites, mixers)),
+        refusals=_together(refused),
+        unreached=_unreached(model, [*(layer.name for layer in layers), *(mixer.name for mixer in mixers)]),
+    )
+
+
+def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
+    """Read one layer, and ask it for every scope."""
+    layer = passed.layer
+    plain = InspectedSite(layer.index, layer.name, type(layer.owner).__name__, heads=layer.heads)
+    try:
+        read = read_layer(passed, batch, user)
+    except Exception as error:  # one layer must not hide the others, whatever its module raises
+        refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
+        return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
+    layer = read.owner.layer
+    sites: dict[str, Site] = {}
+    for scope in SCOPES:
+        try:
+            # Whether heads can be told apart is the same for all of them.
+            sites[scope] = read.sites(scope, [0] if scope == "head" else None)[0]
+        except Exception as error:  # as above
+            reason = _reason(error, layer)
+            narrow = re.search(r"scope: expected (.*?), got ", reason)
+            reason = f"Only {narrow[1]}." if narrow else reason
+            refused.append(Refusal((layer.index,), (layer.name,), (scope,), reason))
+    plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
+    if not sites:
+        return plain
+    return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
+
+
+def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
+    """Describe a captured layer by its map."""
+    attention, core = read.found.map, read.owner.cores[0]
+    kv_heads, key_dim, value_dim = core.value.shape[-3], None, core.value.shape[-1]
+    if isinstance(attention, SelfAttention):
+        kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
+    elif core.key is not None:
+        key_dim = core.key.shape[-1]
+    return replace(
+        plain,
+        tokens=site.x.shape[1],
+        heads=attention.heads,
+        kv_heads=kv_heads,
+        d=attention.d,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        masking=site.masking,
+        positions=_positions(attention),
+        layout=site.layout,
+        norm=None if site.norm is None else type(site.norm).__name__,
+        norm_radius=None if site.norm is None else norm_radius(site.norm),
+        path=site.path,
+        path_reason=_plain(site.path_reason, read.owner.layer),
+    )
+
+
+def _positions(attention: object) -> str:
+    found = []
+    if isinstance(attention, SelfAttention):
+        found = ["rotary"] * (attention.rotary is not None) + ["score bias"] * (
+            attention.score_bias is not None
+        )
+        return " and ".join(found) or "none"
+    biases = isinstance(attention, StagedAttention) and any(c.score_bias is not None for c in attention.cores)
+    return "inside the layer" + " and score bias" * biases
+
+
+def _in_order(sites: list[InspectedSite], mixers: list[Mixer]) -> list[InspectedSite]:
+    """Put the layers without a softmax where they ran."""
+    found = list(sites)
+    for mixer in reversed(mixers):
+        found.insert(mixer.after, InspectedSite(None, mixer.name, mixer.module, kind=_NONE))
+    return found
+
+
+def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
+    """Name the models inside a model in which nothing was seen, if it has several."""
+    parts = named_parts(model)
+    seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
+    return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def _reason(error: Exception, layer: AttentionLayer) -> str:
+    said = str(error) if isinstance(error, HowsmoothError) else f"{type(error).__name__}: {error}"
+    said = _plain(said.strip() or type(error).__name__, layer)
+    return said[:1].upper() + said[1:]
+
+
+def _plain(message: str, layer: AttentionLayer) -> str:
+    """Take out of a message what differs between layers that are alike."""
+    message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
+    return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
+
+
+def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
+    """Say each reason once: join first the scopes of a layer that share it, then the layers."""
+    said: dict[str, str] = {}
+    scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
+    for one in refused:
+        # Errors that were measured differ between layers that are alike; the first is said.
+        key = re.sub(r"\d\.\de[-+]\d+", "", one.reason)
+        said.setdefault(key, one.reason)
+        place = one.layers, one.names, key
+        scopes[place] = scopes.get(place, ()) + one.scopes
+    joined: dict[tuple[str, tuple[str, ...]], Refusal] = {}
+    for (layers, names, key), of in scopes.items():
+        before = joined.get((key, of), Refusal((), (), of, said[key]))
+        joined[key, of] = replace(before, layers=before.layers + layers, names=before.names + names)
+    return tuple(joined.values())

@@ -1,0 +1,79 @@
+"""Something that a model takes, made up: enough to see what its layers do, and nothing to measure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from howsmooth.errors import ArgumentError
+from howsmooth.models.inputs.audio import load_audio
+from howsmooth.models.inputs.images import load_images
+from howsmooth.models.inputs.model_inputs import dtype_of, in_dtype, max_length, vocabulary_size
+from howsmooth.models.inputs.submodels import modality_of, token_width
+from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
+
+__all__ = ["sample_inputs"]
+
+_TOKENS = 16
+
+
+def sample_inputs(
+    model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
+) -> Tensor | dict[str, Tensor]:
+    """Make inputs of one sequence; ``tokens`` is its length, for text and embedded tokens only.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not known what the model takes, or it has no such length.
+
+    """
+    modality = modality_of(model)
+    if modality not in ("text", "embeddings") and tokens is not None:
+        raise ArgumentError(
+            "tokens", expected=f"None: the model takes {modality} of a size of its own", got=repr(tokens)
+        )
+    d = token_width(model)
+    if modality == "text":
+        return _ids(model, _length(model, tokens))
+    if modality == "embeddings" and d is not None:
+        generator = torch.Generator("cpu").manual_seed(0)
+        made = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu").to(
+            dtype_of(model)
+        )
+        return {"inputs_embeds": made} if isinstance(model, PreTrainedModel) else made
+    if isinstance(preparation, ImagePreparation):
+        return in_dtype(model, preparation.prepared([load_images()[0]]))
+    if isinstance(preparation, AudioPreparation):
+        sound = load_audio()
+        seconds = 1.0 if preparation.raw else min(preparation.seconds, sound.seconds)
+        samples = sound.at(preparation.rate)[: int(seconds * preparation.rate)]
+        return in_dtype(model, preparation.prepared([samples]))
+    taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
+    raise ArgumentError(
+        "inputs",
+        expected=f"the inputs of {type(model).__name__}, for which none can be made up",
+        got="None",
+        remedy=f"Give a tensor or a dict with {taken}.",
+    )
+
+
+def _length(model: nn.Module, tokens: object) -> int:
+    limit = max_length(model)
+    if tokens is None:
+        return _TOKENS if limit is None else min(_TOKENS, limit)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+        raise ArgumentError("tokens", expected="an integer of at least 2", got=repr(tokens))
+    if limit is not None and tokens > limit:
+        raise ArgumentError("tokens", expected=f"at most {limit}, the model's positions", got=repr(tokens))
+    return tokens
+
+
+def _ids(model: nn.Module, tokens: int) -> Tensor:
+    size = vocabulary_size(model) or 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(size, (1, tokens), generator=generator, device="cpu")
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    # Some models skip padding when they count positions.
+    return torch.where(ids == padding, (ids + 1) % size, ids) if isinstance(padding, int) else ids

@@ -1,0 +1,374 @@
+"""``load_model``: a model and its tokenizer, from a folder, the Hugging Face Hub or this package."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.memory import free_memory
+from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.inputs.model_inputs import (
+    check_model,
+    max_length,
+    model_inputs,
+    takes_decoder_ids,
+    vocabulary_size,
+)
+from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
+from howsmooth.models.loading.dummy_inputs import sample_inputs
+from howsmooth.models.loading.processors import (
+    AudioPreparation,
+    ImagePreparation,
+    audio_preparation,
+    image_preparation,
+)
+from howsmooth.models.loading.resolve_model import Place, find
+from howsmooth.models.loading.safe_config import check_files, forget_implementations
+from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
+from howsmooth.models.loading.truncated_config import count_weights, shorten
+from howsmooth.models.measurement_mode import borrowed, quiet
+from howsmooth.models.tracing.forward_trace import attention_layers
+from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.seeds import torch_seed
+
+__all__ = ["LoadedModel", "builtin_names", "load_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to be captured, with what a report must say about it."""
+
+    #: The name it was asked for by.
+    name: str
+    #: The model, or the part of it that was asked for, in evaluation mode, its parameters without gradients.
+    model: nn.Module
+    #: What it takes: ``text``, ``image``, ``audio``, ``embeddings`` (tokens embedded elsewhere) or ``other``.
+    modality: str
+    #: Text to token ids without special tokens (also ``tokenizer.encode``).
+    tokenizer: Tokenizer
+    #: One phrase: where the tokenizer comes from.
+    tokenizer_source: str
+    #: One phrase: where the weights come from.
+    source: str
+    #: SHA-256 over configuration, weights and tokenizer; the same in every run.
+    fingerprint: str
+    #: Longest input in tokens, None if the model states no limit.
+    max_length: int | None
+    #: Number of token ids that the model knows, None if it takes none.
+    vocab_size: int | None
+    #: Number of attention layers, None where ``obstacle`` says why nobody knows.
+    layers: int | None
+    #: Number of heads of each (of the first, should they differ), None as ``layers``.
+    heads: int | None
+    #: Why no attention was seen when the model was tried on a short input; empty if it was.
+    obstacle: str = ""
+    #: How images or sound become inputs of the model; None for other models.
+    preparation: ImagePreparation | AudioPreparation | None = None
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names of the models that ship with the package."""
+    return tuple(BUILTIN_MODELS)
+
+
+def load_model(
+    name: str | Path,
+    *,
+    random_init: bool = False,
+    as_decoder: bool = False,
+    part: str | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tokenizer_text: str | None = None,
+    most_weights: int | None = None,
+) -> LoadedModel:
+    """Load a model, or build one with untrained weights.
+
+    Weights are read from safetensors only, and code that comes with a model is never run.
+
+    Parameters
+    ----------
+    name
+        The name of a built-in model, a local folder, or a model id of the Hugging Face Hub; with
+        ``random_init`` also a model type of transformers such as ``"gpt2"`` or ``"bert"``, which stands for
+        that type's default configuration if the Hub has or gives none of this name.
+    random_init
+        Build the architecture from its configuration with the library's own random initialisation.
+    as_decoder
+        Run a BERT-type encoder as a decoder, with its causal mask.
+    part
+        Of a model that is made of several: ``"text"``, ``"vision"`` or ``"audio"``, or the path of a module
+        in the model such as ``"encoder"``. Only this part is kept.
+    seed
+        Of the random weights. The caller's random state is not touched.
+    device
+        Where the model runs.
+    dtype
+        ``torch.float32`` or ``torch.float64``, whatever the file holds.
+    tokenizer_text
+        With ``random_init``: a text on which a byte-level BPE is trained if the model's own tokenizer
+        cannot be had. ``tokenizer_source`` then says so.
+    most_weights
+        With ``random_init``: a configuration of more weights is built with as few layers as show every kind
+        of layer that it names. ``source`` then says so.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is not of the kind described.
+    ModelError
+        If there is no such model, or it cannot be read, run or used as asked; one sentence says why.
+    """
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
+    if dtype not in (torch.float32, torch.float64):
+        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=str(dtype))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
+    if part is not None and (not isinstance(part, str) or not part.strip()):
+        raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
+    target = _device(device)
+    with quiet():
+        place = find(str(name), random_init=random_init)
+        config = _config(place)
+        short = _shortened(place, config, most_weights) if random_init else ""
+        build = partial(_built, place, config, random_init, seed, dtype, part)
+        path, model, unread = build()
+        modality = modality_of(model)
+        preparation = _preparation(place, config, model, modality)
+        layers, obstacle = _layers(model, preparation)
+        if as_decoder:
+            _check_encoder(place, model, modality, layers, obstacle)
+            config.is_decoder = True
+            path, model, unread = build()
+            layers, obstacle = _layers(model, preparation)
+            # Its masks decide whether it is a decoder, not its name.
+            if not layers or not all(layer.causal for layer in layers):
+                raise ModelError(
+                    f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays "
+                    "unmasked."
+                )
+        model.requires_grad_(requires_grad=False).eval().to(target)
+        text = modality == "text"
+        size = vocabulary_size(model) if text else None
+        tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
+        fingerprint = _fingerprint(model, unread, tokenizer)
+    role = ", run as a decoder with its causal mask" if as_decoder else ""
+    weights = (
+        f"untrained weights (random initialisation, seed {seed}), configuration of " if random_init else ""
+    )
+    of = f"the part {path} of " if path else ""
+    return LoadedModel(
+        name=str(name),
+        model=model,
+        modality=modality,
+        tokenizer=tokenizer,
+        tokenizer_source=tokenizer_source,
+        source=f"{weights}{of}{place.sentence}{role}{short}",
+        fingerprint=fingerprint,
+        max_length=max_length(model) if text else None,
+        vocab_size=size,
+        layers=len(layers) or None,
+        heads=layers[0].heads if layers else None,
+        obstacle=obstacle,
+        preparation=preparation,
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentError(
+            "device", expected="a device of this machine, such as 'cpu' or 'cuda'", got=str(device)
+        ) from error
+    if target.type == "meta":
+        raise ArgumentError("device", expected="a device that holds numbers, such as 'cpu'", got=str(device))
+    return target
+
+
+def _config(place: Place) -> Any:
+    """Return the model's configuration; refuse what needs code of its own."""
+    if place.location is None:
+        config = CONFIG_MAPPING[place.name]()
+    else:
+        with place.reading():
+            config = AutoConfig.from_pretrained(
+                place.location, trust_remote_code=False, local_files_only=place.local_files_only
+            )
+    forget_implementations(config)
+    return config
+
+
+def _built(
+    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype, part: str | None
+) -> tuple[str, nn.Module, set[str]]:
+    """Return the path of the part that was asked for, this, and its weights that were not in the file."""
+    unread: set[str] = set()
+    options = {"trust_remote_code": False, **_without_pooler(config)}
+    # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives the
+    # same weights everywhere, and no random state but the one that is restored is touched.
+    with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        if random_init:
+            _check_memory(place, config, dtype)
+        torch.default_generator.manual_seed(torch_seed(seed))
+        if random_init:
+            # In float32 first, so that both precisions start from the same numbers.
+            model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
+        else:
+            check_files(place, config)
+            model, info = AutoModel.from_pretrained(
+                place.location,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=place.local_files_only,
+                output_loading_info=True,
+                **options,
+            )
+            unread = set(info["missing_keys"])
+    path, chosen = ("", model) if part is None else choose_part(model, part, place.name)
+    unread = {key.removeprefix(f"{path}.") for key in unread if not path or key.startswith(f"{path}.")}
+    # No attention depends on a pooler, and the weights of many checkpoints lack it.
+    lost = sorted(key for key in unread if "pooler" not in key)
+    if lost:
+        raise ModelError(
+            f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "
+            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init."
+        )
+    if not path:
+        _refuse_several(place, model)
+    check_model(chosen)
+    return path, chosen, unread
+
+
+def _preparation(
+    place: Place, config: Any, model: nn.Module, modality: str
+) -> ImagePreparation | AudioPreparation | None:
+    """Find how images or sound become inputs of a model; None if it takes neither.
+
+    Refused is an encoder-decoder that needs sound or images for one half and tokens for the other.
+    """
+    if takes_decoder_ids(model) and modality != "text":
+        raise ModelError(
+            f"{place.name!r} is an encoder-decoder model ({type(model).__name__}) whose decoder takes other "
+            "inputs than its encoder. Choose its encoder, with the part encoder (--part encoder)."
+        )
+    if modality == "image":
+        return image_preparation(place, config, model)
+    return audio_preparation(place, config, model) if modality == "audio" else None
+
+
+def _refuse_several(place: Place, model: PreTrainedModel) -> None:
+    """Refuse a model that needs inputs of two kinds at once."""
+    parts = named_parts(model)
+    asked = inspect.signature(model.forward).parameters
+    if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
+        listed = ", ".join(f"{path} ({takes})" for path, takes in parts.items())
+        raise ModelError(
+            f"{place.name!r} compares texts with images and needs both at once. Choose a part of it, with "
+            f"part (--part): {listed}."
+        )
+
+
+def _without_pooler(config: Any) -> dict[str, Any]:
+    """Leave out the pooler if the type allows: it follows all attention, and many checkpoints lack it."""
+    classes = MODEL_MAPPING.get(type(config), ())
+    first = classes[0] if isinstance(classes, tuple | list) and classes else classes
+    takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
+    return {"add_pooling_layer": False} if takes else {}
+
+
+def _layers(
+    model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
+) -> tuple[list[AttentionLayer], str]:
+    """Look at the attention layers on a short input, or say why none can be seen."""
+    try:
+        named = model_inputs(model, sample_inputs(model, preparation)).named
+        with borrowed(model):
+            found = attention_layers(model, named)
+        return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
+    except (ArgumentError, CaptureError) as error:
+        return [], str(error)
+
+
+def _check_encoder(
+    place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
+) -> None:
+    """Refuse what cannot be made a decoder, or is one."""
+    kind = type(model).__name__
+    if not layers:
+        raise CaptureError(obstacle)
+    if modality != "text":
+        raise ModelError(f"{place.name!r} ({kind}) takes no text, so it cannot run as a decoder.")
+    if any(layer.causal for layer in layers):
+        raise ModelError(
+            f"{place.name!r} ({kind}) is a decoder already: its attention is causal. Leave out as_decoder."
+        )
+
+
+def _shortened(place: Place, config: Any, most: int | None) -> str:
+    if most is None:
+        return ""
+    with place.reading():
+        done = shorten(config, most)
+    return f", {done}" if done else ""
+
+
+def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
+    """Refuse to build what does not fit: some types' default configurations have billions of weights."""
+    free = free_memory(torch.device("cpu"))
+    weights = count_weights(config)
+    needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
+    if needed > free:
+        raise ModelError(
+            f"{place.name!r} has {weights / 1e9:.1f} billion weights in its configuration, "
+            f"{needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB of memory are free. "
+            "Give a folder with a smaller config.json."
+        )
+
+
+def _tokenizer(
+    place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
+) -> tuple[Tokenizer, str]:
+    if modality != "text":
+        return Tokenizer(None, f"{place.name!r} takes no text ({modality})."), "none"
+    if place.location is not None:
+        own = own_tokenizer(place.location, local_files_only=place.local_files_only)
+        if own is not None:
+            return own, "the model's own tokenizer"
+    if random_init and text is not None:
+        return (
+            trained_tokenizer(text, vocabulary or 0),
+            "a byte-level BPE trained on the text, because the model's own tokenizer could not be had",
+        )
+    remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
+    return Tokenizer(None, f"No tokenizer could be had for {place.name!r}. {remedy}"), "none"
+
+
+def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:
+    digest = hashlib.sha256()
+    config = model.config.to_diff_dict() if isinstance(model, PreTrainedModel) else {"part": str(type(model))}
+    for local in ("_name_or_path", "transformers_version"):
+        config.pop(local, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        if key in unread:
+            continue
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tokenizer.serialized.encode())
+    return digest.hexdigest()

@@ -1,0 +1,307 @@
+"""From images and sound to the inputs of a model: by the processor of its files, or of its type."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    FEATURE_EXTRACTOR_MAPPING,
+    IMAGE_PROCESSOR_MAPPING,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    ViTImageProcessorPil,
+)
+
+from howsmooth.errors import ArgumentError, ModelError, reason
+from howsmooth.models.inputs.audio import Waveform
+from howsmooth.models.loading.resolve_model import Place
+
+__all__ = ["AudioPreparation", "ImagePreparation", "audio_preparation", "image_preparation"]
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_LARGEST_SIDE = 4096
+_USUAL_SECONDS = 10.0
+_MOST_SECONDS = 120.0
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class ImagePreparation:
+    """How images become ``pixel_values``.
+
+    Attributes
+    ----------
+    size
+        Height and width of what the processor makes of an image.
+    channels
+        1 or 3.
+    patch
+        Height and width of a patch, None if the model's configuration names none.
+    sentence
+        What is done, in words.
+
+    """
+
+    size: tuple[int, int]
+    channels: int
+    patch: tuple[int, int] | None
+    sentence: str
+    _positions: tuple[int, int] | None
+    """The size that the model has positions for, None if it does not say or takes no other."""
+    _processor: Any = field(repr=False)
+    _options: dict[str, Any] = field(repr=False)
+    """What the processor is told so that its images have the size above."""
+
+    def prepared(
+        self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the inputs for some images.
+
+        Parameters
+        ----------
+        images
+            Of Pillow, in colour.
+        size
+            Height and width of the model's input; what the processor makes by default.
+
+        Returns
+        -------
+        dict
+            ``pixel_values`` (batch, channels, height, width), float32, as the processor makes them, and
+            whether positions are to be interpolated.
+
+        Raises
+        ------
+        ArgumentError
+            If the processor makes no images of that size.
+
+        """
+        size = self.size if size is None else size
+        if not 1 <= min(size) <= max(size) <= _LARGEST_SIDE:
+            raise ArgumentError(
+                "size", expected=f"height and width from 1 to {_LARGEST_SIDE}", got=f"{size[0]} x {size[1]}"
+            )
+        options = self._options if size == self.size else _sized(self._processor, *size)
+        pixels = _pixels(self._processor, images, (self.channels, *size), options)
+        named = {"pixel_values": pixels}
+        if self._positions is not None and size != self._positions:
+            named["interpolate_pos_encoding"] = torch.tensor(True)
+        return named
+
+
+def _pixels(
+    processor: Any, images: Sequence[Image.Image], shape: tuple[int, int, int], options: dict[str, Any]
+) -> Tensor:
+    coloured = [one.convert(_MODES[shape[0]]) for one in images]
+    with np.errstate(all="ignore"):  # a deviation of zero is refused when the processor is tried
+        pixels: Tensor = processor(coloured, return_tensors="pt", **options)["pixel_values"]
+    if tuple(pixels.shape) != (len(images), *shape):
+        raise ArgumentError(
+            "size",
+            expected=f"one of which {type(processor).__name__} makes images",
+            got=f"{shape[1:]}, of which it makes values of shape {tuple(pixels.shape)}",
+        )
+    return pixels
+
+
+def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
+    """Return the options that make a processor's images of one size, cropped as much as by default."""
+    size = {"height": height, "width": width}
+    if not processor.do_center_crop:
+        return {"do_resize": True, "size": size}
+    crop = dict(processor.crop_size)
+    scale = max(height / crop["height"], width / crop["width"])
+    inner = {name: round(scale * side) for name, side in dict(processor.size).items()}
+    return {"do_resize": True, "size": inner, "crop_size": size}
+
+
+def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
+    """Find the processor of a model's images, and try it.
+
+    It is the one that the model's files describe; without such files that of its type, at the size of the
+    model's configuration. Where this one needs torchvision, the processor of ViT takes its place, which does
+    what most do: resize, crop and normalise. ``config`` is that of the whole model, of which ``model`` may be
+    a part.
+
+    Raises
+    ------
+    ModelError
+        If the files cannot be understood, or the model takes neither one nor three channels.
+
+    """
+    own = getattr(model, "config", config)
+    channels = _channels(place, own)
+    positions = _pair(getattr(own, "image_size", None))
+    has_files = _has_files(place)
+    failure: Exception | None = None
+    for origin, build in _processors(place, (config, own), channels, has_files=has_files):
+        try:
+            processor = build()
+            processor.do_convert_rgb = False  # images are given in the colours of the model
+            by_files = has_files and processor.do_resize
+            size, options = _tried(processor, channels, None if by_files else positions)
+        except Exception as error:  # of many kinds, one for each processor
+            failure = error
+            continue
+        spread = f", mean {processor.image_mean}, standard deviation {processor.image_std}"
+        interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+        return ImagePreparation(
+            size=size,
+            channels=channels,
+            patch=_pair(getattr(own, "patch_size", None)),
+            sentence=f"{type(processor).__name__} ({origin}){spread if processor.do_normalize else ''}",
+            _positions=(positions or size) if interpolates else None,
+            _processor=processor,
+            _options=options,
+        )
+    raise _unusable("images", place, failure)
+
+
+def _channels(place: Place, config: Any) -> int:
+    stated = (getattr(config, key, None) for key in ("num_channels", "in_channels", "in_chans"))
+    channels = next((value for value in stated if value), 3)
+    if channels not in _MODES:
+        raise ModelError(f"{place.name!r} takes images of {channels} channels, and those here have 1 or 3.")
+    return int(channels)
+
+
+def _processors(
+    place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
+) -> list[tuple[str, Callable[[], Any]]]:
+    """List the processors to try, each with a phrase on where its settings are from."""
+    if has_files:
+        options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
+        named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
+        general = partial(ViTImageProcessorPil.from_pretrained, **options)
+        origin = "settings of the model's files"
+        return [
+            (origin, partial(named, place.location)),
+            (f"{origin}; the processor that they name cannot be used", partial(general, place.location)),
+        ]
+    grey = {"image_mean": [0.5], "image_std": [0.5]} if channels == 1 else {}
+    kinds = [IMAGE_PROCESSOR_MAPPING[type(one)] for one in configs if type(one) in IMAGE_PROCESSOR_MAPPING]
+    known = [kind["pil"] for kind in kinds if "pil" in kind]
+    return [
+        *(("the defaults of the model's type", partial(kind, **grey)) for kind in known),
+        ("the model's type has no processor that can be used", partial(ViTImageProcessorPil, **grey)),
+    ]
+
+
+def _tried(
+    processor: Any, channels: int, wanted: tuple[int, int] | None
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the size that a processor gives to all images, and the options with which it does so.
+
+    The size is the one wanted, otherwise the processor's own: that of a square image, should the size depend
+    on proportions.
+    """
+    stated = (getattr(processor, name, None) for name in ("size", "crop_size", "pad_size"))
+    sides = [*(wanted or ()), *(side for size in stated for side in dict(size or {}).values())]
+    if any(side > _LARGEST_SIDE for side in sides):
+        raise ValueError(f"{' x '.join(map(str, sides))} pixels are more than {_LARGEST_SIDE} a side")
+    # Two pictures of different proportions tell whether the processor makes all of one size.
+    trials = [Image.new(_MODES[channels], size, "gray") for size in ((96, 96), (128, 96))]
+    square, wide = (processor(one, return_tensors="pt")["pixel_values"].shape[2:] for one in trials)
+    height, width = square
+    size = wanted or (height, width)
+    options = {} if size == square == wide else _sized(processor, *size)
+    if not bool(_pixels(processor, trials, (channels, *size), options).isfinite().all()):
+        raise ValueError("it makes NaN or infinity of an image")
+    return size, options
+
+
+@dataclass(frozen=True)
+class AudioPreparation:
+    """How sound becomes the input of an audio model.
+
+    Attributes
+    ----------
+    rate
+        Samples a second that the model hears.
+    seconds
+        Length of the input that the model was made for, or a usual one.
+    raw
+        Whether the model hears the samples themselves; else features of them.
+    sentence
+        All that in words.
+
+    """
+
+    rate: int
+    seconds: float
+    raw: bool
+    sentence: str
+    _extractor: Any = field(repr=False)
+    _taken: frozenset[str] = field(repr=False)
+    """The names of what the model takes; some extractors return more."""
+
+    def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
+        """Return the inputs for some sounds of one length, at the model's rate."""
+        made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
+        # A mask that hides nothing is left out.
+        return {
+            name: value
+            for name, value in made.items()
+            if name in self._taken and (name != "attention_mask" or not bool((value == 1).all()))
+        }
+
+
+def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
+    """Find the feature extractor of a model's sound, as :func:`image_preparation` finds a processor.
+
+    Raises
+    ------
+    ModelError
+        If transformers has no feature extractor for this model, or its files cannot be understood.
+
+    """
+    try:
+        if _has_files(place):
+            origin = "settings of the model's files"
+            extractor = AutoFeatureExtractor.from_pretrained(
+                place.location, trust_remote_code=False, local_files_only=place.local_files_only
+            )
+        else:
+            origin = "the defaults of the model's type"
+            extractor = FEATURE_EXTRACTOR_MAPPING[type(config)]()
+        rate = int(extractor.sampling_rate)
+        seconds = float(getattr(extractor, "chunk_length", None) or _USUAL_SECONDS)
+        if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
+            raise ValueError(f"{seconds:.4g} seconds at {rate} samples a second")  # noqa: TRY301 - as others
+        tried = extractor([np.zeros(rate, np.float32)], sampling_rate=rate, return_tensors="pt")
+    except Exception as error:  # of many kinds, one for each model
+        raise _unusable("sound", place, error) from error
+    values = tried.get("input_values")
+    return AudioPreparation(
+        rate=rate,
+        seconds=seconds,
+        raw=values is not None and values.ndim == 2,
+        sentence=f"{type(extractor).__name__} at {rate} samples a second ({origin})",
+        _extractor=extractor,
+        _taken=frozenset(inspect.signature(model.forward).parameters),
+    )
+
+
+def _has_files(place: Place) -> bool:
+    return any(place.file(name) is not None for name in _FILES)
+
+
+def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
+    why = "" if error is None else f"{type(error).__name__}: {reason(error)}"
+    return ModelError(f"transformers has no usable way from {what} to the inputs of {place.name!r}: {why}.")
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    """Return a height and a width of what configurations write; None if it is neither."""
+    pair = [value, value] if isinstance(value, int) else value
+    if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
+        return pair[0], pair[1]
+    return None

@@ -1,0 +1,145 @@
+"""Padded sequences: each is run without its padding, and held against the padded pass of all.
+
+A padded token is none of the input, so a site should not hold it. Whether leaving it out changes the tokens
+that are real depends on how a model counts positions and builds its masks; it is decided by value.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.inputs.model_inputs import ModelInputs
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.forward_trace import Passed
+from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+
+__all__ = ["Padding", "padding_of", "reproduces", "without_padding"]
+
+#: Names of masks of the keys that are padding; those of torch say True where transformers' says 0.
+_PADDING = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_mask": True}
+#: Names of masks from token to token.
+_BETWEEN = frozenset({"attn_mask", "mask", "src_mask"})
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Which tokens of a batch are real, and the inputs of the pass that shows what they should give."""
+
+    real: Bool[Tensor, "batch n"]
+    whole: ModelInputs
+    mask: str  # the name of the mask that says so
+
+
+def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
+    """Return where the inputs are padded; None if they are not.
+
+    Raises
+    ------
+    ArgumentError
+        If a sequence is nothing but padding, or the padding is that of a decoder alone.
+
+    """
+    other = given.named.get("decoder_attention_mask")
+    if other is not None and other.ndim == 2 and not bool((other != 0).all()):
+        raise ArgumentError(
+            "decoder_attention_mask",
+            expected="ones only",
+            got="zeros (padding)",
+            remedy="Give the decoder one sequence at a time, without padding.",
+        )
+    for name, hides in _PADDING.items():
+        mask = given.named.get(name)
+        if mask is None or mask.ndim != 2 or mask.shape[0] != given.batch:
+            continue
+        real = (mask != 0) != hides
+        if bool(real.all()):
+            continue
+        if not bool(real.any(dim=1).all()):
+            raise ArgumentError(
+                name, expected="a real token in every sequence", got="a sequence of nothing but padding"
+            )
+        named = dict(given.named)
+        tokens = named.get("decoder_input_ids")
+        known = inspect.signature(model.forward).parameters
+        if tokens is not None and tokens is named.get("input_ids") and "decoder_attention_mask" in known:
+            named["decoder_attention_mask"] = mask
+        return Padding(real, replace(given, named=named), name)
+    return None
+
+
+def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
+    """Yield the inputs for one sequence alone, real tokens only: as they are, then with their positions."""
+    real = padding.real[sequence]
+    cut: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+    named = {
+        name: cut.setdefault(id(value), _cut(name, value, padding, sequence))
+        for name, value in padding.whole.named.items()
+        if name not in (padding.mask, "decoder_attention_mask")
+    }
+    if padding.mask == "attention_mask":
+        named["attention_mask"] = torch.ones_like(padding.whole.named["attention_mask"][:1, real])
+    yield ModelInputs(named, 1)
+    if "position_ids" in inspect.signature(model.forward).parameters and "position_ids" not in named:
+        yield ModelInputs({**named, "position_ids": real.nonzero().reshape(1, -1)}, 1)
+
+
+def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
+    real = padding.real[sequence]
+    batch, n = padding.real.shape
+    if name in _BETWEEN and value.ndim > 1 and value.shape[-2:] == (n, n):
+        if value.ndim == 3:  # (batch * heads, n, n)
+            value = value.unflatten(0, (batch, -1))[sequence]
+        return value[..., real, :][..., real]
+    if value.ndim > 1 and value.shape[:2] == (batch, n):
+        return value[sequence : sequence + 1, real]
+    if value.ndim > 2 and value.shape[:2] == (n, batch):
+        return value[real, sequence : sequence + 1]
+    return value[sequence : sequence + 1] if value.ndim and value.shape[0] == batch else value
+
+
+def reproduces(layer: VerifiedLayer, passed: Passed, padding: Padding, sequence: int) -> bool:
+    """Whether a layer of a sequence alone has the tokens, and the output, of the padded pass.
+
+    Raises
+    ------
+    CaptureError
+        If the padded pass did not call the layer in the same way, or gives NaN.
+
+    """
+    alone = layer.owner.repeated
+    place = layer.owner.layer
+    call = next((call for call in passed.calls if call.name == alone.name), None)
+    x = None if call is None else call.arguments().get(alone.x_name)
+    if call is None or not isinstance(x, Tensor):
+        raise CaptureError(f"{place} is not called in the same way for padded sequences.")
+    whole = Repeated(call, x, padding.whole.batch)
+    own = first_tensor(alone(alone.x))
+    pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.output)), alone.rows(own)))
+    # Rounding grows with depth; models in float64 hide float32 inside.
+    allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
+    for padded, plain in pairs:
+        rows = _real_rows(padded, padding.real, sequence, plain.shape[1])
+        if rows is not None and not bool(rows.isfinite().all()):
+            raise CaptureError(
+                f"{place} gives NaN at real tokens if it is given padding, so that no map can be held "
+                "against it. Give its sequences without padding, or load the model with "
+                "attn_implementation='sdpa'."
+            )
+        if rows is None or rows.shape != plain[0].shape or not relative_error(rows, plain[0]) <= allowed:
+            return False
+    return True
+
+
+def _real_rows(values: Tensor, real: Tensor, sequence: int, count: int) -> Tensor | None:
+    if values.shape[1] == real.shape[1]:
+        return values[sequence, real[sequence]]
+    # Fewer tokens than the mask has places (frames of a sound, say): the padding is at the end.
+    return values[sequence, :count] if bool(real[sequence, 0]) else None

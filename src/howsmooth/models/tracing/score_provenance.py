@@ -1,0 +1,275 @@
+"""What is known about the scores of an attention: the product they come from, and all that was done to it.
+
+``Scores`` follows a tensor from ``q @ k.T`` to its softmax. Every operation that attention code applies in
+between (scalings, masks, biases, a cap, sinks) makes another ``Scores``; ``read`` turns the last one into
+the operands of the attention, in the arrangement of the product with the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from howsmooth.models.tracing.axes import Axes, Axis, Factor, arrange, broadcast, leaves
+
+__all__ = ["SEVERAL_PRODUCTS", "Opaque", "Operand", "Reading", "Scores", "Unreadable", "holds", "read"]
+
+_CUT = "its scores are reshaped across their axes"
+SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
+
+
+class Unreadable(Exception):  # noqa: N818
+    """The scores are not those of a softmax attention; the message is one phrase that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor and what its axes are."""
+
+    tensor: Tensor
+    axes: Axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """A tensor that was added to the scores."""
+
+    operand: Operand
+    coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A tensor by which the scores were multiplied, or divided."""
+
+    operand: Operand
+    inverse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sinks:
+    """A column joined to the scores before their softmax, to be cut off after it."""
+
+    operand: Operand
+    joined: Axis  # of the scores with the column
+    keys: Axis  # of the scores without it
+    first: bool  # the column comes before the keys
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What came from a product of two tensors in a way that is not that of a softmax attention."""
+
+    reason: str  # one phrase
+    probabilities: bool = False  # whether it has been through a softmax
+    mixed: bool = False  # whether its numbers have been mixed or changed, not only moved
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """``cap(scale · left · rightᵀ · factors) + biases``, hidden where masks say so.
+
+    Each method gives what is known after one more operation.
+    """
+
+    axes: Axes
+    left: Operand
+    right: Operand
+    contracted: Factor
+    eps: float  # of the coarsest dtype that the scores passed
+    scale: float = 1.0
+    factors: tuple[_Factor, ...] = ()
+    cap: float | None = None
+    biases: tuple[_Bias, ...] = ()
+    hidden: tuple[Operand, ...] = ()  # True where hidden
+    sinks: _Sinks | None = None
+    approximate: bool = False  # something was left out that should make no difference: check every row
+
+    def moved(self, axes: Axes | None) -> Scores | Opaque:
+        """After a change of the axes alone; None where it cannot be followed."""
+        return Opaque(_CUT) if axes is None else replace(self, axes=axes)
+
+    def rounded(self, dtype: torch.dtype) -> Scores:
+        """After a conversion to another dtype."""
+        return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
+
+    def unchanged(self) -> Scores:
+        """After something that should make no difference to the attention."""
+        return replace(self, approximate=True)
+
+    def times(self, number: float) -> Scores | Opaque:
+        """After a multiplication by a number."""
+        if self.sinks is not None:
+            return Opaque("its scores are scaled together with their sinks")
+        biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
+        if self.cap is None:
+            return replace(self, scale=self.scale * number, biases=biases)
+        if number <= 0:
+            return Opaque("its capped scores are multiplied by a number that is not positive")
+        return replace(self, cap=self.cap * number, biases=biases)
+
+    def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
+        """After a multiplication by a tensor, or a division."""
+        if self.cap is not None or self.sinks is not None:
+            return Opaque("its scores are multiplied by a tensor after a cap or sinks")
+        axes, own = broadcast(self.axes, tensor.shape)
+        biases = []
+        for bias in self.biases:
+            aligned = arrange(bias.operand.tensor, bias.operand.axes, axes)
+            if aligned is None:
+                return Opaque(_CUT)
+            product = aligned / tensor if inverse else aligned * tensor
+            biases.append(_Bias(Operand(product, broadcast(axes, product.shape)[1]), bias.coefficient))
+        factors = (*self.factors, _Factor(Operand(tensor, own), inverse))
+        return replace(self, axes=axes, biases=tuple(biases), factors=factors)
+
+    def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
+        """After the addition of a tensor."""
+        axes, own = broadcast(self.axes, tensor.shape)
+        bias = _Bias(Operand(tensor, own), coefficient)
+        if self.sinks is not None:
+            if _shares(bias.operand, self.sinks.joined):
+                return Opaque("its scores and sinks are added to together")
+            return self  # moves all scores of a row alike, and the sink with them: no softmax sees it
+        return replace(self, axes=axes, biases=(*self.biases, bias))
+
+    def capped(self) -> Scores | Opaque:
+        """After a hyperbolic tangent."""
+        if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
+            return Opaque("its scores are capped after a bias or mask")
+        return replace(self, cap=1.0)
+
+    def hiding(self, pairs: Tensor) -> Scores | Opaque:
+        """After scores were overwritten, where ``pairs`` is True, by a number that hides them."""
+        if self.sinks is not None:
+            return Opaque("its scores and sinks are masked together")
+        axes, own = broadcast(self.axes, pairs.shape)
+        return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
+
+    def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
+        """After a column was joined to them."""
+        if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
+            return Opaque("its scores are joined to other scores")
+        keys = self.axes[dim]
+        joined = (Factor(math.prod(factor.size for factor in keys) + 1),)
+        _, own = broadcast(self.axes, column.shape)
+        axes = (*self.axes[:dim], joined, *self.axes[dim + 1 :])
+        return replace(self, axes=axes, sinks=_Sinks(Operand(column, own), joined, keys, first))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The operands of an attention, as :class:`howsmooth.models.tracing.softmax_tracer.CoreCall` has them."""
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    mask: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether a condition is true everywhere, as far as can be seen: inside ``torch.vmap`` nothing can."""
+    try:
+        return bool(condition.all())
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        return True
+
+
+def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Reading:
+    """Operands of the scores in the arrangement (*lead, rows, keys).
+
+    Parameters
+    ----------
+    scores
+        What is known about the argument of the softmax.
+    lead
+        Leading axes, the last of them those of the heads.
+    rows
+        Axis of the queries.
+    keys
+        Axis over which the softmax runs.
+
+    Raises
+    ------
+    Unreadable
+        If the scores are not those of a softmax attention.
+
+    """
+    left, right = scores.left, scores.right
+    if _shares(left, keys) or _shares(right, rows):
+        left, right = right, left
+    if _shares(left, keys) or _shares(right, rows):
+        raise Unreadable("its keys differ from query to query")
+    query = _arranged(left, (*lead, rows, (scores.contracted,)))
+    key = _arranged(right, (*lead, keys, (scores.contracted,)))
+    for factor in scores.factors:
+        if not _shares(factor.operand, keys):
+            query = _scaled(query, _arranged(factor.operand, (*lead, rows, ())), factor.inverse)
+        elif not _shares(factor.operand, rows):
+            key = _scaled(key, _arranged(factor.operand, (*lead, keys, ())), factor.inverse)
+        elif not _zero_or_one(factor.operand.tensor):
+            raise Unreadable("its scores are multiplied by numbers of their own for every pair of tokens")
+    scale = scores.scale if scores.cap is None else scores.scale * scores.cap
+    return Reading(query, key, scale, _mask(scores, lead, rows, keys), scores.cap, _sinks(scores, lead, rows))
+
+
+def _arranged(operand: Operand, target: Sequence[Axis]) -> Tensor:
+    tensor = arrange(operand.tensor, operand.axes, target)
+    if tensor is None:
+        raise Unreadable(_CUT)
+    return tensor
+
+
+def _shares(operand: Operand, axis: Axis) -> bool:
+    own = {id(factor) for part in operand.axes for factor in leaves(part)}
+    return any(id(factor) in own for factor in leaves(axis))
+
+
+def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
+    factor = factor.to(tensor.dtype)
+    return tensor / factor if inverse else tensor * factor
+
+
+def _zero_or_one(tensor: Tensor) -> bool:
+    return holds((tensor == 0) | (tensor == 1))
+
+
+def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
+    """Sum of the biases, -inf where hidden; True where visible if nothing but hidden pairs is known."""
+    target = (*lead, rows, keys)
+    total: Tensor | None = None
+    for bias in scores.biases:
+        # What does not vary along the keys moves all scores of a row alike: no softmax sees it.
+        if scores.sinks is None and not _shares(bias.operand, keys):
+            continue
+        tensor = _arranged(bias.operand, target)
+        # Sums of masks are taken as the code takes them: in the dtype of the scores.
+        tensor = tensor.to(torch.promote_types(tensor.dtype, scores.left.tensor.dtype))
+        tensor = tensor if bias.coefficient == 1 else bias.coefficient * tensor
+        total = tensor if total is None else total + tensor
+    hidden: Tensor | None = None
+    for operand in scores.hidden:
+        pairs = _arranged(operand, target)
+        hidden = pairs if hidden is None else hidden | pairs
+    if hidden is None or total is None:
+        return total if hidden is None else ~hidden
+    return torch.where(hidden, torch.full((), -math.inf, dtype=total.dtype, device=total.device), total)
+
+
+def _sinks(scores: Scores, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
+    """One sink for each head."""
+    if scores.sinks is None:
+        return None
+    column = _arranged(scores.sinks.operand, (*lead, rows, ()))
+    heads = column[(0,) * (len(lead) - 1)][:, 0, 0]
+    if not holds(column == heads[:, None, None]):
+        raise Unreadable("its sinks differ from query to query")
+    return heads.expand(math.prod(factor.size for factor in lead[-1]))

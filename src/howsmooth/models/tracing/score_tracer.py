@@ -1,0 +1,474 @@
+"""Follow scores through the functions of torch, from a product of two tensors to their use as probabilities.
+
+A :class:`Follower` is a torch function mode with a rule for every function that attention code applies to
+scores and probabilities. What no rule knows is forgotten, or, where it mixes scores, remembered as the
+reason why they cannot be read.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from howsmooth.models.tracing.axes import Axis, broadcast, leaves, regroup
+from howsmooth.models.tracing.contractions import PRODUCTS, Contraction, contraction_of, product_scores, two
+from howsmooth.models.tracing.score_provenance import SEVERAL_PRODUCTS, Opaque, Scores, holds
+
+__all__ = ["HIDES", "Follower", "Probabilities"]
+
+HIDES = -9000.0  # a number at most this, written over a score or added to it, hides it
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """What is known about a tensor that came out of a softmax."""
+
+    scores: Scores  # whose axes are now those of the probabilities
+    keys: Axis  # over which the softmax ran, without sinks
+    cut: bool  # the sinks' column is gone, or there was none
+
+
+Known = Scores | Probabilities | Opaque
+Rule = Callable[["Follower", Any, Any, Any], Any]
+
+
+class Follower(TorchFunctionMode):
+    """Knows which tensors are scores or probabilities, and hands over the products that end an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        # By id, with a weak reference to tell that the id is still that of the same tensor.
+        self._known: dict[int, tuple[ref[Tensor], Known]] = {}
+
+    def weighted(
+        self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run a product of probabilities with values."""
+        raise NotImplementedError
+
+    def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """Run ``scaled_dot_product_attention`` with these arguments."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Follower:
+        """Start to follow; the mode may be entered again inside of itself."""
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop following, and forget all tensors."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if not self._depth:
+            self._known.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, and follow what it does to scores."""
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None and (self._known or rule in _STARTS):
+            return rule(self, func, args, kwargs)
+        result = func(*args, **kwargs)
+        # Written over by a function that no rule knows: what was known of it holds no more.
+        if args and id(args[0]) in self._known and (result is args[0] or result is None):
+            self.note(args[0], _mixed(self.known(args[0]), f"are written over by {_name(func)}"))
+        return result
+
+    def known(self, tensor: Any) -> Known | None:
+        """Return what is known about a tensor."""
+        entry = self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def note(self, tensor: Any, known: Known | None) -> None:
+        """Remember what is known about a tensor, for as long as it lives."""
+        if known is None or not isinstance(tensor, Tensor):
+            return
+        key, table = id(tensor), self._known
+        entry = table.get(key)
+        if entry is not None and entry[0]() is tensor:
+            table[key] = (entry[0], known)
+            return
+
+        def forget(dead: ref[Tensor]) -> None:
+            if key in table and table[key][0] is dead:
+                del table[key]
+
+        table[key] = (ref(tensor, forget), known)
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).strip("_")
+
+
+def _mixed(known: Known | None, what: str) -> Opaque | None:
+    """Return what is left of the knowledge after something that attention does not do."""
+    if known is None or isinstance(known, Opaque):
+        return known
+    after = isinstance(known, Probabilities)
+    return Opaque(f"its {'probabilities' if after else 'scores'} {what}", after)
+
+
+class _Applied(NamedTuple):
+    """A function of torch that was run on a tensor that is followed."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    tensor: Tensor
+    result: Tensor
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return one of the arguments, wherever it was given."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
+    """Make a rule for functions of one tensor from what is known about their result."""
+
+    def rule(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.get("input")
+        known = follower.known(tensor)
+        result = func(*args, **kwargs)
+        if known is not None and isinstance(result, Tensor):
+            applied = _Applied(func, args, kwargs, tensor, result)
+            follower.note(result, known if isinstance(known, Opaque) else change(known, applied))
+        return result
+
+    return rule
+
+
+def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
+    """Change the scores, or the axes of probabilities."""
+    if isinstance(known, Scores):
+        return change(known)
+    scores = change(known.scores)
+    if isinstance(scores, Opaque):
+        return Opaque("its probabilities are reshaped across their axes", probabilities=True)
+    return replace(known, scores=scores)
+
+
+# Each rule runs one function of torch, and notes what is known about its result.
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor))
+
+
+def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bool = False) -> Any:
+    left, right = two(args, kwargs)
+    known, other = follower.known(left), follower.known(right)
+    if known is None and not inverse:
+        known, other, right = other, known, left
+        if known is not None and func in _IN_PLACE and isinstance(right, Tensor):
+            right = right.clone()  # written over by the result
+    result_of = known
+    if known is None:
+        return func(*args, **kwargs)
+    if other is not None or kwargs.get("rounding_mode") is not None:
+        result_of = _mixed(known, "are multiplied by other numbers")
+    elif isinstance(known, Probabilities):
+        # A mask of heads is all ones unless heads are pruned.
+        ones = right == 1 if _number(right) else isinstance(right, Tensor) and holds(right == 1)
+        smaller = not isinstance(right, Tensor) or right.ndim <= len(known.scores.axes)
+        if not ones or not smaller:
+            result_of = _mixed(known, "are multiplied by other numbers")
+    elif isinstance(known, Scores) and _number(right):
+        result_of = known.times(1 / float(right) if inverse and right else float(right))
+    elif isinstance(known, Scores) and isinstance(right, Tensor):
+        result_of = known.times_tensor(right, inverse=inverse)
+    result = func(*args, **kwargs)
+    follower.note(result, result_of)
+    return result
+
+
+def _add(
+    follower: Follower, func: Any, args: Any, kwargs: Any, signs: tuple[float, float] = (1.0, 1.0)
+) -> Any:
+    left, right = two(args, kwargs)
+    known, other = follower.known(left), follower.known(right)
+    if known is None and other is None:
+        return func(*args, **kwargs)
+    mine, theirs = signs[0], signs[1] * float(kwargs.get("alpha", 1.0))
+    if known is None:
+        known, other, right, mine, theirs = other, None, left, theirs, mine
+        if func in _IN_PLACE and isinstance(right, Tensor):
+            right = right.clone()  # written over by the result
+    products = isinstance(known, Scores) or isinstance(other, Scores)
+    if other is not None and products and not any(map(_after_softmax, (known, other))):
+        result_of: Known | None = Opaque(SEVERAL_PRODUCTS)
+    elif other is not None or isinstance(known, Probabilities):
+        result_of = _mixed(known, "are added to")
+    else:
+        result_of = known
+    if result_of is known and isinstance(known, Scores):
+        scaled = known if mine == 1 else known.times(mine)
+        both = isinstance(scaled, Scores) and isinstance(right, Tensor)
+        result_of = scaled.plus(right, theirs) if both and isinstance(scaled, Scores) else scaled
+    result = func(*args, **kwargs)
+    follower.note(result, result_of)
+    return result
+
+
+def _after_softmax(known: Known | None) -> bool:
+    return known.probabilities if isinstance(known, Opaque) else isinstance(known, Probabilities)
+
+
+@_of_one
+def _negate(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return known.times(-1.0) if isinstance(known, Scores) else _mixed(known, "are negated")
+
+
+@_of_one
+def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return known.capped() if isinstance(known, Scores) else _mixed(known, "are capped")
+
+
+@_of_one
+def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    """Dtypes, devices and copies."""
+    dtype = applied.result.dtype
+    return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
+
+
+@_of_one
+def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    """Keep what is known: the function should change nothing that counts, which every row is checked for."""
+    return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
+
+
+@_of_one
+def _reshape(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    if applied.result.dtype != applied.tensor.dtype:
+        return None  # the same bits, read anew
+    return _each(known, lambda s: s.moved(regroup(s.axes, applied.result.shape)))
+
+
+@_of_one
+def _expand(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return _each(known, lambda s: s.moved(broadcast(s.axes, applied.result.shape)[0]))
+
+
+@_of_one
+def _permute(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    # Lengths 1, 2, 3... tell where each axis went, however the function is told.
+    lengths = torch.empty(tuple(range(1, applied.tensor.ndim + 1)), device="meta")
+    marked = applied.func(lengths, *applied.args[1:], **applied.kwargs)
+    return _each(known, lambda s: s.moved(tuple(s.axes[size - 1] for size in marked.shape)))
+
+
+@_of_one
+def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    index = applied.args[1] if isinstance(applied.args[1], tuple) else (applied.args[1],)
+    whole = applied.result.numel() == applied.tensor.numel()
+    if whole and all(i is None or isinstance(i, slice) or i is ... for i in index):
+        return _each(known, lambda s: s.moved(regroup(s.axes, applied.result.shape)))
+    return _cut(known, applied)
+
+
+def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    """Tell what is known about some of the entries."""
+    return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
+
+
+@_of_one
+def _masked_fill(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    return _overwritten(known, applied.argument(1, "mask"), applied.argument(2, "value"))
+
+
+@_of_one
+def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
+    p = applied.argument(1, "p", 0.5)
+    training = applied.argument(2, "training", applied.kwargs.get("train", True))
+    return _mixed(known, "are dropped at random") if training and p > 0 else known
+
+
+def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
+    """Probabilities from which the column of the sinks was cut off, and nothing else."""
+    if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
+        return None
+    sinks, axes = known.scores.sinks, known.scores.axes
+    dim = next((i for i, axis in enumerate(axes) if leaves(axis) == sinks.joined), None)
+    if dim is None or result.ndim != tensor.ndim:
+        return None
+    shape = list(tensor.shape)
+    shape[dim] -= 1
+    start = tensor.stride(dim) if sinks.first else 0
+    if list(result.shape) != shape or result.storage_offset() - tensor.storage_offset() != start:
+        return None
+    scores = replace(known.scores, axes=(*axes[:dim], sinks.keys, *axes[dim + 1 :]))
+    return Probabilities(scores, sinks.keys, True)
+
+
+def _assign(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """``a[i] = b``: both what was there and what is put there is mixed."""
+    known = follower.known(args[0]) or follower.known(args[2])
+    func(*args, **kwargs)
+    follower.note(args[0], _mixed(known, "are put together from pieces"))
+
+
+def _join(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = args[0] if args else kwargs.get("tensors")
+    result = func(*args, **kwargs)
+    found = [follower.known(t) for t in tensors] if isinstance(tensors, list | tuple) else []
+    which = next((i for i, known in enumerate(found) if known is not None), None)
+    if which is None:
+        return result
+    known = found[which]
+    if isinstance(known, Scores) and len(found) == 2 and found[1 - which] is None:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+        follower.note(result, known.joined(tensors[1 - which], dim % result.ndim, first=which == 1))
+    else:
+        follower.note(result, _mixed(known, "are joined to others"))
+    return result
+
+
+def _where(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.where(condition, a, b)`` and ``a.where(condition, b)``."""
+    result = func(*args, **kwargs)
+    if len(args) != 3:
+        return result
+    condition, first, second = (args[1], args[0], args[2]) if func is Tensor.where else args
+    one, other = follower.known(first), follower.known(second)
+    if one is not None and other is not None:
+        follower.note(result, _mixed(one, "are chosen among others"))
+    elif one is not None:
+        opaque = isinstance(one, Opaque)
+        follower.note(result, one if opaque else _overwritten(one, ~condition, second))
+    elif other is not None:
+        opaque = isinstance(other, Opaque)
+        follower.note(result, other if opaque else _overwritten(other, condition, first))
+    return result
+
+
+def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
+    """Scores or probabilities with another number in some places."""
+    if isinstance(known, Probabilities):
+        # Probabilities of hidden pairs are zero already; where that is not so the check sees it.
+        return _each(known, Scores.unchanged)
+    low = holds(value <= HIDES) if isinstance(value, Tensor) else _number(value) and value <= HIDES
+    return known.hiding(pairs.bool()) if low else Opaque("its scores are written over by other numbers")
+
+
+def _softmax(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    known = follower.known(tensor)
+    result = func(*args, **kwargs)
+    if isinstance(known, Opaque):
+        follower.note(
+            result, None if known.probabilities else replace(known, probabilities=True, mixed=False)
+        )
+    elif isinstance(known, Scores) and isinstance(dim, int):
+        keys = known.axes[dim]
+        joined = known.sinks is not None and leaves(keys) == known.sinks.joined
+        if known.sinks is not None and not joined:
+            follower.note(result, Opaque("its softmax does not run over its scores and sinks", True))
+        else:
+            follower.note(result, Probabilities(known.rounded(result.dtype), keys, not joined))
+    return result
+
+
+def _rearrange(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """Pick, shift, sort: what comes out still comes from a product."""
+    known = follower.known(args[0] if args else kwargs.get("input"))
+    result = func(*args, **kwargs)
+    if known is not None:
+        first = result[0] if isinstance(result, tuple | list) else result
+        follower.note(first, _mixed(known, f"go through {_name(func)}"))
+    return result
+
+
+def _mix(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """Mix numbers: one such function may make other scores; after a second they are forgotten."""
+    known = follower.known(args[0] if args else kwargs.get("input"))
+    result = func(*args, **kwargs)
+    what = _mixed(known, f"go through {_name(func)}")
+    if what is not None and not what.mixed:
+        follower.note(result, replace(what, mixed=True))
+    return result
+
+
+def _product(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    contraction = contraction_of(func, args, kwargs)
+    if contraction is None:
+        return func(*args, **kwargs)
+    for operand in (contraction.left, contraction.right):
+        known = follower.known(operand)
+        if contraction.bias is None and isinstance(known, Probabilities | Opaque) and _after_softmax(known):
+            return follower.weighted(contraction, operand, known, lambda: func(*args, **kwargs))
+    result = func(*args, **kwargs)
+    follower.note(result, product_scores(contraction))
+    return result
+
+
+def _fused(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return follower.fused(given, lambda: func(*args, **kwargs))
+
+
+def _inside(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the body of a function of torch under the mode.
+
+    Under a mode such functions hand themselves over as a whole. Their own code, run with a
+    ``has_torch_function`` that says no, goes on to functions that are handed over one by one.
+    """
+    seen = {**func.__globals__, "has_torch_function": lambda _: False}
+    body = types.FunctionType(func.__code__, seen, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    with follower:
+        return body(*args, **kwargs)
+
+
+def _functions(names: str) -> set[Any]:
+    """Everything in torch that has one of the names."""
+    homes = (torch, Tensor, functional, torch.special)
+    found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
+    return {
+        f.__get__ if isinstance(f, property) or type(f).__name__ == "getset_descriptor" else f for f in found
+    }
+
+
+_IN_PLACE = _functions("add_ sub_ subtract_ mul_ multiply_ __iadd__ __isub__ __imul__")
+_NAMES: dict[Rule, str] = {
+    _multiply: "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__",
+    partial(
+        _multiply, inverse=True
+    ): "div divide true_divide div_ divide_ true_divide_ __truediv__ __itruediv__ __div__ __idiv__",
+    _add: "add add_ __add__ __radd__ __iadd__",
+    partial(_add, signs=(1.0, -1.0)): "sub subtract sub_ subtract_ __sub__ __isub__",
+    partial(_add, signs=(-1.0, 1.0)): "rsub __rsub__",
+    _negate: "neg neg_ negative __neg__",
+    _tanh: "tanh tanh_",
+    _convert: "to float double half bfloat16 type type_as contiguous clone cpu cuda",
+    _same: "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_",
+    _reshape: "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_",
+    _expand: "expand expand_as broadcast_to",
+    _permute: "transpose permute swapaxes swapdims movedim moveaxis t T mT H mH adjoint",
+    _index: "__getitem__",
+    _of_one(_cut): "narrow",
+    _join: "cat concat concatenate",
+    _masked_fill: "masked_fill masked_fill_",
+    _where: "where",
+    _softmax: "softmax",
+    _dropout: "dropout dropout_ alpha_dropout feature_dropout",
+    _rearrange: "gather take_along_dim index_select pad roll flip as_strided sort topk unfold",
+    _mix: "linear conv1d conv2d relu square exp sigmoid sum cumsum detach batch_norm layer_norm",
+    _assign: "__setitem__",
+    _fused: "scaled_dot_product_attention",
+    _inside: "multi_head_attention_forward",
+}
+_RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
+_RULES |= dict.fromkeys(PRODUCTS, _product)
+_STARTS = frozenset({_product, _fused, _inside})  # of use before anything is known

@@ -1,0 +1,257 @@
+"""See every softmax attention that runs in a PyTorch module, whatever code it is written in.
+
+A :class:`Watch` is a torch function mode. It sees ``scaled_dot_product_attention``, and every softmax
+over scores that are a product of two tensors, once its result is multiplied by values. What was done to
+the scores in between is followed operation by operation (``score_tracer``), so that the operands of the
+attention can be handed over, and its output replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError
+from howsmooth.models.tracing.axes import Axis, leaves
+from howsmooth.models.tracing.contractions import Contraction
+from howsmooth.models.tracing.score_provenance import Opaque, Unreadable, holds, read
+from howsmooth.models.tracing.score_tracer import HIDES, Follower, Probabilities
+
+__all__ = ["CoreCall", "Watch", "capped_scores", "softmax_values", "triangle"]
+
+_ROWS = 32  # rows of the probabilities that are recomputed to check a reading
+
+
+@dataclass(frozen=True, eq=False)
+class CoreCall:
+    """One softmax attention: ``output = softmax(softcap · tanh(scale · q kᵀ / softcap) + mask) v``.
+
+    Tensors are the model's own or views of them: a model may write to them once the call is over. ``lead``
+    holds the batch and, where there are some, windows; there is always an axis of heads, of length one
+    where the code has none.
+    """
+
+    query: Tensor | None  # (*lead, heads, m, key_dim)
+    key: Tensor | None  # (*lead, kv_heads, n, key_dim)
+    value: Tensor  # (*lead, kv_heads, n, value_dim)
+    scale: float
+    mask: Tensor | None  # additive, or boolean with True where visible; broadcasts to (*lead, heads, m, n)
+    softcap: float | None
+    sinks: Tensor | None  # (heads,)
+    output: Tensor | None  # (*lead, heads, m, value_dim); None for a watch that runs ahead
+    probabilities: Tensor | None  # (*lead, heads, m, n) where the code has them
+    kind: str  # "sdpa" or "softmax"
+    obstacle: str  # why the operands could not be read, in a phrase; "" where they were
+    causal: bool = False  # query i sees the keys j <= i only, besides what the mask says: no n² numbers
+
+
+class Watch(Follower):
+    """Call a function at every softmax attention that runs while the watch is on.
+
+    Parameters
+    ----------
+    on_core
+        Called with each attention as it ends. A tensor that it returns, of the shape of the call's
+        ``output``, takes the place of the output; derivatives then go through that tensor.
+    ahead
+        Whether to call ``on_core`` before the attention is computed. The call then has no ``output``, and
+        the attention runs only if ``on_core`` returns None. For replays under ``torch.func.jvp``, which
+        PyTorch's fused attention refuses.
+    check
+        Whether to compare the output with the attention of the operands that were read, and to say so in
+        the ``obstacle`` where they differ. At most 32 rows of it are recomputed, unless something was left
+        out that should make no difference. Never done ahead, nor inside ``torch.vmap``.
+
+    """
+
+    def __init__(
+        self, on_core: Callable[[CoreCall], Tensor | None], *, ahead: bool = False, check: bool = True
+    ) -> None:
+        super().__init__()
+        self._on_core = on_core
+        self._ahead = ahead
+        self._check = check
+
+    def _report(self, call: CoreCall) -> Tensor | None:
+        """Hand a call over, and take what is to replace its output."""
+        replacement = self._on_core(call)
+        if replacement is None or call.output is None:
+            return replacement
+        if replacement.shape != call.output.shape:
+            raise ArgumentError(
+                "on_core",
+                expected=f"an output of shape {tuple(call.output.shape)}",
+                got=f"one of shape {tuple(replacement.shape)}",
+            )
+        return replacement.to(call.output.dtype)
+
+    def weighted(
+        self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Report a product of probabilities with values."""
+        layout = _Layout(contraction, p, known)
+        output = None if self._ahead else run()
+        replacement = self._report(layout.call(output, check=self._check and not self._ahead))
+        if replacement is not None:
+            return layout.undo(replacement)
+        return run() if output is None else output
+
+    def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """Report a call of ``scaled_dot_product_attention``, whose operands are its arguments."""
+        query, key, value = given["query"], given["key"], given["value"]
+        if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:
+            return run()
+        shape = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+        q, k, v = (t.expand(*shape, *t.shape[-3:]) if t.ndim > 2 else t[None] for t in (query, key, value))
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+        if causal and q.shape[-2] != k.shape[-2]:
+            mask, causal = triangle(q, k), False
+        if mask is not None:
+            mask = mask[(None,) * (q.ndim - mask.ndim)]
+        scale = given.get("scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        result = None if self._ahead else run()
+        output = result if result is None or query.ndim > 2 else result[None]
+        call = CoreCall(q, k, v, scale, mask, None, None, output, None, "sdpa", "", causal)
+        if given.get("dropout_p", 0.0) > 0:
+            call = _unreadable(v, output, None, "its probabilities are dropped at random")
+        replacement = self._report(call)
+        if replacement is None:
+            return run() if result is None else result
+        return replacement if query.ndim > 2 else replacement[0]
+
+
+class _Layout:
+    """The product of probabilities and values, rearranged to (*lead, heads, m, n) and (..., n, value_dim)."""
+
+    def __init__(self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque) -> None:
+        self.known, self.probabilities, self.value = known, p, contraction.right
+        first, second = contraction.left_labels, contraction.right_labels
+        if p is not contraction.left:
+            first, second, self.value = second, first, contraction.left
+        self.p_labels, self.v_labels, self.labels = first, second, contraction.labels
+        self.keys = [label for label in first if label in second and label not in self.labels]
+        self.lead = [label for label in first if label in second and label in self.labels]
+        self.rows = [label for label in first if label not in second]
+        self.columns = [label for label in second if label not in first]
+        self.sizes = dict(zip(first, self.probabilities.shape, strict=True))
+        for label, size in zip(second, self.value.shape, strict=True):
+            self.sizes[label] = max(size, self.sizes.get(label, 1))
+
+    def call(self, output: Tensor | None, *, check: bool) -> CoreCall:
+        """Read the operands."""
+        lead = [self.sizes[label] for label in self.lead] or [1]
+        m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
+        value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
+        value = value.reshape(*(value.shape[: len(self.lead)] or (1,)), -1, columns)
+        p = self._sorted(self.probabilities, self.p_labels, [*self.lead, *self.rows, *self.keys])
+        p = p.reshape(*(p.shape[: len(self.lead)] or (1,)), m, -1)
+        if output is not None:
+            output = self._sorted(output, self.labels, [*self.lead, *self.rows, *self.columns])
+            output = output.reshape(*lead, m, columns)
+        try:
+            call = self._read(lead, value, output, p)
+        except Unreadable as reason:
+            return _unreadable(value, output, p, str(reason))
+        assert isinstance(self.known, Probabilities)
+        scores = self.known.scores
+        if check and not _agrees(call, scores.eps, every=scores.approximate):
+            assert output is not None
+            finite = "that of the softmax of its scores" if holds(output.isfinite()) else "finite"
+            return _unreadable(value, output, p, f"its output is not {finite}")
+        return call
+
+    def _read(self, lead: list[int], value: Tensor, output: Tensor | None, p: Tensor) -> CoreCall:
+        if isinstance(self.known, Opaque):
+            raise Unreadable(self.known.reason)
+        axes = dict(zip(self.p_labels, self.known.scores.axes, strict=True))
+        summed = [leaf for label in self.keys for leaf in leaves(axes[label])]
+        if not self.known.cut or summed != list(leaves(self.known.keys)):
+            raise Unreadable("its softmax does not run over the values that are summed")
+        rows: Axis = tuple(factor for label in self.rows for factor in axes[label])
+        leading = [axes[label] for label in self.lead] or [()]
+        reading = read(self.known.scores, leading, rows, self.known.keys)
+        query = reading.query.expand(*lead, *reading.query.shape[-2:])
+        kv_heads = max(reading.key.shape[-3], value.shape[-3])
+        key = reading.key.expand(*lead[:-1], kv_heads, *reading.key.shape[-2:])
+        value = value.expand(*lead[:-1], kv_heads, *value.shape[-2:])
+        return CoreCall(query, key, value, reading.scale, reading.mask, reading.softcap, reading.sinks,
+                        output, p, "softmax", "")  # fmt: skip
+
+    def undo(self, output: Tensor) -> Tensor:
+        """Bring an output back to the arrangement that the code expects."""
+        order = [*self.lead, *self.rows, *self.columns]
+        output = output.reshape([self.sizes[label] for label in order])
+        return output.permute([order.index(label) for label in self.labels])
+
+    @staticmethod
+    def _sorted(tensor: Tensor, labels: Sequence[Any], order: Sequence[Any]) -> Tensor:
+        positions = [labels.index(label) for label in order]
+        return tensor if positions == list(range(tensor.ndim)) else tensor.permute(positions)
+
+
+def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return the scores (..., m, n) before any mask."""
+    scores = query @ key.mT * scale
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return the values weighted by the softmax of scores, with mask and sinks as of a :class:`CoreCall`."""
+    n, dtype = scores.shape[-1], scores.dtype
+    if mask is not None:
+        boolean = mask.dtype == torch.bool
+        scores = scores.masked_fill(mask.logical_not(), -math.inf) if boolean else scores + mask
+    if sinks is None:
+        return scores.to(dtype).softmax(dim=-1) @ value
+    column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores.to(dtype), column), dim=-1).softmax(dim=-1)[..., :n] @ value
+
+
+def triangle(query: Tensor, key: Tensor) -> Tensor:
+    """Return the mask of PyTorch's ``is_causal``: query i sees the keys j <= i, as many as there are."""
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def _length(sizes: dict[Any, int], labels: Sequence[Any]) -> int:
+    return math.prod(sizes[label] for label in labels)
+
+
+def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: str) -> CoreCall:
+    kind = "sdpa" if p is None else "softmax"
+    return CoreCall(None, None, value, 1.0, None, None, None, output, p, kind, reason)
+
+
+def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
+    """Whether the output is the attention of the operands, on a sample of rows.
+
+    Rows that see no key are left out: whatever code does with them, it means nothing.
+    """
+    assert call.query is not None
+    assert call.key is not None
+    assert call.output is not None
+    q, k, v, mask, output = call.query, call.key, call.value, call.mask, call.output
+    m = q.shape[-2]
+    dtype = torch.float32
+    for tensor in (q, k, v, output):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # no other watch is to see this
+        if m > _ROWS and not every:
+            rows = torch.linspace(0, m - 1, _ROWS, device=q.device).round().long()
+            q, output = q[..., rows, :], output[..., rows, :]
+            mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
+        scores = capped_scores(q.to(dtype), k.to(dtype), call.scale, call.softcap)
+        size = scores.abs().max()
+        seen = torch.ones((), dtype=torch.bool, device=q.device)
+        if mask is not None:
+            seen = (mask if mask.dtype == torch.bool else mask > HIDES).any(-1)
+        expected = softmax_values(scores, v.to(dtype), mask, call.sinks)
+        eps = max(eps, torch.finfo(output.dtype).eps)
+        allowed = 16 * eps * (1 + size) * v.abs().max().to(dtype)
+        wrong = ~((expected - output).abs() <= allowed) & seen[..., None]
+        return holds(~wrong)

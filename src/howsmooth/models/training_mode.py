@@ -1,0 +1,94 @@
+"""A model in training mode: its dropout, and the tokens that it then gives its attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from howsmooth.errors import CaptureError
+from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.site import Site
+from howsmooth.models.tracing.forward_trace import run
+from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
+from howsmooth.seeds import torch_seed
+
+__all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
+
+# What transformers' configurations call the two rates, GPT-2's names first
+_WEIGHTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
+_OUTPUTS = ("resid_pdrop", "hidden_dropout_prob", "resid_dropout")
+
+
+@dataclass(frozen=True)
+class DropoutRates:
+    """Probabilities with which attention weights, and entries of the attention's output, become zero."""
+
+    weights: float
+    outputs: float
+
+
+def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
+    """Return the rates that a model's configuration states, None if it states none above zero."""
+    weights, outputs = (
+        next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
+        for names in (_WEIGHTS, _OUTPUTS)
+    )
+    return DropoutRates(weights, outputs) if weights or outputs else None
+
+
+def training_tokens(
+    model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
+) -> list[Tensor]:
+    """Run each sequence in training mode and return the tokens that each site is given, (batch, n, d).
+
+    The model and the random state are left as they were found.
+
+    Parameters
+    ----------
+    model
+        A transformers model.
+    inputs
+        Token ids (batch, n).
+    sites
+        Captured from this model.
+    seeds
+        One a sequence, of its dropout.
+
+    Raises
+    ------
+    CaptureError
+        If one module serves several layers.
+
+    """
+    seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tokens = first_tokens(bound_arguments(module, args, kwargs))
+            if tokens is not None:
+                seen[name].append(tokens.detach().clone())
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in seen:
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(keep(name), with_kwargs=True))
+        stack.enter_context(borrowed(model))
+        for module in model.modules():
+            module.training = True
+        for sequence, seed in zip(inputs, seeds, strict=True):
+            torch.manual_seed(torch_seed(seed))
+            run(model, {"input_ids": sequence[None].to(model.device)})
+    if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
+        raise CaptureError(
+            f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "
+            "layer in training mode cannot be told from another's. Leave dropout out."
+        )
+    return [torch.cat(seen[site.name]) for site in sites]
