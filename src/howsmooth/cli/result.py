@@ -21,7 +21,6 @@ from howsmooth.study.names import decimal, encodable, kind_in_words, readable
 from howsmooth.study.plan import Plan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.publish import Published
-from howsmooth.study.published_tables import PublishedComparison
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row
 from howsmooth.study.store import STORE_NAME
 
@@ -47,11 +46,11 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
         },
         "bounds": {**_counts(outcome, Bounding), "left_out": outcome.left_out},
         "published": None
-        if published.comparison is None
+        if published.compared.empty
         else {
             **_counts(outcome, PublishedValue),
             "in_store": len(contents.published),
-            "exponents": records(published.comparison.exponents),
+            "exponents": records(published.compared),
         },
         "settings": plan.described(),
         "models": records(contents.models),
@@ -61,8 +60,8 @@ def as_json(plan: Plan, outcome: Outcome, published: Published, folder: Path) ->
         "exponent_confidence": LEVEL,
         "files": {
             "store": str(folder / STORE_NAME),
-            "measurements": str(published.measurements),
-            "exponents": str(published.exponents_file),
+            "measurements": str(folder / "measurements.csv"),
+            "exponents": str(folder / "exponents.csv"),
             "report": str(published.report),
             "figures": [str(path) for picture in published.pictures for path in (picture.png, picture.pdf)],
         },
@@ -89,8 +88,8 @@ def show(plan: Plan, outcome: Outcome, published: Published, folder: Path) -> No
     hidden = len(published.exponents) - len(rows)
     if hidden:
         console.print(f"\nand {hidden} exponents of other models in this folder.")
-    if plan.as_published and published.comparison is not None:
-        _show_comparison(console, published.comparison)
+    if plan.as_published:
+        _show_compared(console, published.compared)
     for sentence in _said(outcome):
         console.print(Text(sentence))
     # Not through rich, which would break a long path in two.
@@ -121,10 +120,10 @@ def _said(outcome: Outcome) -> Iterator[str]:
         yield "A larger --max-iterations, with another --out, narrows their intervals."
 
 
-def _show_comparison(console: Console, comparison: PublishedComparison) -> None:
+def _show_compared(console: Console, compared: pd.DataFrame) -> None:
     """Print the exponents of what the paper's code computes beside those of the corrected constant."""
     place = itemgetter("model", "text", "layer")
-    for (model, text, layer), family in groupby(records(comparison.exponents), key=place):
+    for (model, text, layer), family in groupby(records(compared), key=place):
         words = f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}"
         console.print(Text(words, style="bold"))
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -20,7 +20,7 @@ from howsmooth.cli.result import package_version, records
 from howsmooth.study.attack_tables import PublishedAttacks
 from howsmooth.study.bounding import LOCAL, Bounded
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal, encodable, readable
+from howsmooth.study.names import decimal, encodable, mask_in_words, place_in_words, readable
 from howsmooth.study.progress import Outcome
 from howsmooth.study.records import Attack
 from howsmooth.study.sources import Source
@@ -68,7 +68,7 @@ def show_bounds(source: Source, bounded: Sequence[Bounded], written: Path | None
     console = Console()
     for one in bounded:
         words = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
-        masking = "unmasked" if one.target.masking == "none" else one.target.masking
+        masking = mask_in_words(one.target.masking)
         console.print(
             Text(f"\n{words}, {masking}, n = {one.n}, R = {one.ball.radius:.4g} ({one.ball.origin})", "bold")
         )
@@ -144,7 +144,7 @@ def attacks_as_json(published: PublishedAttacks, outcome: Outcome, folder: Path)
         "files": {
             "store": str(folder / STORE_NAME),
             **{name: str(path) for name, path in published.files.items()},
-            "figures": [str(path) for picture in published.pictures for path in (picture.png, picture.pdf)],
+            "figures": [str(path) for figure in published.figures for path in figure],
         },
     }
     return json.dumps(described, indent=2, allow_nan=False)
@@ -158,8 +158,7 @@ def show_attacks(published: PublishedAttacks, outcome: Outcome, folder: Path) ->
     fits = [row for row in records(published.exponents) if not row["note"]]
     for (layer, head), family in groupby(records(published.summary), key=place):
         rows = list(family)
-        where = f"layer {layer}" + ("" if head is None else f", head {head}")
-        masking = "unmasked" if rows[0]["masking"] == "none" else rows[0]["masking"]
+        where, masking = place_in_words(layer, head), mask_in_words(rows[0]["masking"])
         words = f"{label}, {where}, scope {rows[0]['scope']}, {masking}, R = {rows[0]['radius']:.4g}"
         console.print(Text(f"\n{words}", "bold"))
         console.print(Padding(_attack_table(rows), (0, 0, 0, 2), expand=False))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from howsmooth.errors import StoreError
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures import AttackPicture, draw_attacks
-from howsmooth.study.files import write_table
+from howsmooth.study.figures import draw_attacks
+from howsmooth.study.figures.style import Files
+from howsmooth.study.files import write_table, written_beside
 from howsmooth.study.progress import Listener, Silent
 from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadStrength
 from howsmooth.study.store import Store
@@ -47,8 +47,8 @@ class PublishedAttacks:
     summary, exponents, heads
         As :func:`summary` and :func:`fits` give them, and the rows of
         :class:`~howsmooth.study.records.HeadStrength`.
-    pictures
-        The figures.
+    figures
+        Each as PNG and PDF.
     files
         The tables written, by name.
 
@@ -58,7 +58,7 @@ class PublishedAttacks:
     summary: pd.DataFrame
     exponents: pd.DataFrame
     heads: pd.DataFrame
-    pictures: list[AttackPicture]
+    figures: list[Files]
     files: dict[str, Path]
 
 
@@ -162,17 +162,9 @@ def publish_attacks(folder: Path, listener: Listener | None = None) -> Published
     tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
     files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
 
-    def drawn(done: int, total: int) -> None:
-        listener.advance(float(done), float(total), f"{done} of {total}")
-
-    try:
-        pictures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", drawn)
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. The attacks are kept in "
-            f"{folder}; make it writable or make room, and run the same command again."
-        ) from error
-    return PublishedAttacks(identity, table, exponents, heads, pictures, files)
+    with written_beside(folder, "attacks"):
+        figures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", listener)
+    return PublishedAttacks(identity, table, exponents, heads, figures, files)
 
 
 def _exp(log: float) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from howsmooth.study.names import decimal
 from howsmooth.study.radius import STRATA, radius_correlation, terciles
 
 __all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "Exponent", "exponents", "fit_exponent"]
@@ -91,6 +92,10 @@ class Exponent:
     def at(self, n: float) -> float:
         """The fitted constant at a length."""  # noqa: D401
         return math.exp(self.intercept + self.slope * math.log(n))
+
+    def ends(self, digits: int) -> str:
+        """Write the interval of the exponent."""
+        return f"[{decimal(self.low, digits)}, {decimal(self.high, digits)}]"
 
 
 def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Exponent:

@@ -12,6 +12,7 @@ from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_rows import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
+    PLACE,
     Failure,
     Key,
     Measurement,
@@ -169,7 +170,10 @@ class _Look:
         """Whether a row that is missing is covered by a failure, of itself or of more."""
         return any(
             row.what == kind.table
-            and all(said in (None, here) for said, here in zip(_place(row), place, strict=True))
+            and all(
+                said in (None, here)
+                for said, here in zip((getattr(row, name) for name in PLACE), place, strict=True)
+            )
             for row in self._failures
         )
 
@@ -200,7 +204,3 @@ def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> froze
         for n in plan.lengths_of(spec)
         for sample in range(plan.samples)
     )
-
-
-def _place(row: Failure) -> tuple[object, ...]:
-    return row.model, row.text, row.scope, row.layer, row.head, row.n, row.sample

@@ -23,10 +23,8 @@ from filelock import FileLock
 
 from howsmooth.errors import StoreError
 from howsmooth.study.records import (
-    BOUND_COLUMNS,
     KINDS,
-    PUBLISHED_COLUMNS,
-    SENSITIVITY_COLUMNS,
+    PLACE,
     Bounding,
     Contents,
     Failure,
@@ -58,7 +56,6 @@ _NO_OPTIONS = {
     "n": "number of tokens",
     "d": "dimension",
 }
-_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
 
 
 class Store:
@@ -196,7 +193,7 @@ class Store:
         """Delete the failures whose very rows are there, as those of another store can be."""
         with self.transaction():
             for kind in (Measurement, Bounding, PublishedValue):
-                names = [name for name in _PLACE if name in kind.columns()]
+                names = [name for name in PLACE if name in kind.columns()]
                 same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
                 self._connection.execute(
                     f"DELETE FROM failures WHERE what = '{kind.table}' "
@@ -229,7 +226,7 @@ class Store:
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
         for kind in {type(row) for row in rows} - {Failure}:
-            names = [name for name in _PLACE if name in kind.columns()]
+            names = [name for name in PLACE if name in kind.columns()]
             same = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in names)
             for values in {tuple(getattr(row, name) for name in names) for row in rows if type(row) is kind}:
                 self._connection.execute(
@@ -310,7 +307,7 @@ class Store:
         created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
         identity = self.identity("measure")
         return Contents(
-            measurements=self.table(Measurement, _PLACE),
+            measurements=self.table(Measurement, PLACE),
             models=self.table(ModelRecord, ["label"]).drop(columns="run"),
             texts=self.table(TextRecord, ["name"]).drop(columns="run"),
             inputs=self.table(InputRecord, ["model", "text"]).drop(columns="run"),
@@ -318,18 +315,15 @@ class Store:
             failures=self.table(Failure, ["happened"]),
             study={"created": created[0], **identity} if created else {},
             sensitivities=self._sensitivities(),
-            bounds=self.table(Bounding, [*_PLACE, "NOT holds", "log_value", "name"])[list(BOUND_COLUMNS)],
-            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"])[
-                [*PUBLISHED_COLUMNS, "run"]
-            ],
+            bounds=self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"]).drop(columns="seconds"),
+            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"]),
         )
 
     def _sensitivities(self) -> pd.DataFrame:
-        shares = self.table(Sensitivity, _PLACE)
+        shares = self.table(Sensitivity, PLACE)
         words = self.table(SequenceRecord).drop(columns="run")
-        converged = self.table(Measurement)[[*_PLACE, "converged"]]
-        joined = shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(_PLACE))
-        return joined[list(SENSITIVITY_COLUMNS)]
+        converged = self.table(Measurement)[[*PLACE, "converged"]]
+        return shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(PLACE))
 
     # ---- plumbing
 

@@ -12,8 +12,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.study.exponents import GROUP
-from howsmooth.study.names import readable
-from howsmooth.study.report.wording import CONFIDENCE, chance, place, plain, records, slope
+from howsmooth.study.names import place_in_words, readable
+from howsmooth.study.records import PLACE
+from howsmooth.study.report.wording import CONFIDENCE, chance, plain, records, slope
 
 __all__ = [
     "MOST_ENERGIES",
@@ -33,7 +34,7 @@ MOST_ENERGIES = 200_000
 
 _MEASURED = "measured"  # the quantity of the store's own measurements
 _HERE = "‖D_X f‖"  # the quantity of a bound on one sequence; others are over all inputs of a ball
-_PLACE = ["model", "text", "scope", "layer", "head", "n", "sample"]
+_PLACE = list(PLACE)
 _FIT = ["slope", "intercept", "n_min", "n_max"]
 _USUAL_LENGTH = 64  # of a text that is read at a glance
 _LONGEST_PIECE = 40
@@ -101,7 +102,9 @@ def scatter(
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:
-    group = {name: row[name] for name in (*GROUP, "quantity")} | {"where": place(row["layer"], row["head"])}
+    group = {name: row[name] for name in (*GROUP, "quantity")} | {
+        "where": place_in_words(row["layer"], row["head"])
+    }
     if row["note"]:
         return {**group, "fit": None, "exponent": f"no exponent: {row['note']}"}
     fit = dict(zip(_FIT, _rounded(row[name] for name in _FIT), strict=True))

@@ -16,10 +16,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.study.figures import Picture
-from howsmooth.study.names import amount_in_words, kind_in_words, sentence
+from howsmooth.study.names import amount_in_words, kind_in_words, place_in_words, sentence
 from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
-from howsmooth.study.published_tables import compare
+from howsmooth.study.published_rows import compare
 from howsmooth.study.radius import STRATA
 from howsmooth.study.records import Contents
 from howsmooth.study.report import tables, wording
@@ -102,7 +102,7 @@ def _template(contents: Contents) -> jinja2.Template:
     named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
     nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
     environment = templates_of("howsmooth.study")
-    environment.globals |= {"amount": amount_in_words, "place": wording.place}
+    environment.globals |= {"amount": amount_in_words, "place": place_in_words}
     environment.filters |= {
         "number": wording.number,
         "slope": wording.slope,
@@ -148,7 +148,7 @@ def _image(picture: Picture) -> dict[str, Any]:
     return {
         "source": f"data:image/png;base64,{data}",
         "alt": picture.alt,
-        "place": "every layer" if picture.layer is None else wording.place(picture.layer, picture.head),
+        "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
         "file": f"figures/{picture.pdf.name}",
         # As large as on paper, where there is room; still readable, by scrolling, where there is not.
         "width": round(picture.inches * _DOTS_AN_INCH),

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal
-from howsmooth.study.report.wording import CONFIDENCE, number, place, records
+from howsmooth.study.names import decimal, place_in_words
+from howsmooth.study.report.wording import CONFIDENCE, number, records
 
 __all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
 
@@ -38,7 +38,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
         return f"It goes like n to the power {least} ({interval}) over {span}. {values}."
     powers = f"of about {least} everywhere"
     if least != most:
-        low_end, high_end = (place(row["layer"], row["head"]) for row in (first, last))
+        low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (

@@ -11,7 +11,7 @@ import pandas as pd
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.names import decimal, readable
 
-__all__ = ["CONFIDENCE", "chance", "duration", "number", "place", "plain", "records", "slope"]
+__all__ = ["CONFIDENCE", "chance", "duration", "number", "plain", "records", "slope"]
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
 """Of the intervals of exponents and correlations."""
@@ -35,11 +35,6 @@ def chance(value: float | None) -> str:
 def plain(value: object) -> str:
     """Make a name or a path fit to be shown: no control or direction characters, not endless."""
     return readable(str(value), longest=300)
-
-
-def place(layer: int, head: int | None) -> str:
-    """Name a layer, or a head of it."""
-    return f"layer {layer}" + ("" if head is None else f", head {head}")
 
 
 def duration(seconds: float) -> str:
