@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
-from howsmooth.cli.progress import choose
+from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, Kind, Options, flag, number, option, path, whole
 from howsmooth.study.plan import Execution
@@ -106,14 +106,11 @@ def certify(
     quiet: SilentOption = False,
 ) -> int:
     """Certify a saved model: its Lipschitz constant, where it is spent, and accuracy under any attack."""
-    from howsmooth.cli.certify_result import as_json, show
-    from howsmooth.cli.parsing import use_threads
+    from howsmooth.cli.certify_result import certificate_as_json, show_certificate
     from howsmooth.study.certifying import Asked, certify_file
     from howsmooth.study.files import write_table
 
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
-    with display:
+    with shown_progress(quiet=quiet) as display:
         display.phase("Certifying")
         found = certify_file(
             Asked(plan.model, plan.data, plan.labels, plan.length, plan.radius, plan.clip, plan.batch),
@@ -123,7 +120,7 @@ def certify(
     if out is not None and found.evaluation is not None:
         written.append(write_table(found.evaluation.table, out, "inputs.csv"))
     if json:
-        typer.echo(as_json(found, plan.radii, written))
+        typer.echo(certificate_as_json(found, plan.radii, written))
     else:
-        show(found, plan.radii, written)
+        show_certificate(found, plan.radii, written)
     return 0

@@ -53,6 +53,7 @@ __all__ = [
     "Execution",
     "Identity",
     "InputSpec",
+    "LocalExecution",
     "ModelSpec",
     "Plan",
     "SourcePlan",
@@ -622,3 +623,16 @@ class Execution(Options):
                 got="none",
                 remedy="Start one with dask scheduler, and workers with dask worker ADDRESS.",
             )
+
+
+@dataclass(frozen=True)
+class LocalExecution(Execution):
+    """The same on this machine alone, for work whose workers write into the folder themselves."""
+
+    executor: str | None = option(
+        None,
+        choice("processes"),
+        "Work on processes of this machine, which write the tokens found into its folder.",
+        metavar="processes",
+        panel=HOW,
+    )

@@ -40,6 +40,7 @@ __all__ = [
     "SiteBounds",
     "StudyRecord",
     "TextRecord",
+    "plain_rows",
 ]
 
 Key = tuple[str, int, int | None, int, int]
@@ -482,3 +483,14 @@ class Contents:
     sensitivities: pd.DataFrame
     bounds: pd.DataFrame
     published: pd.DataFrame
+
+
+def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """List the rows of a table as dictionaries of plain Python values, missing ones None."""
+    return [
+        {
+            str(name): value if isinstance(value, list) or not pd.isna(value) else None
+            for name, value in row.items()
+        }
+        for row in table.astype(object).to_dict("records")
+    ]

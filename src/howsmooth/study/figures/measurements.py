@@ -125,8 +125,8 @@ class _Family:
         """Write a figure of one part, or of all."""
         stem = ["overview"] if part is None else part.stem
         png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
-        place = (None, None) if part is None else (part.layer, part.head)
-        where = (self.model, self.text, self.scope, *place)
+        layer, head = (None, None) if part is None else (part.layer, part.head)
+        where = (self.model, self.text, self.scope, layer, head)
         return Picture(png, pdf, title, alt, *where, overview=part is None, inches=figure.get_figwidth())
 
 
@@ -179,10 +179,8 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
         set_axis(axis, "y", pd.concat([rows["lower"], rows["upper"]]))
 
     figure = draw_overview(parts, draw, unit_in_words(family.kind).split(":")[0], _MOST_COLUMNS)
-    lines = figure.axes[0].get_gridspec().nrows
-    bar = figure.colorbar(
-        ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=max(12, 10 * lines), pad=0.015
-    )
+    slim = 5 * figure.get_figheight()
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
     bar.set_label("radius R")
     by_head = any(part.head is not None for part in parts)

@@ -40,15 +40,13 @@ class Part:
 
 def parts_of(table: pd.DataFrame, value: str) -> list[Part]:
     """Split a table by layer and head, and fit the exponents of the constants in the column ``value``."""
-    return [
-        Part(
-            int(layer),
-            None if pd.isna(head) else int(head),
-            rows,
-            fit_exponent(rows["n"].to_numpy(), rows[value].to_numpy(), rows["converged"].to_numpy()),
-        )
-        for (layer, head), rows in table.groupby(["layer", "head"], dropna=False, sort=True)
-    ]
+    parts = []
+    for _, rows in table.groupby(["layer", "head"], dropna=False, sort=True):
+        layer, head = rows["layer"].iloc[0], rows["head"].iloc[0]
+        n, values, converged = (rows[name].to_numpy() for name in ("n", value, "converged"))
+        fit = fit_exponent(n, values, converged)
+        parts.append(Part(int(layer), None if pd.isna(head) else int(head), rows, fit))
+    return parts
 
 
 def draw_overview(

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.names import place_in_words, readable
-from howsmooth.study.records import PLACE
-from howsmooth.study.report.wording import CONFIDENCE, chance, plain, records, slope
+from howsmooth.study.records import PLACE, plain_rows
+from howsmooth.study.report.wording import CONFIDENCE, chance, plain, slope
 
 __all__ = [
     "MOST_ENERGIES",
@@ -89,7 +89,7 @@ def scatter(
     names, groups = _numbered(groups, "model", "text", "scope", "quantity")
     return {
         "names": names,
-        "groups": [_group(row) for row in records(groups)],
+        "groups": [_group(row) for row in plain_rows(groups)],
         "points": {
             "group": group.iloc[::step].tolist(),
             "n": kept["n"].tolist(),
@@ -136,7 +136,7 @@ def bounds_beside(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str,
     names, table = _numbered(table, "model", "text", "scope", "name", "source")
     places = []
     for _, rows in table.groupby(_PLACE, sort=False, dropna=False):
-        first, *_ = listed = records(rows)
+        first, *_ = listed = plain_rows(rows)
         measured = _rounded(first[name] for name in ("lipschitz", "lower", "upper"))
         places.append(
             {
@@ -192,11 +192,11 @@ def sensitive(rows: pd.DataFrame) -> dict[str, Any] | None:
             "output": _rounded(row["output_energy"], 3),
             "half": [_tokens_of_half(row[side]) for side in ("input_energy", "output_energy")],
         }
-        for row in records(kept)
+        for row in plain_rows(kept)
     ]
     sequences = [
         {"words": [piece(token) for token in row["tokens"]], "apart": row["place"] is None}
-        for row in records(kept[~kept["sequence"].duplicated()])
+        for row in plain_rows(kept[~kept["sequence"].duplicated()])
     ]
     return {
         "names": names,

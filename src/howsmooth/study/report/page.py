@@ -21,7 +21,7 @@ from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.published_rows import compare
 from howsmooth.study.radius import STRATA
-from howsmooth.study.records import Contents
+from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables, wording
 from howsmooth.study.report.caveats import caveats
 from howsmooth.study.report.numbers import bounds_beside, embedded, scatter, sensitive
@@ -70,7 +70,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         script_digest=digest(script),
         data=[(name, embedded(value)) for name, value in data.items() if value is not None],
         points=data["scatter"],
-        published=wording.records(compared),
+        published=plain_rows(compared),
         items=tables.items_of(compared),
         sharpest=tables.sharpest(data["bounds"]) if data["bounds"] else [],
         most_bounds=_MOST_BOUNDS,
@@ -78,18 +78,18 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         study=contents.study,
         level=wording.CONFIDENCE,
         families=found,
-        exponents=wording.records(exponents),
+        exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
         convergence=tables.convergence(rows),
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
         scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
-        models=wording.records(contents.models),
-        texts=wording.records(contents.texts),
+        models=plain_rows(contents.models),
+        texts=plain_rows(contents.texts),
         kinds=kinds,
         windows=not kinds <= {"images", "audio"} or not kinds,
-        inputs=wording.records(contents.inputs),
+        inputs=plain_rows(contents.inputs),
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
