@@ -12,36 +12,11 @@ from typing import Any, ClassVar
 import pandas as pd
 
 __all__ = [
-    "ATTACK",
-    "ATTACK_KINDS",
-    "ATTACK_PLACE",
-    "KEY_COLUMNS",
-    "KINDS",
-    "PLACE",
-    "Attack",
-    "Bounding",
-    "Contents",
-    "Ending",
-    "Failure",
-    "FrameRow",
-    "GrowthRow",
-    "HeadStrength",
-    "InputRecord",
-    "Key",
-    "Measurement",
-    "ModelRecord",
-    "PublishedKey",
-    "PublishedValue",
-    "Row",
-    "Run",
-    "Sensitivity",
-    "SequenceRecord",
-    "SiteBound",
-    "SiteBounds",
-    "StudyRecord",
-    "TextRecord",
-    "plain_rows",
-]
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "KEY_COLUMNS", "KINDS", "PLACE", "Attack", "Bounding",
+    "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key",
+    "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity",
+    "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "plain_rows",
+]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
 """Scope, layer, head, n and sample: one measurement of one model on one text."""

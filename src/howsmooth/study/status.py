@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from howsmooth.study.pace import Pace
@@ -100,7 +100,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
         return Status(parts, False, None, None, None, None, ())
     running = Store.in_use(folder)
     with Store.open(folder, write=False) as store:
-        store.check(MEASURE, asdict(plan.identity))
+        store.check(MEASURE, plan.settings())
         look = _Look(plan, store)
         parts = tuple(look.part(*one) for one in where)
         runs = [run for run, _ in store.rows(Run)]

@@ -41,7 +41,7 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "Store", "now"]
+__all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
 
 R = TypeVar("R", bound=Row)
 
@@ -337,6 +337,50 @@ class Store:
             names = [column[0] for column in cursor.description]
             # As objects: an integer beside a missing one would become a float otherwise, and be rounded.
             return pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
+
+
+class PendingStore:
+    """The store of a folder for one kind of work, made when its first rows are written and not before.
+
+    What is refused until then leaves no empty store behind. Use it as a context manager.
+
+    Parameters
+    ----------
+    folder
+        Of the store. If there is one, it is opened at once.
+    kind
+        Of work.
+    write
+        Whether rows will be added.
+
+    Attributes
+    ----------
+    store
+        ``None`` as long as there is none.
+
+    """
+
+    def __init__(self, folder: Path, kind: str, *, write: bool = True) -> None:
+        self._folder, self._kind = folder, kind
+        self.store = Store.open(folder, write=write) if Store.exists(folder) else None
+
+    def __enter__(self) -> PendingStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Refuse to mix rows that do not mean the same, as :meth:`Store.check` does."""
+        if self.store is not None:
+            self.store.check(self._kind, identity)
+
+    def begin(self, identity: Mapping[str, Any]) -> Store:
+        """Return the store, made if it is not there, which records what all rows have in common."""
+        self.store = self.store or Store.open(self._folder)
+        self.store.begin(self._kind, identity)
+        return self.store
 
 
 def now() -> str:

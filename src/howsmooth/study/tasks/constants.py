@@ -28,11 +28,6 @@ class ConstantsTask(SequenceTask[Key]):
 
     kind = Measurement
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers with a constant missing."""
-        return tuple(sorted({layer for _, layer, *_ in self.missing}))
-
     def computed(self, model: Any) -> Iterator[Found]:
         """Measure layer by layer, and sample by sample where one of them spoils the others."""
         for site in self.sites(model):
@@ -73,7 +68,7 @@ class ConstantsTask(SequenceTask[Key]):
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
             seed=seeds,
-            method=plan.identity.method,
+            method=plan.settings()["method"],
             memory=plan.memory,
         )
         seconds = (time.perf_counter() - began) / len(samples)

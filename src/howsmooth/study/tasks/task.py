@@ -173,9 +173,9 @@ class SequenceTask(Task, Generic[K]):
         return f"{self.model}, n = {self.n}"
 
     @property
-    @abstractmethod
     def layers(self) -> tuple[int, ...]:
-        """The layers with something missing."""
+        """The layers with something missing, whose keys say the scope first and then the layer."""
+        return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
         """Return the task with the inputs of its own sequences instead of the whole text."""
