@@ -71,9 +71,8 @@ def show_measured(plan: Plan, outcome: Outcome, published: Published, folder: Pa
     labels = {model.label for model in plan.models}
     rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
     say("\nThe constant grows like n to the power:")
-    kinds = dict(published.contents.texts[["name", "kind"]].itertuples(index=False, name=None))
     for (model, scope, text), family in groupby(rows, key=itemgetter("model", "scope", "text")):
-        kind = kind_in_words(kinds.get(text, "text"))
+        kind = kind_in_words(published.contents.kinds.get(text, "text"))
         heading(f"\n{readable(model)}, scope {scope}, {kind} {readable(text)}")
         _show_exponents(list(family))
     hidden = len(published.exponents) - len(rows)

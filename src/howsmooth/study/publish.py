@@ -10,7 +10,7 @@ import pandas as pd
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import Picture, draw_all, draw_published
 from howsmooth.study.files import csv_of, replace_file, written_beside
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress import SILENT, Listener
 from howsmooth.study.published_rows import compare
 from howsmooth.study.records import Contents
 from howsmooth.study.report import render
@@ -46,7 +46,7 @@ class Published:
     report: Path
 
 
-def publish(folder: Path, listener: Listener | None = None) -> Published:
+def publish(folder: Path, listener: Listener = SILENT) -> Published:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
     With published values in it also ``published.csv``, ``published-exponents.csv`` and their figures.
@@ -67,11 +67,10 @@ def publish(folder: Path, listener: Listener | None = None) -> Published:
     with Store.open(folder, write=False) as store:
         contents = store.contents()
     table, compared = exponents(contents.measurements), compare(contents.published)
-    kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
     with written_beside(folder, "measurements"):
         replace_file(folder / "measurements.csv", csv_of(contents.measurements.loc[:, "model":"seed"]))
         replace_file(folder / "exponents.csv", csv_of(table))
-        pictures = draw_all(contents.measurements, folder / "figures", listener or Silent(), kinds)
+        pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, pictures))
         if len(contents.published):

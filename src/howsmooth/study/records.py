@@ -6,7 +6,9 @@ a column is written once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -15,7 +17,7 @@ __all__ = [
     "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "KEY_COLUMNS", "KINDS", "PLACE", "Attack", "Bounding",
     "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key",
     "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity",
-    "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "plain_rows",
+    "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of", "plain_rows",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -23,6 +25,17 @@ Key = tuple[str, int, int | None, int, int]
 
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns of a :data:`Key`."""
+
+
+def keys_of(
+    scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
+) -> frozenset[Key]:
+    """Return the keys of all measurements of some layers and heads at some lengths."""
+    return frozenset(
+        (scope, layer, head, n, sample)
+        for layer, head, n, sample in product(layers, heads, lengths, range(samples))
+    )
+
 
 PublishedKey = tuple[int, int, int, str, str]
 """Layer, n, sample, quantity and items: one published value of one model on one text."""
@@ -41,7 +54,7 @@ ATTACK_KINDS = {
 }
 """What a row of an attack can be, and what that means."""
 
-PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
+PLACE = ("model", "text", *KEY_COLUMNS)
 """The columns that tell one measurement from all others."""
 
 
@@ -458,6 +471,11 @@ class Contents:
     sensitivities: pd.DataFrame
     bounds: pd.DataFrame
     published: pd.DataFrame
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Of which of :data:`howsmooth.study.plan.KINDS` each text, or what else was measured on, is."""
+        return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
 
 
 def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from howsmooth.study.records import (
     PublishedValue,
     Row,
     Run,
+    keys_of,
 )
 from howsmooth.study.store import Store
 from howsmooth.study.subjects import MEASURE
@@ -196,11 +197,6 @@ class _Look:
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:
-    chosen = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
-    return frozenset(
-        (scope, layer, head, n, sample)
-        for layer in plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
-        for head in chosen
-        for n in plan.lengths_of(spec)
-        for sample in range(plan.samples)
-    )
+    heads = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
+    layers = plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
+    return keys_of(scope, layers, heads, plan.lengths_of(spec), plan.samples)

@@ -78,22 +78,8 @@ class Store:
         self._held = False
         self.path = path
 
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether the folder holds something under the store's name.
-
-        Raises
-        ------
-        StoreError
-            If the folder is there but is not a folder, or cannot be looked into.
-
-        """
-        return store_there(folder)
-
-    @classmethod
-    def in_use(cls, folder: Path) -> bool:
-        """Whether another process is writing into the folder's store."""
-        return in_use(folder)
+    exists = staticmethod(store_there)
+    in_use = staticmethod(in_use)
 
     @classmethod
     def open(cls, folder: Path, *, write: bool = True) -> Store:

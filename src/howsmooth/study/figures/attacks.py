@@ -201,17 +201,13 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
     figure = new_figure(max(5.6, min(11.0, 2.4 + 0.42 * len(ticks))), 4.0)
     axis = figure.subplots()
     place = across.to_numpy(np.float64)
-    for chosen, colour, marker in ((negative, _FOUND, "o"), (~negative, _PAPER, "^")):
-        axis.scatter(
-            place[chosen],
-            strength[chosen],
-            s=22,
-            color=colour,
-            marker=marker,
-            alpha=0.8,
-            linewidths=0,
-            zorder=3,
-        )
+    for chosen, colour, marker, words in (
+        (negative, _FOUND, "o", r"$\gamma = -\gamma_{\min}$"),
+        (~negative, _PAPER, "^", r"$\gamma = \gamma_{\max}/8$"),
+    ):
+        if chosen.any():
+            look: dict[str, Any] = {"color": colour, "marker": marker, "label": words}
+            axis.scatter(place[chosen], strength[chosen], s=22, alpha=0.8, linewidths=0, zorder=3, **look)
     attacked = set(zip(summary["layer"], summary["head"].fillna(-1), strict=True))
     ringed = [(row.layer, row.head) in attacked for row in heads.itertuples()]
     if 0 < sum(ringed) < len(heads):
@@ -223,11 +219,20 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
             edgecolors=FIT_COLOUR,
             linewidths=1,
             zorder=4,
+            label="attacked here",
         )
     if by_layer:
-        for tick in ticks:
-            middle = float(np.median(strength[place == tick]))
-            axis.plot([tick - 0.28, tick + 0.28], [middle, middle], color=GREY, linewidth=1.4, zorder=2)
+        middles = [float(np.median(strength[place == tick])) for tick in ticks]
+        ends = np.array(ticks, dtype=np.float64)
+        axis.hlines(
+            middles,
+            ends - 0.28,
+            ends + 0.28,
+            color=GREY,
+            linewidth=1.4,
+            zorder=2,
+            label="median of the layer",
+        )
     if (strength > 0).all() and strength.max() > 20 * strength.min():
         set_axis(axis, "y", pd.Series(strength))
     else:
@@ -241,18 +246,6 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
     axis.set_ylabel(r"$\gamma R^2$, $\gamma = \max(-\gamma_{\min}, \gamma_{\max}/8)$")
     title = f"{readable(label)}: how strong the scores of each head can be"
     figure.suptitle(literal(title))
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", markersize=5, label=words)
-        for rows, colour, marker, words in (
-            (negative, _FOUND, "o", r"$\gamma = -\gamma_{\min}$"),
-            (~negative, _PAPER, "^", r"$\gamma = \gamma_{\max}/8$"),
-        )
-        if rows.any()
-    ]
-    if by_layer:
-        handles.append(Line2D([], [], color=GREY, linewidth=1.4, label="median of the layer"))
-    if 0 < sum(ringed) < len(heads):
-        ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": FIT_COLOUR, "markersize": 8}
-        handles.append(Line2D([], [], marker="o", linestyle="none", label="attacked here", **ring))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    entries = len(axis.get_legend_handles_labels()[0])
+    figure.legend(loc="outside lower center", ncols=entries)
     return save(figure, folder, file_stem(label, "gamma"), title)

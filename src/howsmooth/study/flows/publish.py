@@ -22,7 +22,7 @@ from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, 
 from howsmooth.study.flows.opening import System
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.names import readable
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress import SILENT, Listener
 from howsmooth.study.records import GrowthRow
 from howsmooth.study.store import Store
 
@@ -62,9 +62,7 @@ class PublishedFlow:
     table: Path
 
 
-def publish_flow(
-    folder: Path, plan: FlowPlan, system: System, listener: Listener | None = None
-) -> PublishedFlow:
+def publish_flow(folder: Path, plan: FlowPlan, system: System, listener: Listener = SILENT) -> PublishedFlow:
     """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
 
     Parameters
@@ -82,7 +80,6 @@ def publish_flow(
         If the store cannot be read or a file cannot be written.
 
     """
-    listener = listener or Silent()
     with written_beside(folder, "frames"):
         with Store.open(folder, write=False) as store:
             listener.phase("Measuring clusters")

@@ -62,7 +62,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         "bounds": bounds_beside(contents.bounds, rows),
         "tokens": sensitive(contents.sensitivities),
     }
-    kinds = set(contents.texts["kind"])
+    kinds = set(contents.kinds.values())
     page: str = _template(contents).render(
         style=Markup(style),
         script=Markup(script),
@@ -99,8 +99,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
-    nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
+    nouns = {wording.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates_of("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words}
     environment.filters |= {
