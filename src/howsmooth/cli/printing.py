@@ -64,7 +64,7 @@ def show_table(
     Parameters
     ----------
     columns
-        Their names.
+        Their names; without any, there is no header.
     rows
         The cells of each.
     left
@@ -73,7 +73,8 @@ def show_table(
         Columns that begin at the left and are broken into lines.
 
     """
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    header = any(name.strip() for name in columns)
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
     for name in columns:
         begins = name in left or name in wrapped
         table.add_column(
