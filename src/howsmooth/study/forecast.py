@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ class _Trial:
 def _layer_of(task: ConstantsTask) -> ConstantsTask:
     """Return one layer of a task, with all its sequences."""
     missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
-    return replace(task, missing=missing)
+    return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
@@ -274,7 +274,8 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
     layer, sample = task.layers[0], next(iter(task.starts))
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
-    return replace(task, n=n, starts={sample: task.starts[sample]}, missing=missing)
+    starts = {sample: task.starts[sample]}
+    return ConstantsTask(task.plan, task.subject, task.feed, n, task.scope, starts, missing)
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
