@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "radius zero": ([*SMALL, "--radius", "0"], "radius: expected a finite number > 0, or auto or data"),
     "one token": ([*SMALL, "--lengths", "1"], "lengths: expected numbers of at least 2"),
     "restarts": ([*SMALL, "--restarts", "-1"], "restarts: expected a number from 0 to 1000000, got -1"),
-    "Dask": ([*SMALL, "--executor", "dask", "--scheduler", "tcp://here:1"], "executor: expected processes"),
+    "Dask": ([*SMALL, "--executor", "dask"], "executor: expected one of processes, got 'dask'"),
     "no radius": (["attack", "head.npz", "--lengths", "4"], "Give --radius."),
     "no tokens": (["attack", "zero.npz", "--lengths", "4"], "a number, as all tokens are zero"),
     "mask too short": ([*SMALL, "--lengths", "65"], "the length of the mask"),

@@ -24,8 +24,8 @@ from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.names import decimal
 from howsmooth.study.progress import Silent
-from howsmooth.study.published_tables import compare
-from howsmooth.study.records import BOUND_COLUMNS, PUBLISHED_COLUMNS, SENSITIVITY_COLUMNS, Contents
+from howsmooth.study.published_rows import compare
+from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
 from howsmooth.study.report import numbers, render
 from howsmooth.study.report.numbers import (
     MOST_ENERGIES,
@@ -53,6 +53,11 @@ HOSTILE = (
     "x" * 1_000_000,
 )
 # ---- contents with everything
+
+
+SENSITIVITY_COLUMNS = [*Sensitivity.columns(), "start", "place", "tokens", "converged", "run"]
+PUBLISHED_COLUMNS = [*PublishedValue.columns(), "run"]
+BOUND_COLUMNS = [name for name in Bounding.columns() if name != "seconds"]
 
 
 def measured(
@@ -90,9 +95,9 @@ def measured(
         runs=pd.DataFrame([run]),
         failures=pd.DataFrame(),
         study={"seed": 0, "dtype": "float32", "rtol": 1e-4, "confidence": 0.999, "max_iterations": 200},
-        sensitivities=pd.DataFrame(columns=list(SENSITIVITY_COLUMNS)),
-        bounds=pd.DataFrame(columns=list(BOUND_COLUMNS)),
-        published=pd.DataFrame(columns=[*PUBLISHED_COLUMNS, "run"]).astype({"settled": bool, "lower": float}),
+        sensitivities=pd.DataFrame(columns=SENSITIVITY_COLUMNS),
+        bounds=pd.DataFrame(columns=BOUND_COLUMNS),
+        published=pd.DataFrame(columns=PUBLISHED_COLUMNS).astype({"settled": bool, "lower": float}),
     )  # fmt: skip
 
 
@@ -139,9 +144,9 @@ def with_all(
     published = pd.concat([right, wrong], ignore_index=True).assign(steps=9, seed=0, map="as it is")
     return dataclasses.replace(
         contents,
-        sensitivities=sensitivities[list(SENSITIVITY_COLUMNS)],
-        bounds=bounds[list(BOUND_COLUMNS)],
-        published=published[[*PUBLISHED_COLUMNS, "run"]],
+        sensitivities=sensitivities[SENSITIVITY_COLUMNS],
+        bounds=bounds[BOUND_COLUMNS],
+        published=published[PUBLISHED_COLUMNS],
     )
 
 

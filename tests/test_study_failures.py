@@ -180,7 +180,7 @@ def test_a_failure_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tools = with_bad_measure(lambda layer, n, first: layer == 1, ModelError("<No>."))
     run(make_plan(), tmp_path, tools, keep_going=True)
     published = publish(tmp_path)
-    assert set(pd.read_csv(published.measurements)["layer"]) == {0, 2}
+    assert set(pd.read_csv(published.report.with_name("measurements.csv"))["layer"]) == {0, 2}
     assert set(published.exponents["layer"]) == {0, 2}
     page = published.report.read_text()
     assert "15 measurements failed and are missing here" in page

@@ -20,7 +20,6 @@ from howsmooth.study.names import decimal, file_stem, readable
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.publish import Published, publish
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.records import COLUMNS
 from howsmooth.study.ticks import linear_ticks, log_ticks
 from tests._study import FakeModel, make_plan, make_tools, run, words
 
@@ -69,8 +68,8 @@ def page(published: Published) -> Page:
 
 
 def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Published) -> None:
-    table = pd.read_csv(published.measurements)
-    assert tuple(table.columns) == COLUMNS == (
+    table = pd.read_csv(published.report.with_name("measurements.csv"))
+    assert tuple(table.columns) == (
         "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
         "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
     )  # fmt: skip
@@ -83,7 +82,7 @@ def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Publishe
 
 
 def test_values_survive_the_csv_to_the_last_digit(published: Published) -> None:
-    table = pd.read_csv(published.measurements)
+    table = pd.read_csv(published.report.with_name("measurements.csv"))
     np.testing.assert_array_equal(table["lipschitz"], published.contents.measurements["lipschitz"])
     assert table["seed"].tolist() == published.contents.measurements["seed"].tolist()
 
@@ -104,7 +103,13 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST), tmp_path, make_tools()[0])
     published = publish(tmp_path)
     first = published.pictures[0]
-    files = [published.report, published.measurements, published.exponents_file, first.png, first.pdf]
+    files = [
+        published.report,
+        published.report.with_name("measurements.csv"),
+        published.report.with_name("exponents.csv"),
+        first.png,
+        first.pdf,
+    ]
     before = [path.read_bytes() for path in files]
     publish(tmp_path)
     assert [path.read_bytes() for path in files] == before

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import howsmooth as hs
+from howsmooth.study.feeds import pieces
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.run import run as carry_out
-from howsmooth.study.words import pieces
 from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words
 
 ODD = "Größe naïve 漢字かな 🙂🙃 e\u0301\u200d x\u00a0y\n\n  tab\tend  " * 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.study.sequences import arrange, draw_distinct, overlapping, windows_in
+from howsmooth.study.sequences import arrange, draw_distinct, overlapping
 from howsmooth.texts import load_text
 from tests._shared import shared_data
 
@@ -169,7 +169,3 @@ def test_every_number_can_be_drawn_and_all_about_equally_often() -> None:
 def test_numbers_drawn_by_this_version_are_those_of_every_version() -> None:
     # A continued store relies on it.
     assert draw_distinct(5, 142, 12345) == [59, 2, 117, 44, 54]
-
-
-def test_windows_are_counted() -> None:
-    assert windows_in(20, 7) == 2

@@ -69,7 +69,7 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
         installed(tools),
         published_stand_ins(),
         patch("howsmooth.study.publish.draw_all", lambda *_: []),
-        patch("howsmooth.study.published_tables.draw_published", lambda *_: []),
+        patch("howsmooth.study.publish.draw_published", lambda *_: []),
     ):
         code = main(["study", str(folder / "plan.toml"), "--resume", *more])
     return code, out.getvalue(), err.getvalue()

@@ -51,14 +51,8 @@ def _root(
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
-app.command("measure", epilog=measure.__dict__["examples"])(measure)
-app.command("study", epilog=study.__dict__["examples"])(study)
-app.command("bound", epilog=bound.__dict__["examples"])(bound)
-app.command("attack", epilog=attack.__dict__["examples"])(attack)
-app.command("flow", epilog=flow.__dict__["examples"])(flow)
-app.command("certify", epilog=certify.__dict__["examples"])(certify)
-app.command("inspect", epilog=inspect.__dict__["examples"])(inspect)
-app.command("reproduce", epilog=reproduce.__dict__["examples"])(reproduce)
+for _command in (measure, study, bound, attack, flow, certify, inspect, reproduce):
+    app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

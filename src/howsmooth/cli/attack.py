@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from howsmooth.cli.carrying import INTERRUPTED, interrupted
+from howsmooth.cli.carrying import means_of, resumable
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
-from howsmooth.cli.progress import choose
-from howsmooth.errors import ArgumentError
-from howsmooth.study.plan import AttackPlan, Execution
+from howsmooth.cli.progress import shown_progress
+from howsmooth.study.plan import AttackPlan, LocalExecution
 
 __all__ = ["attack"]
 
@@ -26,33 +25,19 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, out="howsmooth-attack")
+@command(*_EXAMPLES, out="howsmooth-attack", without=("scheduler",))
 def attack(
-    plan: AttackPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False
+    plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
     """Look for the tokens at which attention is steepest, within the ball that its tokens lie in."""
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.cli.tables import attacks_as_json, show_attacks
     from howsmooth.study.attack_tables import publish_attacks
     from howsmooth.study.attacks import run_attack
-    from howsmooth.study.executors import opened_executor, threads_each
-    from howsmooth.study.runner import Means
 
-    if execution.executor == "dask":
-        words = "processes, as the workers write the tokens found into the folder of this machine"
-        raise ArgumentError("executor", expected=words, got="dask")
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
-    try:
-        with display:
-            with opened_executor(execution.executor, workers=execution.workers) as pool:
-                threads = threads_each(pool, execution.threads)
-                means = Means(display, as_typed(), executor=pool, threads=threads)
-                outcome = run_attack(plan, execution.out, means)
-            published = publish_attacks(execution.out, display)
-    except KeyboardInterrupt:
-        typer.echo(interrupted(execution.out, as_typed()), err=True)
-        return INTERRUPTED
+    with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
+        with means_of(execution, display) as means:
+            outcome = run_attack(plan, execution.out, means)
+        published = publish_attacks(execution.out, display)
     if json:
         typer.echo(attacks_as_json(published, outcome, execution.out))
     elif not quiet:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
-from howsmooth.cli.progress import choose
+from howsmooth.cli.progress import shown_progress
 from howsmooth.study.plan import BoundPlan, Execution
 
 __all__ = ["bound"]
@@ -43,15 +43,12 @@ def bound(
     quiet: SilentOption = False,
 ) -> int:
     """Bound the Lipschitz constant of attention by every theorem there is, beside the measured constant."""
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.cli.tables import bounds_as_json, show_bounds
     from howsmooth.study.bounding import bound_all, bounds_frame
     from howsmooth.study.files import write_table
     from howsmooth.study.sources import open_source
 
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
-    with display:
+    with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         source = open_source(plan)
         display.phase("Bounding")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from howsmooth.cli.carrying import INTERRUPTED, interrupted
+from howsmooth.cli.carrying import resumable
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
-from howsmooth.cli.progress import choose
+from howsmooth.cli.progress import shown_progress
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.plan import Execution
 
@@ -36,7 +36,6 @@ _EXAMPLES = (
 def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False) -> int:
     """Let tokens flow through attention, x' = f(X), and watch them cluster."""
     from howsmooth.cli.flow_result import flow_as_json, show_flow
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.study.figures.flow_animation import check_animation
     from howsmooth.study.flows.opening import open_system
     from howsmooth.study.flows.publish import publish_flow
@@ -44,17 +43,11 @@ def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: 
     from howsmooth.study.runner import Means
 
     check_animation(plan.animation)
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
-    try:
-        with display:
-            display.phase("Reading")
-            system = open_system(plan)
-            outcome, ending = run_flow(plan, system, execution.out, Means(display, as_typed()))
-            published = publish_flow(execution.out, plan, system, display)
-    except KeyboardInterrupt:
-        typer.echo(interrupted(execution.out, as_typed()), err=True)
-        return INTERRUPTED
+    with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
+        display.phase("Reading")
+        system = open_system(plan)
+        outcome, ending = run_flow(plan, system, execution.out, Means(display, as_typed()))
+        published = publish_flow(execution.out, plan, system, display)
     if json:
         typer.echo(flow_as_json(system, outcome, ending, published, execution.out))
     elif not quiet:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
@@ -11,17 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 from howsmooth.cli.options import OUTPUT
-from howsmooth.cli.parsing import use_threads
-from howsmooth.cli.progress import choose, duration
-from howsmooth.study.names import encodable, readable
+from howsmooth.cli.printing import as_json, say, show_table
+from howsmooth.cli.progress import duration, shown_progress
+from howsmooth.study.names import readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.forecast import Forecast, Part
+    from howsmooth.study.forecast import Forecast
     from howsmooth.study.plan import Execution, Plan
 
 __all__ = ["DryRunOption", "tell_forecast"]
@@ -53,9 +48,7 @@ def tell_forecast(
     # Only now what takes seconds to load.
     from howsmooth.study.forecast import forecast
 
-    use_threads(execution.threads)
-    display = choose(quiet=quiet or as_json)
-    with display:
+    with shown_progress(quiet=quiet or as_json) as display:
         display.phase("Reading texts and models, and trying a little of each")
         found = forecast(plan, execution.out, keep_going=keep_going)
     if as_json:
@@ -66,52 +59,47 @@ def tell_forecast(
 
 def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:
     """Describe a forecast as one JSON object: seconds and bytes."""
-    described = asdict(found)
     impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
-    described |= {"impossible": impossible, "without_published_values": published}
-    return json.dumps({"out": encodable(str(folder)), **described}, indent=2, allow_nan=False)
+    described = asdict(found) | {"impossible": impossible, "without_published_values": published}
+    return as_json(out=folder, **described)
 
 
 def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
     """Print a table for each model, text and scope, then what comes beside, and the sum."""
-    console = Console()
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
-        print(encodable(f"{readable(model)}, {readable(text)}, {scope}:"))
-        console.print(_table(list(parts)))
+        say(f"{readable(model)}, {readable(text)}, {scope}:")
+        rows = [
+            [
+                str(part.n),
+                str(part.measurements),
+                short(part.seconds),
+                "?" if part.memory is None else amount_of_memory(part.memory),
+            ]
+            for part in parts
+        ]
+        show_table(["n", "measurements", "time", "memory"], rows)
     measuring = sum(part.seconds for part in found.parts)
-    print(
+    say(
         f"Reading and loading {short(found.preparing)}, measuring {short(measuring)}, bounds "
         f"{short(found.bounds)}, tables, figures and report {short(found.drawing)}."
     )
     kept = f"; {found.kept} measurements are in {folder} already" if found.kept else ""
-    print(
-        encodable(
-            f"In all about {duration(found.seconds)}, {duration(found.low)} to {duration(found.high)}, and "
-            f"{amount_of_memory(found.memory)} of memory{kept}."
-        )
+    say(
+        f"In all about {duration(found.seconds)}, {duration(found.low)} to {duration(found.high)}, and "
+        f"{amount_of_memory(found.memory)} of memory{kept}."
     )
     for part in found.parts:
         if not part.fits:
-            print(
+            say(
                 f"{part.n} tokens do not fit in the memory that one measurement may use: they are refused. "
                 "Raise --memory."
             )
     if published:
-        print("Published values are not part of this.")
+        say("Published values are not part of this.")
     for label, source, error in found.impossible:
         where = label if source is None else f"{label} on {source}"
-        print(encodable(f"Cannot be measured: {readable(where)}: {readable(error, longest=300)}"))
-    print("Nothing was written.")
-
-
-def _table(parts: Sequence[Part]) -> Padding:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("n", "measurements", "time", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for part in parts:
-        memory = "?" if part.memory is None else amount_of_memory(part.memory)
-        table.add_row(str(part.n), str(part.measurements), short(part.seconds), memory)
-    return Padding(table, (0, 0, 0, 2), expand=False)
+        say(f"Cannot be measured: {readable(where)}: {readable(error, longest=300)}")
+    say("Nothing was written.")
 
 
 def short(seconds: float) -> str:

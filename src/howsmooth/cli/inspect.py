@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import typer
 
 from howsmooth.cli.options import JsonOption, SilentOption, command
-from howsmooth.cli.progress import choose
+from howsmooth.cli.progress import shown_progress
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plan import (
     Execution,
@@ -75,12 +75,9 @@ def inspect(
 ) -> int:
     """List the attention layers of a model: heads, mask, positions, norms, and what can be measured."""
     from howsmooth.cli.inspect_result import inspection_as_json, show_inspection
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.models import inspect_model, load_model
 
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
-    with display:
+    with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         loaded = load_model(
             plan.model,

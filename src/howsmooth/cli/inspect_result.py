@@ -2,81 +2,67 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from howsmooth import __version__
+from howsmooth.cli.printing import as_json, counted, heading, say, show_table
 from howsmooth.models import SCOPES, InspectedSite, Inspection, LoadedModel
-from howsmooth.study.names import encodable, readable, sentence
+from howsmooth.study.names import readable, sentence
 
 __all__ = ["inspection_as_json", "show_inspection"]
 
 
 def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
     """Describe the layers as one JSON object."""
-    described = {
-        "howsmooth": __version__,
-        "name": encodable(model.name),
-        "source": encodable(model.source),
-        "fingerprint": model.fingerprint,
-        "max_length": model.max_length,
+    return as_json(
+        name=model.name,
+        source=model.source,
+        fingerprint=model.fingerprint,
+        max_length=model.max_length,
         **asdict(found),
-    }
-    return json.dumps(described, indent=2, allow_nan=False)
+    )
 
 
 def show_inspection(model: LoadedModel, found: Inspection) -> None:
     """Print what all layers share, a table of what they do not, and what is refused."""
-    console = Console()
     attention = [site for site in found.sites if site.layer is not None]
-    count = _count(len(attention), "attention layer")
+    count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
-        count += f", {_count(len(found.sites) - len(attention), 'layer')} without a softmax"
-    console.print(Text(encodable(f"{readable(model.name)}, {found.model}: {count}"), style="bold"))
-    print(f"{encodable(sentence(readable(model.source, longest=300)))}\n")
+        count += f", {counted(len(found.sites) - len(attention), 'layer')} without a softmax"
+    heading(f"{readable(model.name)}, {found.model}: {count}")
+    say(f"{sentence(readable(model.source, longest=300))}\n")
     captured = [site for site in found.sites if site.scopes]
     facts = [_facts(site) for site in captured]
     shared = {key: value for key, value in (facts or [{}])[0].items() if all(f[key] == value for f in facts)}
     if len(captured) == 1:
         shared = facts[0]
     if shared:
-        console.print("Every layer" if len(captured) == len(found.sites) else "Every layer that is captured")
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="dim")
-        table.add_column(overflow="fold")
-        for key, value in shared.items():
-            table.add_row(key, Text(value))
-        console.print(Padding(table, (0, 0, 1, 2)))
-    console.print(_table(found, [key for key in (facts or [{}])[0] if key not in shared]))
+        say("Every layer" if len(captured) == len(found.sites) else "Every layer that is captured")
+        show_table(["", " "], shared.items(), left=[""], wrapped=[" "])
+        say("")
+    _show_layers(found, [key for key in (facts or [{}])[0] if key not in shared])
     if found.tokens is not None:
-        print(f"\nMasks are those of {found.tokens} tokens; a longer window shows with more of them.")
+        say(f"\nMasks are those of {found.tokens} tokens; a longer window shows with more of them.")
     for reason in dict.fromkeys(site.path_reason for site in captured):
         of = [site for site in captured if site.path_reason == reason]
-        print(encodable(f"{_sentence_of(of, found)}: {of[0].path}, {readable(str(reason), longest=600)}"))
+        say(f"{_sentence_of(of, found)}: {of[0].path}, {readable(str(reason), longest=600)}")
     if found.unreached:
-        print(encodable(f"Not reached by this input: {', '.join(found.unreached)} (choose it with --part)."))
+        say(f"Not reached by this input: {', '.join(found.unreached)} (choose it with --part).")
     if not found.refusals:
-        print("Nothing is refused.")
+        say("Nothing is refused.")
         return
-    print("\nRefused:")
+    say("\nRefused:")
     for refusal in found.refusals:
         of = [site for site in found.sites if site.name in refusal.names]
         where = _sentence_of([site for site in of if site.layer in (*refusal.layers, None)], found)
         scopes = "" if refusal.scopes == SCOPES else f", {_scopes(refusal.scopes)}"
-        print(encodable(f"  {where}{scopes}: {readable(refusal.reason, longest=600)}"))
+        say(f"  {where}{scopes}: {readable(refusal.reason, longest=600)}")
 
 
-def _table(found: Inspection, varied: list[str]) -> Table:
-    """Lay out the layers, those that are alike in one row."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("layer", "name", *varied):
-        table.add_column(column, overflow="fold")
+def _show_layers(found: Inspection, varied: list[str]) -> None:
+    """Print the layers, those that are alike in one row."""
+    names = ["layer", "name", *varied]
+    rows = []
     alike: dict[tuple[str, ...], list[InspectedSite]] = {}
     for site in found.sites:
         told = _facts(site) if site.scopes else {"scopes": f"refused: {site.kind}"}
@@ -88,11 +74,11 @@ def _table(found: Inspection, varied: list[str]) -> Table:
         told[_RADIUS] = _radius(sites)
         name = sites[0].name if len(sites) == 1 else f"{_common(sites)} ({len(sites)} alike)"
         layers = [site.layer for site in sites if site.layer is not None]
-        cells = [Text(told.get(key, "")) for key in varied]
+        cells = [told.get(key, "") for key in varied]
         if "scopes" not in varied and not sites[0].scopes:
             name += f": {told['scopes']}"
-        table.add_row(_runs(layers) if layers else "-", Text(encodable(readable(name, longest=120))), *cells)
-    return table
+        rows.append([_runs(layers) if layers else "-", readable(name, longest=120), *cells])
+    show_table(names, rows, wrapped=names)
 
 
 _RADIUS = "its radius"
@@ -161,7 +147,3 @@ def _runs(layers: Sequence[int]) -> str:
         else:
             runs.append([layer])
     return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

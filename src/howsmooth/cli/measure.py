@@ -43,5 +43,4 @@ def measure(
         refuse_workers(execution.executor, "--dry-run")
         tell_forecast(plan, execution, as_json=json, quiet=quiet)
         return 0
-    typed = as_typed()
-    return carry_out(plan, execution, command=typed, again=typed, keep_going=False, as_json=json, quiet=quiet)
+    return carry_out(plan, execution, again=as_typed(), keep_going=False, as_json=json, quiet=quiet)

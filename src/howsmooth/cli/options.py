@@ -15,6 +15,7 @@ import typer
 from howsmooth.errors import ArgumentError
 from howsmooth.study.names import encodable
 from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
+from howsmooth.study.plan import Execution
 
 __all__ = [
     "OUTPUT",
@@ -25,6 +26,7 @@ __all__ = [
     "as_typed",
     "command",
     "refuse_workers",
+    "use_threads",
 ]
 
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
@@ -80,6 +82,8 @@ def command(
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
                     values[name] = plan(**given) if isinstance(hints[name], type) else given
+                if isinstance(how := values.get("execution"), Execution):
+                    use_threads(how.threads)
                 return function(**values)
 
         # typer reads these two.
@@ -94,6 +98,14 @@ def command(
 def as_typed(*more: str) -> str:
     """Return the command as it was typed, and ``more`` behind it."""
     return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
+
+
+def use_threads(count: int | None) -> None:
+    """Let PyTorch use so many threads; ``None`` leaves it as it is."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
 
 
 def refuse_workers(executor: str | None, option: str) -> None:

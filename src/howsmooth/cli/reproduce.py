@@ -11,7 +11,8 @@ import typer
 
 from howsmooth.cli.carrying import FAILED, INTERRUPTED
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
-from howsmooth.cli.progress import choose
+from howsmooth.cli.printing import as_json, heading, say
+from howsmooth.cli.progress import shown_progress
 from howsmooth.paper.request import Request
 from howsmooth.study.names import encodable, readable
 from howsmooth.study.plan import Execution
@@ -52,24 +53,20 @@ def reproduce(
     quiet: QuietOption = False,
 ) -> int:
     """Reproduce the figures of the paper: measured, drawn, and put on one page with what is seen in them."""
-    from howsmooth.cli.parsing import use_threads
     from howsmooth.paper.produce import FIGURES, choose_figures, produce
 
     if listed:
         if json:
-            typer.echo(
-                json_format.dumps([{"name": e.name, "paper": e.paper, "title": e.title} for e in FIGURES])
-            )
+            listing = [{"name": one.name, "paper": one.paper, "title": one.title} for one in FIGURES]
+            typer.echo(json_format.dumps(listing))
         else:
             for one in FIGURES:
                 typer.echo(f"{one.name:<18} {one.paper}: {one.title}")
         return 0
     chosen = choose_figures(figures or [])
     out, typed = execution.out, as_typed()
-    use_threads(execution.threads)
-    display = choose(quiet=quiet)
     try:
-        with display:
+        with shown_progress(quiet=quiet) as display:
             made = produce(chosen, request, out, display, typed)
     except KeyboardInterrupt:
         kept = f"interrupted: what was measured is kept in {encodable(str(out))}."
@@ -87,42 +84,36 @@ def _show(made: Produced, figures: Sequence[Figure]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console = Console()
     for one in figures:
-        console.print(Text(f"\n{one.paper}: {one.title}", style="bold"))
+        heading(f"\n{one.paper}: {one.title}")
         refused = f"Not made: {made.refused.get(one.name)}"
         for words in made.findings[one.name].seen if one.name in made.findings else [refused]:
-            console.print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2)))
-    # Not through rich, which would break a long path in two.
-    print(encodable(f"\nPage: {made.page}"))
-    print(
-        encodable(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
-    )
+            Console().print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2)))
+    say(f"\nPage: {made.page}")
+    say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 
 
 def _as_json(made: Produced, figures: Sequence[Figure], request: Request, folder: Path) -> str:
-    from howsmooth.cli.result import package_version, records
+    from howsmooth.study.records import plain_rows
 
-    written = {
-        "howsmooth": package_version(),
-        "out": str(folder),
-        "page": str(made.page),
-        "settings": request.described(),
-        "refused": made.refused,
-        "figures": [
+    return as_json(
+        out=folder,
+        page=made.page,
+        settings=request.described(),
+        refused=made.refused,
+        figures=[
             {
                 "name": one.name,
                 "paper": one.paper,
                 "title": one.title,
                 "seconds": round(made.seconds[one.name], 3),
                 "seen": found.seen,
-                "pictures": [
-                    {"pdf": str(each.pdf), "png": str(each.png), "alt": each.alt} for each in found.pictures
+                "pictures": [{"pdf": each.pdf, "png": each.png, "alt": each.alt} for each in found.pictures],
+                "tables": [
+                    {"caption": caption, "rows": plain_rows(table)} for caption, table in found.tables
                 ],
-                "tables": [{"caption": caption, "rows": records(table)} for caption, table in found.tables],
             }
             for one in figures
             if (found := made.findings.get(one.name))
         ],
-    }
-    return json_format.dumps(written, indent=2, allow_nan=False)
+    )

@@ -10,8 +10,8 @@ import typer
 
 from howsmooth.cli.carrying import carry_out
 from howsmooth.cli.forecast import DryRunOption, tell_forecast
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers
-from howsmooth.cli.progress import choose
+from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers, use_threads
+from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import Execution
@@ -89,7 +89,9 @@ def _asked(path: Path, typed: dict[str, Any]) -> Study:
     from howsmooth.study.plan_file import read_plan
 
     asked = read_plan(path)
-    return replace(asked, execution=replace(asked.execution, **typed))
+    execution = replace(asked.execution, **typed)
+    use_threads(execution.threads)
+    return replace(asked, execution=execution)
 
 
 def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int:
@@ -101,17 +103,8 @@ def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int
             f"{out} holds a study already. Add --resume to continue it, --status to see how far it is, "
             "or choose another --out."
         )
-    typed = as_typed()
-    again = typed if resume else as_typed("--resume")
-    return carry_out(
-        asked.plan,
-        asked.execution,
-        command=typed,
-        again=again,
-        keep_going=True,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    again = as_typed() if resume else as_typed("--resume")
+    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, as_json=as_json, quiet=quiet)
 
 
 def _status(asked: Study, *, as_json: bool) -> int:
@@ -136,8 +129,7 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
 
     if out is None:
         raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")
-    display = choose(quiet=quiet)
-    with display:
+    with shown_progress(quiet=quiet) as display:
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
         display.phase("Drawing figures")

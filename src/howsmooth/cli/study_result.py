@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from howsmooth.cli.printing import as_json, say, show_table
 from howsmooth.cli.progress import duration
 from howsmooth.study.merge import Merged
-from howsmooth.study.names import encodable, readable
+from howsmooth.study.names import readable
 from howsmooth.study.status import Status
 from howsmooth.study.store import STORE_NAME
 
@@ -23,34 +19,29 @@ _MOST_REASONS = 5
 
 def status_as_json(found: Status, folder: Path) -> str:
     """Describe the status as one JSON object."""
-    return json.dumps({"out": encodable(str(folder)), **asdict(found)}, indent=2, allow_nan=False)
+    return as_json(out=folder, **asdict(found))
 
 
 def show_status(found: Status, folder: Path) -> None:
     """Print a table, then what is going on and why something failed."""
-    console = Console()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("model", "text", "scope"):
-        table.add_column(name, overflow="fold")
-    for name in ("planned", "done", "failed", "left"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for part in found.parts:
-        planned = "?" if part.planned is None else str(part.planned)
-        left = "?" if part.planned is None else str(part.planned - part.done)
-        names = (Text(readable(part.model)), Text(readable(part.text)), part.scope)
-        table.add_row(*names, planned, str(part.done), str(part.failed), left)
-    console.print(table)
-    print(f"\n{_now(found)}")
+        planned, left = (part.planned, part.planned - part.done) if part.planned is not None else ("?", "?")
+        names = [readable(part.model), readable(part.text), part.scope]
+        rows.append([*names, *map(str, (planned, part.done, part.failed, left))])
+    names = ["model", "text", "scope"]
+    show_table([*names, "planned", "done", "failed", "left"], rows, wrapped=names)
+    say(f"\n{_now(found)}")
     if any(part.planned is None for part in found.parts):
-        print("A model with ? has not been loaded yet, so that its layers are not known.")
+        say("A model with ? has not been loaded yet, so that its layers are not known.")
     if found.reasons:
-        print("\nFailed, and tried again by the next run:")
+        say("\nFailed, and tried again by the next run:")
         for reason, count in found.reasons[:_MOST_REASONS]:
             times = "once" if count == 1 else f"{count} times"
-            print(encodable(f"  {times}: {readable(reason, longest=300)}"))
+            say(f"  {times}: {readable(reason, longest=300)}")
         if len(found.reasons) > _MOST_REASONS:
-            print(f"  and {len(found.reasons) - _MOST_REASONS} other reasons")
-    print(encodable(f"\nStore: {folder / STORE_NAME}"))
+            say(f"  and {len(found.reasons) - _MOST_REASONS} other reasons")
+    say(f"\nStore: {folder / STORE_NAME}")
 
 
 def _now(found: Status) -> str:
@@ -72,15 +63,15 @@ def _now(found: Status) -> str:
 
 def merged_as_json(merged: Merged, folder: Path) -> str:
     """Describe the merge as one JSON object."""
-    return json.dumps({"out": encodable(str(folder)), **asdict(merged)}, indent=2)
+    return as_json(out=folder, **asdict(merged))
 
 
 def show_merged(merged: Merged, written: Path) -> None:
     """Print what was added, and where the report is."""
-    print(
+    say(
         f"{merged.added} measurements added, {merged.same} were there already; {merged.total} in the store, "
         f"{merged.failures} failures not made good."
     )
     if merged.published:
-        print(f"{merged.published} published values added.")
-    print(encodable(f"Report: {written}"))
+        say(f"{merged.published} published values added.")
+    say(f"Report: {written}")

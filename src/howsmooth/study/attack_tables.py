@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from howsmooth.errors import StoreError
-from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures import AttackPicture, draw_attacks
-from howsmooth.study.files import write_table
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.figures import draw_attacks
+from howsmooth.study.figures.style import Files
+from howsmooth.study.files import write_table, written_beside
+from howsmooth.study.progress import SILENT, Listener
 from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadStrength
 from howsmooth.study.store import Store
 
@@ -30,10 +30,8 @@ SUMMARY_COLUMNS = (
 SERIES = ("found", "paper", "upper")
 """What an exponent in n is fitted to."""
 
-_FIT_COLUMNS = (
-    "layer", "head", "series", "slope", "low", "high", "n_points", "n_min", "n_max", "spread", "intercept",
-    "interval", "left_out", "note",
-)  # fmt: skip
+# The hypothesis that the exponent is 1/4 is about text.
+_FIT_COLUMNS = ("layer", "head", "series", *(f.name for f in fields(Exponent) if f.name != "quarter"))
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class PublishedAttacks:
     summary, exponents, heads
         As :func:`summary` and :func:`fits` give them, and the rows of
         :class:`~howsmooth.study.records.HeadStrength`.
-    pictures
-        The figures.
+    figures
+        Each as PNG and PDF.
     files
         The tables written, by name.
 
@@ -58,7 +56,7 @@ class PublishedAttacks:
     summary: pd.DataFrame
     exponents: pd.DataFrame
     heads: pd.DataFrame
-    pictures: list[AttackPicture]
+    figures: list[Files]
     files: dict[str, Path]
 
 
@@ -131,11 +129,11 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
                 continue
             usable = group["converged"].to_numpy(bool) if series == "found" else np.ones(len(group), bool)
             fit = fit_exponent(group["n"].to_numpy()[there], values[there], usable[there])
-            rows.append({"layer": layer, "head": head, "series": series, **fit.__dict__})
+            rows.append({"layer": layer, "head": head, "series": series, **asdict(fit)})
     return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
 
 
-def publish_attacks(folder: Path, listener: Listener | None = None) -> PublishedAttacks:
+def publish_attacks(folder: Path, listener: Listener = SILENT) -> PublishedAttacks:
     """Write the tables and figures beside a store with attacks.
 
     Parameters
@@ -151,7 +149,6 @@ def publish_attacks(folder: Path, listener: Listener | None = None) -> Published
         If the store cannot be read or a file cannot be written.
 
     """
-    listener = listener or Silent()
     listener.phase("Drawing figures")
     with Store.open(folder, write=False) as store:
         identity = store.identity(ATTACK)
@@ -161,18 +158,9 @@ def publish_attacks(folder: Path, listener: Listener | None = None) -> Published
     exponents = fits(table)
     tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
     files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
-
-    def drawn(done: int, total: int) -> None:
-        listener.advance(float(done), float(total), f"{done} of {total}")
-
-    try:
-        pictures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", drawn)
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. The attacks are kept in "
-            f"{folder}; make it writable or make room, and run the same command again."
-        ) from error
-    return PublishedAttacks(identity, table, exponents, heads, pictures, files)
+    with written_beside(folder, "attacks"):
+        figures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", listener)
+    return PublishedAttacks(identity, table, exponents, heads, figures, files)
 
 
 def _exp(log: float) -> float:

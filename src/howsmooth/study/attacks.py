@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from howsmooth.study.progress import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, HeadStrength
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.sources import Ball, Source, Target, open_source, shortened
-from howsmooth.study.store import Store
+from howsmooth.study.store import PendingStore
 from howsmooth.study.strengths import strengths
 from howsmooth.study.tasks.attacks import AttackTask
 from howsmooth.study.tasks.task import Work
@@ -46,17 +45,14 @@ def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Ou
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading")
-    with ExitStack() as stack:
-        # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
-        store = stack.enter_context(Store.open(folder)) if Store.exists(folder) else None
+    # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
+    with PendingStore(folder, ATTACK) as pending:
         source = open_source(plan)
         origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
         identity = origin | plan.settings()
-        if store is not None:
-            store.check(ATTACK, identity)
+        pending.check(identity)
         tasks, heads = list(_tasks(plan, source, folder)), list(_strengths(plan, source))
-        store = store or stack.enter_context(Store.open(folder))
-        store.begin(ATTACK, identity)
+        store = pending.begin(identity)
         store.add(heads)
         known = store.keys(Attack, ATTACK_PLACE)
         left = [task for task in tasks if task.key not in known]

@@ -10,7 +10,7 @@ import pandas as pd
 from howsmooth import bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.study.plan import BoundPlan
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress import SILENT, Listener
 from howsmooth.study.sources import Ball, Source, Target, longest
 
 __all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame"]
@@ -48,7 +48,7 @@ class Bounded:
     rows: pd.DataFrame
 
 
-def bound_all(plan: BoundPlan, source: Source, listener: Listener | None = None) -> Iterator[Bounded]:
+def bound_all(plan: BoundPlan, source: Source, listener: Listener = SILENT) -> Iterator[Bounded]:
     """Tabulate the bounds of all attentions of a source.
 
     Parameters
@@ -78,7 +78,7 @@ def bound_all(plan: BoundPlan, source: Source, listener: Listener | None = None)
         targets = source.attentions(n)
         for place, one in enumerate(targets):
             done = float(round_ * len(targets) + place)
-            (listener or Silent()).advance(done, float(len(targets) * len(lengths)), f"{one.place}, n = {n}")
+            listener.advance(done, float(len(targets) * len(lengths)), f"{one.place}, n = {n}")
             ball = one.ball(plan.radius)
             rows = _rows(one, n, ball.radius)
             yield Bounded(one, n, Ball(float(rows.attrs["radius"]), ball.origin), rows)

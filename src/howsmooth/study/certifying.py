@@ -14,30 +14,18 @@ from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.certification import certify
 from howsmooth.nn.certificates.evaluation import Evaluation, evaluate, tokens_of
 from howsmooth.nn.saving import SavedModel, load_saved
+from howsmooth.study.plan import CertificationPlan
 
-__all__ = ["Asked", "Certified", "certify_file"]
+__all__ = ["Certified", "certify_file"]
 
 _INPUTS, _LABELS = "X", "y"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be certified; ``None`` for what the file of the model says, or for nothing."""
-
-    model: Path
-    data: Path | None = None
-    labels: Path | None = None
-    length: int | None = None
-    radius: float | None = None
-    clip: bool = False
-    batch: int = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Certified:
     """What was found."""
 
-    asked: Asked
+    asked: CertificationPlan
     saved: SavedModel
     certificate: ModelCertificate
     #: The radius that inputs are held against, which with ``clip`` is not that of the certificate.
@@ -50,7 +38,7 @@ class Certified:
     data_precision: str = ""
 
 
-def certify_file(asked: Asked, on_batch: Callable[[int, int], None] | None = None) -> Certified:
+def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] | None = None) -> Certified:
     """Certify the model of a file, and evaluate it on data if there are any.
 
     Raises

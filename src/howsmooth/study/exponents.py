@@ -9,12 +9,14 @@ interval was chosen, and why, is in docs/theory/statistics.md.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from howsmooth.study.names import decimal
 from howsmooth.study.radius import STRATA, radius_correlation, terciles
 
 __all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "Exponent", "exponents", "fit_exponent"]
@@ -27,22 +29,6 @@ LEVEL = 0.95
 
 QUARTER = 0.25
 """The exponent that the paper reports on text, and that is tested."""
-
-EXPONENT_COLUMNS = (
-    "model", "layer", "head", "scope", "text", "slope", "low", "high", "quarter", "n_points", "n_min",
-    "n_max", "spread", "intercept", "interval", "left_out", "note",
-    "radius_correlation", "radius_correlation_low", "radius_correlation_high",
-    *(
-        f"{stratum}_radius_{name}"
-        for stratum in STRATA
-        for name in ("from", "to", "slope", "low", "high", "points")
-    ),
-)  # fmt: skip
-"""The columns of ``exponents.csv``.
-
-``radius_correlation`` is that of log radius and log n. ``small_radius_slope`` and its kin are fits within
-a third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius there.
-"""
 
 FEWEST_LENGTHS = 3
 # Residuals below this are rounding: an interval made of them would mean nothing.
@@ -60,12 +46,12 @@ class Exponent:
     quarter
         p value of the hypothesis that the exponent is 1/4: below 0.05 exactly if the interval does not
         contain 1/4. NaN without a fit.
-    intercept
-        log L at n = 1.
-    spread
-        Standard deviation of the residuals of log L.
     n_points, n_min, n_max
         What was fitted.
+    spread
+        Standard deviation of the residuals of log L.
+    intercept
+        log L at n = 1.
     interval
         How it was found: ``"HC3"``, ``"exact"`` (points on a line to rounding), or ``""`` without a fit.
     left_out
@@ -75,22 +61,42 @@ class Exponent:
 
     """
 
-    slope: float
-    low: float
-    high: float
-    quarter: float
-    intercept: float
-    spread: float
-    n_points: int
-    n_min: int
-    n_max: int
-    interval: str
-    left_out: int
-    note: str
+    slope: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    quarter: float = math.nan
+    n_points: int = 0
+    n_min: int = 0
+    n_max: int = 0
+    spread: float = math.nan
+    intercept: float = math.nan
+    interval: str = ""
+    left_out: int = 0
+    note: str = ""
 
     def at(self, n: float) -> float:
         """The fitted constant at a length."""  # noqa: D401
         return math.exp(self.intercept + self.slope * math.log(n))
+
+    def ends(self, digits: int) -> str:
+        """Write the interval of the exponent."""
+        return f"[{decimal(self.low, digits)}, {decimal(self.high, digits)}]"
+
+
+EXPONENT_COLUMNS = (
+    "model", "layer", "head", "scope", "text", *(field.name for field in fields(Exponent)),
+    "radius_correlation", "radius_correlation_low", "radius_correlation_high",
+    *(
+        f"{stratum}_radius_{name}"
+        for stratum in STRATA
+        for name in ("from", "to", "slope", "low", "high", "points")
+    ),
+)  # fmt: skip
+"""The columns of ``exponents.csv``.
+
+``radius_correlation`` is that of log radius and log n. ``small_radius_slope`` and its kin are fits within
+a third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius there.
+"""
 
 
 def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Exponent:
@@ -111,24 +117,15 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
 
     """
     usable = usable & (lipschitz > 0)
-    left_out = int(np.count_nonzero(~usable))
     lengths = n[usable]
+    fitted: dict[str, Any] = {
+        "n_points": len(lengths),
+        "n_min": int(min(lengths, default=0)),
+        "n_max": int(max(lengths, default=0)),
+        "left_out": int(np.count_nonzero(~usable)),
+    }
     if len(np.unique(lengths)) < FEWEST_LENGTHS:
-        nothing = len(lengths) == 0
-        return Exponent(
-            slope=math.nan,
-            low=math.nan,
-            high=math.nan,
-            quarter=math.nan,
-            intercept=math.nan,
-            spread=math.nan,
-            n_points=len(lengths),
-            n_min=0 if nothing else int(lengths.min()),
-            n_max=0 if nothing else int(lengths.max()),
-            interval="",
-            left_out=left_out,
-            note=f"fewer than {FEWEST_LENGTHS} lengths to fit",
-        )
+        return Exponent(**fitted, note=f"fewer than {FEWEST_LENGTHS} lengths to fit")
     x = np.log(lengths.astype(np.float64))
     line = _line(x, np.log(lipschitz[usable].astype(np.float64)))
     freedom = len(x) - 2
@@ -140,14 +137,10 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
         low=line.slope - half,
         high=line.slope + half,
         quarter=float(distance <= half) if exact else float(2 * stats.t.sf(distance / line.stderr, freedom)),
-        intercept=line.intercept,
         spread=line.spread,
-        n_points=len(x),
-        n_min=int(lengths.min()),
-        n_max=int(lengths.max()),
+        intercept=line.intercept,
         interval="exact" if exact else "HC3",
-        left_out=left_out,
-        note="",
+        **fitted,
     )
 
 

@@ -15,9 +15,10 @@ import torch
 from howsmooth import texts
 from howsmooth.study.plan import InputSpec
 from howsmooth.study.sequences import Sequences, arrange, draw_distinct
-from howsmooth.study.words import pieces
 
-__all__ = ["Feed", "Inputs", "SequenceData", "Source", "TextFeed", "feed_of", "open_source", "place_in"]
+__all__ = [
+    "Feed", "Inputs", "SequenceData", "Source", "TextFeed", "feed_of", "open_source", "pieces", "place_in",
+]  # fmt: skip
 
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
@@ -234,3 +235,38 @@ def place_in(
     room = {(n + beyond, sample): start for (n, sample), start in held.items()}
     placed = arrange(feed.count, [n + beyond for n in lengths], samples, seed, room, feed.parts)
     return {(n - beyond, sample): start for (n, sample), start in placed.items()}
+
+
+def pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
+    """Cut the text of a sequence into one piece a token.
+
+    Parameters
+    ----------
+    content
+        The text.
+    places
+        Where in it each of its tokens begins, in letters.
+    first, n
+        The sequence.
+
+    Returns
+    -------
+    list of str
+        Together they are the text from the first token to the one after the last, so that what a tokenizer
+        drops between two tokens, such as a space, stands with the first of them. Where several tokens make
+        one letter, the first has it and the others are empty.
+
+    """
+    ends = [len(content)]
+    for place in reversed(places[first : first + n + 1]):
+        ends.append(min(ends[-1], place))
+    cuts = ends[::-1]
+    if first + n < len(places):
+        cuts.pop()  # beyond the next token
+    found = []
+    done = cuts[0]
+    for index in range(n):
+        end = next((cut for cut in cuts[index + 1 :] if cut > cuts[index]), cuts[-1])
+        found.append(content[done:end])
+        done = max(done, end)
+    return found

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
 from howsmooth.errors import StoreError
 
-__all__ = ["replace_file", "write_table"]
+__all__ = ["csv_of", "replace_file", "write_table", "written_beside"]
+
+
+@contextmanager
+def written_beside(folder: Path, kept: str) -> Iterator[None]:
+    """Say of a file that cannot be written beside a store that its rows, ``kept`` in words, are safe.
+
+    Raises
+    ------
+    StoreError
+        In place of an OSError.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or folder} cannot be written: {error.strerror}. The {kept} are kept in "
+            f"{folder}; make it writable or make room, and run the same command again."
+        ) from error
+
+
+def csv_of(table: pd.DataFrame) -> str:
+    """Write a table as CSV."""
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
@@ -23,7 +49,7 @@ def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, table.to_csv(index=False, lineterminator="\n"))
+        replace_file(path, csv_of(table))
     except OSError as error:
         raise StoreError(
             f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."

@@ -10,6 +10,7 @@ from typing import Any
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.records import (
+    PLACE,
     Bounding,
     Failure,
     InputRecord,
@@ -41,7 +42,6 @@ _SAME: dict[type[Row], tuple[str, ...]] = {
     Measurement: ("causal", "seed", "start", "dtype", "method", "masking"),
     PublishedValue: ("seed", "start", "map"),
 }
-_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
 # The published iteration has no interval; its rule may end it a step sooner on another machine.
 _CLOSE = 1e-2
 
@@ -171,11 +171,11 @@ class _Union:
         for kind in _KINDS:
             for row, number in store.rows(kind):
                 # All bounds of an attention are written together, so that they come together too.
-                if kind is Bounding and _values(row, _PLACE) in bounded:
+                if kind is Bounding and _values(row, PLACE) in bounded:
                     continue
                 token = runs[number].token if number in runs else ""
                 self._add(_Taken(row, token, path, there))
-        self._bounded |= {key[: len(_PLACE)] for key in self.rows[Bounding]}
+        self._bounded |= {key[: len(PLACE)] for key in self.rows[Bounding]}
 
     def _identify(self, path: Path, identity: dict[str, Any]) -> None:
         if not self.identity:

@@ -12,6 +12,8 @@ __all__ = [
     "encodable",
     "file_stem",
     "kind_in_words",
+    "mask_in_words",
+    "place_in_words",
     "readable",
     "sentence",
     "unit_in_words",
@@ -76,6 +78,16 @@ def unit_in_words(kind: str) -> str:
 def amount_in_words(kind: str, amount: int) -> str:
     """Say how much there is of something to measure on."""
     return f"{amount} {_AMOUNTS.get(kind, kind)}"
+
+
+def place_in_words(layer: int, head: int | None) -> str:
+    """Name a layer, or a head of it."""
+    return f"layer {layer}" + ("" if head is None else f", head {head}")
+
+
+def mask_in_words(masking: str) -> str:
+    """Name the mask of an attention."""
+    return "unmasked" if masking == "none" else masking
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:

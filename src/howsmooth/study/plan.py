@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -50,9 +51,10 @@ __all__ = [
     "SCOPE_MEANINGS",
     "AttackPlan",
     "BoundPlan",
+    "CertificationPlan",
     "Execution",
-    "Identity",
     "InputSpec",
+    "LocalExecution",
     "ModelSpec",
     "Plan",
     "SourcePlan",
@@ -104,6 +106,9 @@ _MOST_ATTACK_STEPS = 1_000_000
 # PyTorch takes what fits into an int, and then tries to start them.
 _MOST_THREADS = 4096
 _MOST_WORKERS = 1024
+
+_MOST_RADII = 100
+_MOST_INPUTS = 2**31
 
 SCOPE_MEANINGS = {
     "head": "one attention head with its value projection only, the paper's single-head map",
@@ -251,22 +256,6 @@ class ModelSpec(Options):
             if on
         ]
         return encodable(f"{base} ({', '.join(variants)})" if variants else base)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What every measurement of one store must share for its numbers to be comparable.
-
-    Lengths, samples, layers, heads, scopes, models and texts are not part of it: they may grow.
-    """
-
-    seed: int
-    dtype: str
-    rtol: float
-    confidence: float
-    max_iterations: int
-    method: str = "auto"
-    special_tokens: str = "none"
 
 
 def _model_entry(name: str, value: Any) -> Any:
@@ -480,10 +469,13 @@ class Plan(Options):
         models = tuple(replace(model, heads=None) for model in self.models)
         return replace(self, models=models, scopes=("attention",), heads=Ranges.parse("all", "heads"))
 
-    @property
-    def identity(self) -> Identity:
-        """What a store of this plan must have been made with."""
-        return Identity(self.seed, self.dtype, self.rtol, self.confidence, self.max_iterations)
+    def settings(self) -> dict[str, Any]:
+        """Return what all measurements of one store must have in common for its numbers to be comparable.
+
+        Lengths, samples, layers, heads, scopes, models and texts are not part of it: they may grow.
+        """
+        names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
+        return {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
 
 
 # ---- attention of one source: bounds, attacks
@@ -574,6 +566,65 @@ class AttackPlan(SourcePlan):
         return {name: getattr(self, name) for name in ("scope", "radius", "steps", "restarts", "seed")}
 
 
+# ---- certificates of a saved model
+
+
+def _distances(name: str, value: Any) -> tuple[float, ...]:
+    """Read distances, a list of numbers with commas between them; they come in order, each once."""
+    try:
+        values = {float(word) for word in value.split(",")}
+    except ValueError:
+        values = {math.nan}
+    if not all(math.isfinite(one) and one >= 0 for one in values) or len(values) > _MOST_RADII:
+        raise ArgumentError(
+            name,
+            expected=f"finite numbers >= 0 with commas between them, at most {_MOST_RADII}",
+            got=repr(value[:80]),
+        )
+    return tuple(sorted(abs(one) for one in values))
+
+
+@dataclass(frozen=True)
+class CertificationPlan(Options):
+    """Which saved model to certify, and on what data."""
+
+    PANEL: ClassVar[str] = "What to certify"
+
+    model: Path = option(
+        ..., path(), "A file that howsmooth.nn.save wrote.", metavar="MODEL", positional=True
+    )
+    data: Path | None = option(
+        None,
+        path(),
+        "Inputs, as the model takes them: .npy, .npz or .safetensors. Of several arrays, X are the "
+        "inputs and y the labels.",
+        metavar="FILE",
+    )
+    labels: Path | None = option(None, path(), "Their classes, in such a file.", metavar="FILE")
+    radii: tuple[float, ...] = option(
+        "0.1,0.25,0.5,1",
+        Kind(str, _distances),
+        "Distances at which to tell the certified accuracy, in the norm of the whole input.",
+        metavar="LIST",
+    )
+    length: int | None = option(
+        None,
+        whole(1),
+        "Number of tokens of an input; of patches, for images. Default: as saved, or of the data.",
+        metavar="N",
+    )
+    radius: float | None = option(
+        None, number(positive=True), "Largest norm of a token. Default: as saved.", metavar="R"
+    )
+    clip: bool = option(
+        False,
+        flag(),
+        "Project tokens beyond the radius on its ball, where they are refused otherwise. The "
+        "certificate is then that of the model that does so, for all inputs.",
+    )
+    batch: int = option(256, whole(1, _MOST_INPUTS), "How many inputs are run at a time.", panel=HOW)
+
+
 # ---- how a plan is carried out
 
 
@@ -622,3 +673,16 @@ class Execution(Options):
                 got="none",
                 remedy="Start one with dask scheduler, and workers with dask worker ADDRESS.",
             )
+
+
+@dataclass(frozen=True)
+class LocalExecution(Execution):
+    """The same on this machine alone, for work whose workers write into the folder themselves."""
+
+    executor: str | None = option(
+        None,
+        choice("processes"),
+        "Work on processes of this machine, which write the tokens found into its folder.",
+        metavar="processes",
+        panel=HOW,
+    )

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Listener", "Outcome", "Silent"]
+__all__ = ["SILENT", "Listener", "Outcome", "Silent"]
 
 
 @runtime_checkable
@@ -28,6 +28,10 @@ class Silent:
 
     def advance(self, done: float, total: float, words: str) -> None:
         """Ignore how much is done."""
+
+
+SILENT = Silent()
+"""The listener of whoever wants to hear nothing."""
 
 
 @dataclass

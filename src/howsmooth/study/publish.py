@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from howsmooth.errors import StoreError
 from howsmooth.study.exponents import exponents
-from howsmooth.study.figures import Picture, draw_all
-from howsmooth.study.files import replace_file, write_table
-from howsmooth.study.progress import Listener, Silent
-from howsmooth.study.published_tables import PublishedComparison, write_comparison
-from howsmooth.study.records import COLUMNS, Contents
+from howsmooth.study.figures import Picture, draw_all, draw_published
+from howsmooth.study.files import csv_of, replace_file, written_beside
+from howsmooth.study.progress import SILENT, Listener
+from howsmooth.study.published_rows import compare
+from howsmooth.study.records import Contents
 from howsmooth.study.report import render
 from howsmooth.study.store import Store
 
-__all__ = ["Published", "publish", "write_table"]
+__all__ = ["Published", "publish"]
 
 
 @dataclass(frozen=True)
@@ -30,28 +29,27 @@ class Published:
         Of the store, at the moment of writing.
     exponents
         As :func:`howsmooth.study.exponents.exponents`.
+    compared
+        Exponents of published and corrected quantities, as :func:`howsmooth.study.published_rows.compare`;
+        without rows if none were measured.
     pictures
         The figures.
-    report, measurements, exponents_file
-        The other files.
-    comparison
-        Of the published with the corrected quantities; ``None`` if there are none.
+    report
+        The page.
 
     """
 
     contents: Contents
     exponents: pd.DataFrame
+    compared: pd.DataFrame
     pictures: list[Picture]
     report: Path
-    measurements: Path
-    exponents_file: Path
-    comparison: PublishedComparison | None
 
 
-def publish(folder: Path, listener: Listener | None = None) -> Published:
+def publish(folder: Path, listener: Listener = SILENT) -> Published:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
-    With published values in it also what :func:`~howsmooth.study.published_tables.write_comparison` writes.
+    With published values in it also ``published.csv``, ``published-exponents.csv`` and their figures.
 
     Parameters
     ----------
@@ -68,20 +66,16 @@ def publish(folder: Path, listener: Listener | None = None) -> Published:
     """
     with Store.open(folder, write=False) as store:
         contents = store.contents()
-    table = exponents(contents.measurements)
-    try:
-        rows = folder / "measurements.csv"
-        replace_file(rows, contents.measurements[list(COLUMNS)].to_csv(index=False, lineterminator="\n"))
-        fits = folder / "exponents.csv"
-        replace_file(fits, table.to_csv(index=False, lineterminator="\n"))
-        kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
-        pictures = draw_all(contents.measurements, folder / "figures", listener or Silent(), kinds)
+    table, compared = exponents(contents.measurements), compare(contents.published)
+    with written_beside(folder, "measurements"):
+        replace_file(folder / "measurements.csv", csv_of(contents.measurements.loc[:, "model":"seed"]))
+        replace_file(folder / "exponents.csv", csv_of(table))
+        pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, pictures))
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. The measurements are kept in "
-            f"{folder}; make it writable or make room, and run the same command again."
-        ) from error
-    comparison = None if contents.published.empty else write_comparison(contents.published, folder)
-    return Published(contents, table, pictures, page, rows, fits, comparison)
+        if len(contents.published):
+            values = contents.published.drop(columns="run")
+            replace_file(folder / "published.csv", csv_of(values))
+            replace_file(folder / "published-exponents.csv", csv_of(compared))
+            draw_published(values, compared, folder / "figures")
+    return Published(contents, table, compared, pictures, page)

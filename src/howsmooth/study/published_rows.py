@@ -1,19 +1,26 @@
-"""The published quantity beside the corrected one: what is measured, and the rows of a store."""
+"""The published quantity beside the corrected one: what is measured, its rows, and their exponents.
+
+Nothing here measures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
-from howsmooth.study.records import PUBLISHED_COLUMNS
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.study.records import PublishedValue
 from howsmooth.study.store import Store
 
-__all__ = ["CORRECTED", "FILE", "PUBLISHED", "PUBLISHED_COLUMNS", "quantities", "read_rows"]
+__all__ = ["CORRECTED", "PUBLISHED", "compare", "quantities", "read_rows"]
 
-FILE = "published.csv"
 CORRECTED, PUBLISHED = "corrected", "as published"
+
+_FIT = ("slope", "low", "high", "quarter", "intercept", "n_points", "n_min", "n_max", "note")
+_COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -32,4 +39,36 @@ def read_rows(folder: Path) -> pd.DataFrame:
 
     """
     with Store.open(folder, write=False) as store:
-        return store.contents().published[list(PUBLISHED_COLUMNS)]
+        return store.contents().published[list(PublishedValue.columns())]
+
+
+def compare(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit the exponent of every quantity of every layer.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By model, text and layer, the quantities in the order in which they were measured; ``ratio`` is the
+        median over the sequences of the quantity divided by the corrected one. Corrected constants that did
+        not converge are not fitted; values of the published iteration are, settled or not, as published.
+
+    """
+    table = []
+    for (model, text, layer), family in rows.groupby(["model", "text", "layer"], sort=True):
+        right = family[family["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
+        for (quantity, items), group in family.groupby(["quantity", "items"], sort=False):
+            usable = (group["settled"] | group["lower"].isna()) & np.isfinite(group["lipschitz"])
+            fit = fit_exponent(group["n"].to_numpy(), group["lipschitz"].to_numpy(), usable.to_numpy())
+            ratio = group.set_index(["n", "sample"])["lipschitz"] / right
+            table.append(
+                {
+                    "model": model,
+                    "text": text,
+                    "layer": layer,
+                    "quantity": quantity,
+                    "items": items,
+                    **{name: getattr(fit, name) for name in _FIT},
+                    "ratio": float(ratio.median()),
+                }
+            )
+    return pd.DataFrame(table, columns=list(_COLUMNS))

@@ -6,17 +6,18 @@ a column is written once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any, ClassVar
 
 import pandas as pd
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "BOUND_COLUMNS", "COLUMNS", "KEY_COLUMNS", "KINDS",
-    "PUBLISHED_COLUMNS", "SENSITIVITY_COLUMNS", "Attack", "Bounding", "Contents", "Ending", "Failure",
-    "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key", "Measurement", "ModelRecord",
-    "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity", "SequenceRecord",
-    "SiteBound", "SiteBounds", "StudyRecord", "TextRecord",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "KEY_COLUMNS", "KINDS", "PLACE", "Attack", "Bounding",
+    "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key",
+    "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity",
+    "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of", "plain_rows",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -25,36 +26,19 @@ Key = tuple[str, int, int | None, int, int]
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns of a :data:`Key`."""
 
+
+def keys_of(
+    scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
+) -> frozenset[Key]:
+    """Return the keys of all measurements of some layers and heads at some lengths."""
+    return frozenset(
+        (scope, layer, head, n, sample)
+        for layer, head, n, sample in product(layers, heads, lengths, range(samples))
+    )
+
+
 PublishedKey = tuple[int, int, int, str, str]
 """Layer, n, sample, quantity and items: one published value of one model on one text."""
-
-COLUMNS = (
-    "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
-    "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
-)  # fmt: skip
-"""The columns of ``measurements.csv``, in their order."""
-
-SENSITIVITY_COLUMNS = (
-    "model", "text", "scope", "layer", "head", "n", "sample", "start", "place", "tokens", "input_energy",
-    "output_energy", "converged", "run",
-)  # fmt: skip
-"""The columns of ``Contents.sensitivities``."""
-
-BOUND_COLUMNS = (
-    "model", "text", "scope", "layer", "head", "n", "sample", "start", "radius", "name", "side", "quantity",
-    "value", "log_value", "holds", "source", "run",
-)  # fmt: skip
-"""The columns of ``Contents.bounds``."""
-
-PUBLISHED_COLUMNS = (
-    "model", "text", "layer", "n", "sample", "quantity", "items", "lipschitz", "lower", "upper", "settled",
-    "steps", "radius_mean", "start", "seed", "map",
-)  # fmt: skip
-"""The columns of ``Contents.published`` and of ``published.csv``.
-
-``quantity`` is ``corrected``, ``only`` and an item, or ``as published``; ``items`` are the items in effect.
-``lower`` and ``upper`` are empty where the published iteration measured.
-"""
 
 ATTACK = "attack"
 """The kind of work, as the store has it, of attacks."""
@@ -70,7 +54,8 @@ ATTACK_KINDS = {
 }
 """What a row of an attack can be, and what that means."""
 
-_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
+PLACE = ("model", "text", *KEY_COLUMNS)
+"""The columns that tell one measurement from all others."""
 
 
 class Row:
@@ -179,8 +164,8 @@ class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
 
 
 @dataclass(frozen=True)
-class Measurement(Row, table="measurements", key=_PLACE):
-    """A measured constant: the columns of ``measurements.csv``, then what else says how it was made.
+class Measurement(Row, table="measurements", key=PLACE):
+    """A measured constant: up to ``seed`` the columns of ``measurements.csv``, then how it was made.
 
     ``start`` is the position of the sequence's first token in the tokenised text; ``seconds`` is an
     equal share of the time that the batch took.
@@ -229,7 +214,7 @@ class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"
 
 
 @dataclass(frozen=True)
-class Sensitivity(Row, table="sensitivities", key=_PLACE):
+class Sensitivity(Row, table="sensitivities", key=PLACE):
     """Where the constant of a measurement comes from: each token's share of the leading directions.
 
     ``input_energy[i]`` is |v_i|² for the unit direction v of the tokens that moves the output most,
@@ -276,7 +261,7 @@ class SiteBounds:
 
 
 @dataclass(frozen=True)
-class Bounding(Row, SiteBound, table="bounds", key=(*_PLACE, "name", "side")):
+class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
     """A bound with the attention and the sequence it is on, and the ``radius`` of the ball.
 
     ``seconds`` is the time of all bounds of this attention and sequence.
@@ -298,8 +283,9 @@ class Bounding(Row, SiteBound, table="bounds", key=(*_PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """What was measured of one quantity at one sequence; see ``PUBLISHED_COLUMNS``.
+    """What was measured of one quantity at one sequence: the columns of ``published.csv``.
 
+    ``quantity`` is ``corrected``, ``only`` and an item, or ``as published``; ``items`` are those in effect.
     ``lower`` and ``upper`` are ``None`` where the published iteration measured, which has no interval.
     """
 
@@ -327,7 +313,7 @@ class PublishedValue(
 
 
 @dataclass(frozen=True)
-class Failure(Row, table="failures", key=("what", *_PLACE), again="replace"):
+class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
     """What could not be measured, and why; it is there until a row shows that it is over.
 
     What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
@@ -467,13 +453,11 @@ class Contents:
     study
         The identity and the time of creation; empty if nothing was ever measured.
     sensitivities
-        One row a sequence, scope, layer and head, for sample 0 up to 512 tokens, with
-        ``SENSITIVITY_COLUMNS``: ``tokens`` a list of words, ``input_energy`` and ``output_energy`` lists
-        of numbers of the same length; ``place`` is missing if the tokenizer cannot tell.
-    bounds
-        One row a bound, see ``study.records.SiteBound``, with ``BOUND_COLUMNS``; what is missing is NaN.
-    published
-        One row a quantity and sequence, with ``PUBLISHED_COLUMNS`` and the number of its run.
+        One row a sequence, scope, layer and head, for sample 0 up to 512 tokens, with the columns of
+        :class:`Sensitivity` and :class:`SequenceRecord` and whether the measurement ``converged``.
+    bounds, published
+        With the columns of :class:`Bounding` but its ``seconds``, and of :class:`PublishedValue`, and the
+        number of the run; what is missing is NaN.
 
     """
 
@@ -487,3 +471,19 @@ class Contents:
     sensitivities: pd.DataFrame
     bounds: pd.DataFrame
     published: pd.DataFrame
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Of which of :data:`howsmooth.study.plan.KINDS` each text, or what else was measured on, is."""
+        return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
+
+
+def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """List the rows of a table as dictionaries of plain Python values, missing ones None."""
+    return [
+        {
+            str(name): value if isinstance(value, list) or not pd.isna(value) else None
+            for name, value in row.items()
+        }
+        for row in table.astype(object).to_dict("records")
+    ]

@@ -65,16 +65,16 @@ def run(
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
     plan = _with_memory_shared(plan, means)
     with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
-        assert study.store is not None
-        # All is listed first, so that what cannot be done is refused before anything is measured.
+        # All is listed first, so that what cannot be done is refused before there is a store.
         listed = [constants_left(study), *(kind(study) for kind in beside)]
-        runner = Runner(study.store, means, study.models, plan.device)
+        store = study.begin()
+        runner = Runner(store, means, study.models, plan.device)
         for spec, text, error in study.impossible:
             runner.fail(Failed([failure_row(error, Measurement, spec.label, text)], error))
         for work in listed:
             runner.carry_out(work)
         if plan.bounds != "none":
-            for one in spent_on_bounds(study.store):
+            for one in spent_on_bounds(store):
                 runner.pace.learn(one.alike, one.n, 1, one.seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
         return replace(runner.finish(), seconds=time.monotonic() - began)

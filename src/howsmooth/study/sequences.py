@@ -18,7 +18,6 @@ __all__ = [
     "bounded_lengths",
     "draw_distinct",
     "overlapping",
-    "windows_in",
 ]
 
 Sequences = Mapping[tuple[int, int], int]
@@ -91,11 +90,6 @@ def overlapping(windows: Iterable[tuple[int, int]]) -> int:
         count += start < end
         end = max(end, start + n)
     return count
-
-
-def windows_in(tokens: int, length: int) -> int:
-    """How many non-overlapping windows of ``length`` tokens there are in ``tokens`` tokens."""
-    return tokens // length
 
 
 def draw_distinct(samples: int, count: int, seed: int) -> list[int]:

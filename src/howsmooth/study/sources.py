@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.feeds import Inputs
 from howsmooth.study.feeds import open_source as open_text
-from howsmooth.study.names import encodable
+from howsmooth.study.names import encodable, place_in_words
 from howsmooth.study.plan import ModelSpec, Plan, SourcePlan
 from howsmooth.study.subjects import (
     Models,
@@ -72,7 +72,7 @@ class Target:
     @property
     def place(self) -> str:
         """Where it stands, in words."""
-        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
         """Return the ball of a radius, a number or ``"auto"`` or ``"data"`` as in an attack's plan.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from howsmooth.study.pace import Pace
@@ -12,6 +12,7 @@ from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_rows import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
+    PLACE,
     Failure,
     Key,
     Measurement,
@@ -19,6 +20,7 @@ from howsmooth.study.records import (
     PublishedValue,
     Row,
     Run,
+    keys_of,
 )
 from howsmooth.study.store import Store
 from howsmooth.study.subjects import MEASURE
@@ -99,7 +101,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
         return Status(parts, False, None, None, None, None, ())
     running = Store.in_use(folder)
     with Store.open(folder, write=False) as store:
-        store.check(MEASURE, asdict(plan.identity))
+        store.check(MEASURE, plan.settings())
         look = _Look(plan, store)
         parts = tuple(look.part(*one) for one in where)
         runs = [run for run, _ in store.rows(Run)]
@@ -169,7 +171,10 @@ class _Look:
         """Whether a row that is missing is covered by a failure, of itself or of more."""
         return any(
             row.what == kind.table
-            and all(said in (None, here) for said, here in zip(_place(row), place, strict=True))
+            and all(
+                said in (None, here)
+                for said, here in zip((getattr(row, name) for name in PLACE), place, strict=True)
+            )
             for row in self._failures
         )
 
@@ -192,15 +197,6 @@ class _Look:
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:
-    chosen = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
-    return frozenset(
-        (scope, layer, head, n, sample)
-        for layer in plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
-        for head in chosen
-        for n in plan.lengths_of(spec)
-        for sample in range(plan.samples)
-    )
-
-
-def _place(row: Failure) -> tuple[object, ...]:
-    return row.model, row.text, row.scope, row.layer, row.head, row.n, row.sample
+    heads = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
+    layers = plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
+    return keys_of(scope, layers, heads, plan.lengths_of(spec), plan.samples)

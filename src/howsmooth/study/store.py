@@ -23,10 +23,8 @@ from filelock import FileLock
 
 from howsmooth.errors import StoreError
 from howsmooth.study.records import (
-    BOUND_COLUMNS,
     KINDS,
-    PUBLISHED_COLUMNS,
-    SENSITIVITY_COLUMNS,
+    PLACE,
     Bounding,
     Contents,
     Failure,
@@ -43,7 +41,7 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "Store", "now"]
+__all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
 
 R = TypeVar("R", bound=Row)
 
@@ -58,7 +56,6 @@ _NO_OPTIONS = {
     "n": "number of tokens",
     "d": "dimension",
 }
-_PLACE = ("model", "text", "scope", "layer", "head", "n", "sample")
 
 
 class Store:
@@ -81,22 +78,8 @@ class Store:
         self._held = False
         self.path = path
 
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether the folder holds something under the store's name.
-
-        Raises
-        ------
-        StoreError
-            If the folder is there but is not a folder, or cannot be looked into.
-
-        """
-        return store_there(folder)
-
-    @classmethod
-    def in_use(cls, folder: Path) -> bool:
-        """Whether another process is writing into the folder's store."""
-        return in_use(folder)
+    exists = staticmethod(store_there)
+    in_use = staticmethod(in_use)
 
     @classmethod
     def open(cls, folder: Path, *, write: bool = True) -> Store:
@@ -196,7 +179,7 @@ class Store:
         """Delete the failures whose very rows are there, as those of another store can be."""
         with self.transaction():
             for kind in (Measurement, Bounding, PublishedValue):
-                names = [name for name in _PLACE if name in kind.columns()]
+                names = [name for name in PLACE if name in kind.columns()]
                 same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
                 self._connection.execute(
                     f"DELETE FROM failures WHERE what = '{kind.table}' "
@@ -229,7 +212,7 @@ class Store:
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
         for kind in {type(row) for row in rows} - {Failure}:
-            names = [name for name in _PLACE if name in kind.columns()]
+            names = [name for name in PLACE if name in kind.columns()]
             same = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in names)
             for values in {tuple(getattr(row, name) for name in names) for row in rows if type(row) is kind}:
                 self._connection.execute(
@@ -310,7 +293,7 @@ class Store:
         created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
         identity = self.identity("measure")
         return Contents(
-            measurements=self.table(Measurement, _PLACE),
+            measurements=self.table(Measurement, PLACE),
             models=self.table(ModelRecord, ["label"]).drop(columns="run"),
             texts=self.table(TextRecord, ["name"]).drop(columns="run"),
             inputs=self.table(InputRecord, ["model", "text"]).drop(columns="run"),
@@ -318,18 +301,15 @@ class Store:
             failures=self.table(Failure, ["happened"]),
             study={"created": created[0], **identity} if created else {},
             sensitivities=self._sensitivities(),
-            bounds=self.table(Bounding, [*_PLACE, "NOT holds", "log_value", "name"])[list(BOUND_COLUMNS)],
-            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"])[
-                [*PUBLISHED_COLUMNS, "run"]
-            ],
+            bounds=self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"]).drop(columns="seconds"),
+            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"]),
         )
 
     def _sensitivities(self) -> pd.DataFrame:
-        shares = self.table(Sensitivity, _PLACE)
+        shares = self.table(Sensitivity, PLACE)
         words = self.table(SequenceRecord).drop(columns="run")
-        converged = self.table(Measurement)[[*_PLACE, "converged"]]
-        joined = shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(_PLACE))
-        return joined[list(SENSITIVITY_COLUMNS)]
+        converged = self.table(Measurement)[[*PLACE, "converged"]]
+        return shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(PLACE))
 
     # ---- plumbing
 
@@ -343,6 +323,50 @@ class Store:
             names = [column[0] for column in cursor.description]
             # As objects: an integer beside a missing one would become a float otherwise, and be rounded.
             return pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
+
+
+class PendingStore:
+    """The store of a folder for one kind of work, made when its first rows are written and not before.
+
+    What is refused until then leaves no empty store behind. Use it as a context manager.
+
+    Parameters
+    ----------
+    folder
+        Of the store. If there is one, it is opened at once.
+    kind
+        Of work.
+    write
+        Whether rows will be added.
+
+    Attributes
+    ----------
+    store
+        ``None`` as long as there is none.
+
+    """
+
+    def __init__(self, folder: Path, kind: str, *, write: bool = True) -> None:
+        self._folder, self._kind = folder, kind
+        self.store = Store.open(folder, write=write) if Store.exists(folder) else None
+
+    def __enter__(self) -> PendingStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Refuse to mix rows that do not mean the same, as :meth:`Store.check` does."""
+        if self.store is not None:
+            self.store.check(self._kind, identity)
+
+    def begin(self, identity: Mapping[str, Any]) -> Store:
+        """Return the store, made if it is not there, which records what all rows have in common."""
+        self.store = self.store or Store.open(self._folder)
+        self.store.begin(self._kind, identity)
+        return self.store
 
 
 def now() -> str:

@@ -8,8 +8,8 @@ and every model is captured once at the shortest length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from howsmooth.study.feeds import Feed, Inputs, Source, feed_of, open_source, pl
 from howsmooth.study.names import encodable
 from howsmooth.study.plan import ModelSpec, Plan, derive_seed
 from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
-from howsmooth.study.store import Store
+from howsmooth.study.store import PendingStore, Store
 
 __all__ = [
     "MEASURE", "Impossible", "Models", "OpenStudy", "Placed", "Subject", "capture_sites", "check_fits",
@@ -71,8 +71,8 @@ class OpenStudy:
     ----------
     plan
         What is to be measured.
-    store
-        It knows all models and texts of the subjects; ``None`` if there is none yet and none was to be made.
+    pending
+        Its store.
     models
         Loads them.
     placed
@@ -85,11 +85,22 @@ class OpenStudy:
     """
 
     plan: Plan
-    store: Store | None
+    pending: PendingStore
     models: Models
     placed: list[Placed]
     impossible: Impossible
     keep_going: bool
+
+    @property
+    def store(self) -> Store | None:
+        """The store; ``None`` if there is none yet."""
+        return self.pending.store
+
+    def begin(self) -> Store:
+        """Return the store, made if it is not there, which knows all models and texts of the subjects."""
+        store = self.pending.begin(self.plan.settings())
+        store.add(record for one in self.placed for record in _records(one))
+        return store
 
 
 class Models:
@@ -147,7 +158,7 @@ def opened_study(
     keep_going: bool = False,
     models: Models | None = None,
 ) -> Iterator[OpenStudy]:
-    """Open the store of a study and check the plan against it; a new store is made once all checks passed.
+    """Open the store of a study, if there is one, and check the plan against it.
 
     Parameters
     ----------
@@ -156,7 +167,7 @@ def opened_study(
     folder
         Of the study.
     write
-        Whether it is to be carried out; otherwise nothing is made or changed.
+        Whether it is to be carried out.
     keep_going
         Leave out what is impossible instead of raising the first reason.
     models
@@ -168,25 +179,19 @@ def opened_study(
         If the plan is impossible, with ``keep_going`` if all of it is, or if the store cannot be used.
 
     """
-    identity = asdict(plan.identity)
-    with ExitStack() as stack:
-        # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
-        store = stack.enter_context(Store.open(folder, write=write)) if Store.exists(folder) else None
-        if store is not None:
-            store.check(MEASURE, identity)
+    # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
+    with PendingStore(folder, MEASURE, write=write) as pending:
+        pending.check(plan.settings())
         models, impossible = models or Models(plan), Impossible()
-        checked = checked_subjects(plan, models, impossible if keep_going else None)
-        for subject, _ in checked if store is not None else ():
-            assert store is not None
-            _check_unchanged(store, subject)
-        placed = list(_placed(plan, checked, store, impossible if keep_going else None))
+        left_out = impossible if keep_going else None
+        checked = checked_subjects(plan, models, left_out)
+        if pending.store is not None:
+            for subject, _ in checked:
+                _check_unchanged(pending.store, subject)
+        placed = list(_placed(plan, checked, pending.store, left_out))
         if not placed:
             raise impossible[0][2]
-        if write:
-            store = store or stack.enter_context(Store.open(folder))
-            store.begin(MEASURE, identity)
-            store.add(record for one in placed for record in _records(one))
-        yield OpenStudy(plan, store, models, placed, impossible, keep_going)
+        yield OpenStudy(plan, pending, models, placed, impossible, keep_going)
 
 
 def _check_unchanged(store: Store, subject: Subject) -> None:

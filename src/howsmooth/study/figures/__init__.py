@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from howsmooth.study.figures.attacks import AttackPicture, draw_attacks
+from howsmooth.study.figures.attacks import draw_attacks
 from howsmooth.study.figures.measurements import Picture, draw_all
-from howsmooth.study.figures.published import PublishedPicture, draw_published
+from howsmooth.study.figures.published import draw_published
 
-__all__ = ["AttackPicture", "Picture", "PublishedPicture", "draw_all", "draw_attacks", "draw_published"]
+__all__ = ["Picture", "draw_all", "draw_attacks", "draw_published"]

@@ -8,25 +8,24 @@ the ball can exceed. The second is that of its Appendix C.5, γR² for every hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.figures.parts import Part, draw_overview, parts_of
 from howsmooth.study.figures.style import (
     FIT_COLOUR,
     GREY,
-    STYLE,
+    Files,
     Slopes,
+    draw_each,
     draw_guides,
     guide_handles,
     literal,
@@ -34,10 +33,11 @@ from howsmooth.study.figures.style import (
     save,
     set_axis,
 )
-from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.names import file_stem, mask_in_words, readable
+from howsmooth.study.progress import Listener
 from howsmooth.study.ticks import number
 
-__all__ = ["AttackPicture", "draw_attacks"]
+__all__ = ["draw_attacks"]
 
 _DOTS = (0.0, (1.2, 1.6))
 _HALF: Slopes = ((0.5, "1/2", _DOTS),)
@@ -52,37 +52,13 @@ _MOST_COLUMNS = 8
 _MOST_PANELS = 96
 
 
-@dataclass(frozen=True)
-class AttackPicture:
-    """A drawn figure: its two files, and words for the reader who sees it and for the one who does not."""
-
-    png: Path
-    pdf: Path
-    title: str
-    alt: str
-
-
-@dataclass(frozen=True, eq=False)
-class _Panel:
-    """The rows of one attention, by length, and the exponent of the largest constant found."""
-
-    layer: int
-    head: int | None
-    rows: pd.DataFrame
-    fit: Exponent
-
-    @property
-    def name(self) -> str:
-        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
-
-
 def draw_attacks(
     label: str,
     summary: pd.DataFrame,
     heads: pd.DataFrame,
     folder: Path,
-    on_figure: Callable[[int, int], None] = lambda done, total: None,
-) -> list[AttackPicture]:
+    listener: Listener,
+) -> list[Files]:
     """Draw the constant against n for every attention, an overview of several, and γR² of all heads.
 
     Parameters
@@ -95,110 +71,62 @@ def draw_attacks(
         The rows of :class:`howsmooth.study.records.HeadStrength`.
     folder
         For the files; made if it is not there.
-    on_figure
+    listener
         Told how many figures are drawn, of how many.
 
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    panels = _panels(summary)
+    parts = parts_of(summary, "found")
     strong = heads[heads["gamma"].notna()]
-    several = 1 < len(panels) <= _MOST_PANELS
-    total = len(panels) + several + bool(len(strong))
-    pictures: list[AttackPicture] = []
-    with rc_context(STYLE):
-        if several:
-            pictures.append(_overview(panels, label, folder))
-            on_figure(len(pictures), total)
-        if len(strong):
-            pictures.append(_strengths(strong, summary, label, folder))
-            on_figure(len(pictures), total)
-        for panel in panels:
-            pictures.append(_single(panel, label, folder))
-            on_figure(len(pictures), total)
-    return pictures
-
-
-def _panels(summary: pd.DataFrame) -> list[_Panel]:
-    panels = []
-    for _, group in summary.groupby(["layer", "head"], dropna=False, sort=True):
-        rows = group.sort_values("n")
-        layer, head = int(rows["layer"].iloc[0]), rows["head"].iloc[0]
-        fit = fit_exponent(rows["n"].to_numpy(), rows["found"].to_numpy(), rows["converged"].to_numpy())
-        panels.append(_Panel(layer, None if pd.isna(head) else int(head), rows, fit))
-    return panels
+    figures: list[Callable[[], Files]] = []
+    if 1 < len(parts) <= _MOST_PANELS:
+        figures.append(partial(_overview, parts, label, folder))
+    if len(strong):
+        figures.append(partial(_strengths, strong, summary, label, folder))
+    figures += [partial(_single, part, label, folder) for part in parts]
+    return draw_each(figures, folder, listener)
 
 
 # ---- the constant against the length
 
 
-def _single(panel: _Panel, label: str, folder: Path) -> AttackPicture:
+def _single(part: Part, label: str, folder: Path) -> Files:
     figure = new_figure(7.6, 4.3)
     axis = figure.subplots()
-    _draw(axis, panel, size=34.0)
-    _limits(axis, [panel], 0.075)
+    _draw(axis, part, size=34.0)
+    _limits(axis, part.rows, 0.075)
     axis.set_xlabel("sequence length n (tokens)")
     axis.set_ylabel("local Lipschitz constant")
-    rows, fit = panel.rows, panel.fit
-    title = f"{readable(label)}, {panel.name}, scope {rows['scope'].iloc[0]}"
-    below = f"tokens of norm at most R = {rows['radius'].iloc[0]:.4g}, {_mask(rows)}"
+    rows, fit = part.rows, part.fit
+    title = f"{readable(label)}, {part.name}, scope {rows['scope'].iloc[0]}"
+    masking = mask_in_words(rows["masking"].iloc[0])
+    below = f"tokens of norm at most R = {rows['radius'].iloc[0]:.4g}, {masking}"
     if not rows["converged"].all():
         below += "; hollow: not converged, not in the fit"
-    figure.suptitle(_heading(title, below))
-    words = "" if fit.note else f"fit $n^{{{fit.slope:z.3f}}}$, 95 % {_interval(fit, 3)}"
-    figure.legend(handles=_handles([panel], words), loc="outside right center", handlelength=2.2)
-    stem = [f"layer-{panel.layer:02d}", *([] if panel.head is None else [f"head-{panel.head:02d}"])]
-    png, pdf = save(figure, folder, file_stem(label, "attack", *stem), title)
-    return AttackPicture(png, pdf, title, f"Constants against the length on log axes: {_words(panel)}")
+    figure.suptitle(literal(f"{title}\n{below}"))
+    words = "" if fit.note else f"fit $n^{{{fit.slope:z.3f}}}$, 95 % {fit.ends(3)}"
+    figure.legend(handles=_handles(rows, words), loc="outside right center", handlelength=2.2)
+    return save(figure, folder, file_stem(label, "attack", *part.stem), title)
 
 
-def _overview(panels: list[_Panel], label: str, folder: Path) -> AttackPicture:
-    heads = len({panel.head for panel in panels})
-    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(panels), 4)
-    rows = math.ceil(len(panels) / columns)
-    figure = new_figure(1.2 + 2.2 * columns, 1.6 + 2.0 * rows)
-    axes = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).ravel()
-    for place, axis in enumerate(axes):
-        if place >= len(panels):
-            axis.set_visible(False)
-            continue
-        panel = panels[place]
-        _draw(axis, panel, size=14.0)
-        _limits(axis, panels, 0.2)
-        axis.set_title(panel.name, pad=4)
-        if not panel.fit.note:
-            axis.text(
-                0.04,
-                0.96,
-                decimal(panel.fit.slope, 2),
-                transform=axis.transAxes,
-                va="top",
-                fontsize=8.5,
-                color=FIT_COLOUR,
-                bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
-            )
-        if place + columns >= len(panels):
-            axis.tick_params(labelbottom=True)
-            axis.set_xlabel("length n (tokens)")
-    figure.supylabel("local Lipschitz constant", fontsize=10)
-    scope = panels[0].rows["scope"].iloc[0]
-    title = f"{readable(label)}, scope {scope}: the largest constants found"
+def _overview(parts: Sequence[Part], label: str, folder: Path) -> Files:
+    rows = pd.concat([part.rows for part in parts])
+
+    def draw(axis: Axes, part: Part) -> None:
+        _draw(axis, part, size=14.0)
+        _limits(axis, rows, 0.2)
+
+    figure = draw_overview(parts, draw, "tokens", _MOST_COLUMNS)
+    title = f"{readable(label)}, scope {rows['scope'].iloc[0]}: the largest constants found"
     figure.suptitle(literal(title))
-    fitted = any(not panel.fit.note for panel in panels)
-    handles = _handles(panels, "fit of the largest found, with its exponent" if fitted else "")
-    figure.legend(handles=handles, loc="outside lower center", ncols=3 if columns > 2 else 2)
-    png, pdf = save(figure, folder, file_stem(label, "attack", "overview"), title)
-    found = [panel.fit.slope for panel in panels if not panel.fit.note]
-    alt = "Small plots of the constant against the length on log axes, one an attention. " + (
-        f"Fitted exponents from {decimal(min(found), 2)} to {decimal(max(found), 2)}."
-        if found
-        else "No exponent could be fitted."
-    )
-    return AttackPicture(png, pdf, title, alt)
+    fitted = any(not part.fit.note for part in parts)
+    handles = _handles(rows, "fit of the largest found, with its exponent" if fitted else "")
+    figure.legend(handles=handles, loc="outside lower center", ncols=3 if len(parts) > 2 else 2)
+    return save(figure, folder, file_stem(label, "attack", "overview"), title)
 
 
-def _draw(axis: Axes, panel: _Panel, size: float) -> None:
-    """Draw the four series of a panel, and the fit of what was found."""
-    rows = panel.rows
+def _draw(axis: Axes, part: Part, size: float) -> None:
+    """Draw the four series of a part, and the fit of what was found."""
+    rows = part.rows
     bounded = rows[np.isfinite(rows["upper"])]
     if len(bounded):
         # What lies above the bound is ruled out: shaded, up to where the axis is cut.
@@ -219,12 +147,12 @@ def _draw(axis: Axes, panel: _Panel, size: float) -> None:
             linewidths=0.9,
             zorder=5 if name == "found" else 3,
         )
-    draw_guides(axis, panel.fit, ())
-    if not panel.fit.note:
+    draw_guides(axis, part.fit, ())
+    if not part.fit.note:
         # Beside the fit, not through it: where the exponent is 1/2 one would hide the other.
-        ends = np.array([panel.fit.n_min, panel.fit.n_max], dtype=float)
-        middle = math.sqrt(panel.fit.n_min * panel.fit.n_max)
-        height = _ASIDE * panel.fit.at(middle)
+        ends = np.array([part.fit.n_min, part.fit.n_max], dtype=float)
+        middle = math.sqrt(part.fit.n_min * part.fit.n_max)
+        height = _ASIDE * part.fit.at(middle)
         axis.plot(ends, height * np.sqrt(ends / middle), color=GREY, linestyle=_DOTS, linewidth=1.1, zorder=1)
 
 
@@ -239,17 +167,15 @@ def _apart(lengths: list[int], gap: float) -> list[float]:
     return chosen
 
 
-def _limits(axis: Axes, panels: list[_Panel], gap: float) -> None:
-    rows = pd.concat([panel.rows for panel in panels])
+def _limits(axis: Axes, rows: pd.DataFrame, gap: float) -> None:
     values = pd.concat([rows[name] for name in ("tokens", "paper", "found", "upper")])
     set_axis(axis, "x", rows["n"], whole=True)
     axis.xaxis.set_major_locator(FixedLocator(_apart(sorted({int(n) for n in rows["n"]}), gap)))
     set_axis(axis, "y", values[np.isfinite(values)])
 
 
-def _handles(panels: list[_Panel], fit: str) -> list[Line2D | Patch]:
-    rows = pd.concat([panel.rows for panel in panels])
-    handles: list[Line2D | Patch] = []
+def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
+    handles: list[Line2D] = []
     if np.isfinite(rows["upper"]).any():
         handles.append(Line2D([], [], color="0.15", linewidth=1.2, label="upper bound: none above"))
     for name, colour, marker, words in reversed(_SERIES):
@@ -265,7 +191,7 @@ def _handles(panels: list[_Panel], fit: str) -> list[Line2D | Patch]:
 # ---- how strong the scores are
 
 
-def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> AttackPicture:
+def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
     """Draw γR² of each head against its layer, or against the head where there is one layer."""
     by_layer = heads["layer"].nunique() > 1
     across = heads["layer"] if by_layer else heads["head"]
@@ -275,17 +201,13 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
     figure = new_figure(max(5.6, min(11.0, 2.4 + 0.42 * len(ticks))), 4.0)
     axis = figure.subplots()
     place = across.to_numpy(np.float64)
-    for chosen, colour, marker in ((negative, _FOUND, "o"), (~negative, _PAPER, "^")):
-        axis.scatter(
-            place[chosen],
-            strength[chosen],
-            s=22,
-            color=colour,
-            marker=marker,
-            alpha=0.8,
-            linewidths=0,
-            zorder=3,
-        )
+    for chosen, colour, marker, words in (
+        (negative, _FOUND, "o", r"$\gamma = -\gamma_{\min}$"),
+        (~negative, _PAPER, "^", r"$\gamma = \gamma_{\max}/8$"),
+    ):
+        if chosen.any():
+            look: dict[str, Any] = {"color": colour, "marker": marker, "label": words}
+            axis.scatter(place[chosen], strength[chosen], s=22, alpha=0.8, linewidths=0, zorder=3, **look)
     attacked = set(zip(summary["layer"], summary["head"].fillna(-1), strict=True))
     ringed = [(row.layer, row.head) in attacked for row in heads.itertuples()]
     if 0 < sum(ringed) < len(heads):
@@ -297,11 +219,20 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
             edgecolors=FIT_COLOUR,
             linewidths=1,
             zorder=4,
+            label="attacked here",
         )
     if by_layer:
-        for tick in ticks:
-            middle = float(np.median(strength[place == tick]))
-            axis.plot([tick - 0.28, tick + 0.28], [middle, middle], color=GREY, linewidth=1.4, zorder=2)
+        middles = [float(np.median(strength[place == tick])) for tick in ticks]
+        ends = np.array(ticks, dtype=np.float64)
+        axis.hlines(
+            middles,
+            ends - 0.28,
+            ends + 0.28,
+            color=GREY,
+            linewidth=1.4,
+            zorder=2,
+            label="median of the layer",
+        )
     if (strength > 0).all() and strength.max() > 20 * strength.min():
         set_axis(axis, "y", pd.Series(strength))
     else:
@@ -315,44 +246,6 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
     axis.set_ylabel(r"$\gamma R^2$, $\gamma = \max(-\gamma_{\min}, \gamma_{\max}/8)$")
     title = f"{readable(label)}: how strong the scores of each head can be"
     figure.suptitle(literal(title))
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", markersize=5, label=words)
-        for rows, colour, marker, words in (
-            (negative, _FOUND, "o", r"$\gamma = -\gamma_{\min}$"),
-            (~negative, _PAPER, "^", r"$\gamma = \gamma_{\max}/8$"),
-        )
-        if rows.any()
-    ]
-    if by_layer:
-        handles.append(Line2D([], [], color=GREY, linewidth=1.4, label="median of the layer"))
-    if 0 < sum(ringed) < len(heads):
-        ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": FIT_COLOUR, "markersize": 8}
-        handles.append(Line2D([], [], marker="o", linestyle="none", label="attacked here", **ring))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    png, pdf = save(figure, folder, file_stem(label, "gamma"), title)
-    alt = f"Dots, one a head: gamma R squared goes from {strength.min():.3g} to {strength.max():.3g}."
-    return AttackPicture(png, pdf, title, alt)
-
-
-# ---- words
-
-
-def _mask(rows: pd.DataFrame) -> str:
-    masking = str(rows["masking"].iloc[0])
-    return "unmasked" if masking == "none" else masking
-
-
-def _heading(title: str, below: str) -> str:
-    return literal(f"{title}\n{below}")
-
-
-def _interval(fit: Exponent, digits: int) -> str:
-    return f"[{decimal(fit.low, digits)}, {decimal(fit.high, digits)}]"
-
-
-def _words(panel: _Panel) -> str:
-    found = panel.rows["found"]
-    words = f"{panel.name}, largest found from {found.min():.3g} to {found.max():.3g}"
-    if panel.fit.note:
-        return f"{words}; no exponent, {panel.fit.note}."
-    return f"{words}; fitted exponent {decimal(panel.fit.slope, 3)}, 95 % interval {_interval(panel.fit, 3)}."
+    entries = len(axis.get_legend_handles_labels()[0])
+    figure.legend(loc="outside lower center", ncols=entries)
+    return save(figure, folder, file_stem(label, "gamma"), title)

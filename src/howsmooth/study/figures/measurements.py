@@ -8,26 +8,23 @@ their interval.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
 
-from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.figures.parts import Part, draw_overview, parts_of, range_of_exponents
 from howsmooth.study.figures.style import (
     COLOURS,
-    FIT_COLOUR,
-    GREY,
-    STYLE,
     add_colourbar,
+    draw_each,
     draw_guides,
     guide_handles,
     literal,
@@ -105,28 +102,38 @@ def draw_all(
         Overviews before their parts.
 
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures: list[Picture] = []
-    families = list(measurements.groupby(["model", "text", "scope"], sort=True))
-    sizes = [family.groupby(["layer", "head"], dropna=False).ngroups for _, family in families]
-    total = sum(size + (size > 1) for size in sizes)
-    with rc_context(STYLE):
-        for (model, text, scope), family in families:
-            parts = _parts(family)
-            kind = kinds.get(str(text), "text")
-            if len(parts) > 1:
-                pictures.append(_overview(parts, folder, str(model), str(text), str(scope), kind))
-                listener.advance(float(len(pictures)), float(total), f"{len(pictures)} of {total}")
-            for part in parts:
-                pictures.append(_single(part, folder, str(model), str(text), str(scope), kind))
-                listener.advance(float(len(pictures)), float(total), f"{len(pictures)} of {total}")
-    return pictures
+    figures: list[Callable[[], Picture]] = []
+    for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
+        parts = parts_of(family, "lipschitz")
+        shown = _Family(folder, str(model), str(text), str(scope), kinds.get(str(text), "text"))
+        figures += [partial(_overview, parts, shown)] if len(parts) > 1 else []
+        figures += [partial(_single, part, shown) for part in parts]
+    return draw_each(figures, folder, listener)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What is drawn: a scope of a model on a text, or on what else is of a kind; and the folder for it."""
+
+    folder: Path
+    model: str
+    text: str
+    scope: str
+    kind: str
+
+    def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
+        """Write a figure of one part, or of all."""
+        stem = ["overview"] if part is None else part.stem
+        png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
+        layer, head = (None, None) if part is None else (part.layer, part.head)
+        where = (self.model, self.text, self.scope, layer, head)
+        return Picture(png, pdf, title, alt, *where, overview=part is None, inches=figure.get_figwidth())
 
 
 # ---- one layer
 
 
-def _single(part: _Part, folder: Path, model: str, text: str, scope: str, kind: str) -> Picture:
+def _single(part: Part, family: _Family) -> Picture:
     group, fit = part.rows, part.fit
     figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -138,7 +145,7 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str, kind: 
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
     set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
-    left.set_xlabel(f"sequence length n ({unit_in_words(kind)})")
+    left.set_xlabel(f"sequence length n ({unit_in_words(family.kind)})")
     left.set_ylabel("local Lipschitz constant")
     right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
     add_colourbar(figure, left, radii, "radius R")
@@ -146,124 +153,51 @@ def _single(part: _Part, folder: Path, model: str, text: str, scope: str, kind: 
     if fit.note:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
-        interval = f"[{decimal(fit.low, 3)}, {decimal(fit.high, 3)}]"
-        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {interval}"
+        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends(3)}"
         figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
-    place = part.name
-    title = f"{readable(model)}, {place}, scope {scope}, {kind_in_words(kind)} {readable(text)}"
-    figure.suptitle(literal(title) + _unconverged_words(group, fit))
-    stem = [f"layer-{part.layer:02d}", *([] if part.head is None else [f"head-{part.head:02d}"])]
-    alt = f"Two scatter plots on log axes for {title}: {_description(group, fit)}"
-    png, pdf = save(figure, folder, file_stem(model, text, scope, *stem), title)
-    return Picture(
-        png,
-        pdf,
-        title,
-        alt,
-        model,
-        text,
-        scope,
-        part.layer,
-        part.head,
-        overview=False,
-        inches=figure.get_figwidth(),
+    title = (
+        f"{readable(family.model)}, {part.name}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.text)}"
+    )
+    figure.suptitle(literal(title) + _unconverged_words(group))
+    return family.saved(
+        figure, title, f"Two scatter plots on log axes for {title}: {_description(part)}", part
     )
 
 
 # ---- all layers
 
 
-def _overview(parts: list[_Part], folder: Path, model: str, text: str, scope: str, kind: str) -> Picture:
-    family = pd.concat([part.rows for part in parts])
-    heads = len({part.head for part in parts})
-    columns = min(heads, _MOST_COLUMNS) if heads > 1 else min(len(parts), 4)
-    rows = math.ceil(len(parts) / columns)
-    figure = new_figure(1.6 + (2.3 if columns <= 4 else 1.7) * columns, 1.3 + 2.0 * rows)
-    axes = np.atleast_1d(figure.subplots(rows, columns, sharex=True, sharey=True)).ravel()
-    norm = _radius_norm(family["radius_mean"])
-    for place, axis in enumerate(axes):
-        if place >= len(parts):
-            axis.set_visible(False)
-            continue
-        group, fit = parts[place].rows, parts[place].fit
-        _scatter(axis, group, "n", "radius_mean", norm, size=7.0)
-        draw_guides(axis, fit)
-        set_axis(axis, "x", family["n"], whole=True)
-        set_axis(axis, "y", pd.concat([family["lower"], family["upper"]]))
-        axis.set_title(parts[place].name, pad=4)
-        words = (
-            "no exponent"
-            if fit.note
-            else f"{decimal(fit.slope, 2)} [{decimal(fit.low, 2)}, {decimal(fit.high, 2)}]"
-        )
-        axis.text(
-            0.04,
-            0.96,
-            words,
-            transform=axis.transAxes,
-            va="top",
-            fontsize=8.5 if columns <= 8 else 7.5,
-            color=GREY if fit.note else FIT_COLOUR,
-            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
-        )
-        # The lowest panel of a column carries the length's axis even where the last row is not full.
-        if place + columns >= len(parts):
-            axis.tick_params(labelbottom=True)
-            axis.set_xlabel(f"length n ({unit_in_words(kind).split(':')[0]})")
-    figure.supylabel("local Lipschitz constant", fontsize=10)
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=list(axes), aspect=max(12, 10 * rows), pad=0.015)
+def _overview(parts: Sequence[Part], family: _Family) -> Picture:
+    rows = pd.concat([part.rows for part in parts])
+    norm = _radius_norm(rows["radius_mean"])
+
+    def draw(axis: Axes, part: Part) -> None:
+        _scatter(axis, part.rows, "n", "radius_mean", norm, size=7.0)
+        draw_guides(axis, part.fit)
+        set_axis(axis, "x", rows["n"], whole=True)
+        set_axis(axis, "y", pd.concat([rows["lower"], rows["upper"]]))
+
+    figure = draw_overview(parts, draw, unit_in_words(family.kind).split(":")[0], _MOST_COLUMNS)
+    slim = 5 * figure.get_figheight()
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
     bar.set_label("radius R")
-    title = f"{readable(model)}, scope {scope}, {kind_in_words(kind)} {readable(text)}: every layer" + (
-        " and head" if heads > 1 else ""
+    by_head = any(part.head is not None for part in parts)
+    title = (
+        f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.text)}: every layer{' and head' if by_head else ''}"
     )
     figure.suptitle(literal(title))
     figure.legend(handles=guide_handles(), loc="outside lower center", ncols=3)
-    found = [part.fit.slope for part in parts if not part.fit.note]
     alt = (
-        f"Small scatter plots of the constant against the length on log axes, one a layer, for {title}. "
-        + (
-            f"Fitted exponents from {decimal(min(found), 2)} to {decimal(max(found), 2)}."
-            if found
-            else "No exponent could be fitted."
-        )
+        "Small scatter plots of the constant against the length on log axes, one a layer, for "
+        f"{title}. {range_of_exponents(parts)}"
     )
-    png, pdf = save(figure, folder, file_stem(model, text, scope, "overview"), title)
-    return Picture(
-        png, pdf, title, alt, model, text, scope, None, None, overview=True, inches=figure.get_figwidth()
-    )
+    return family.saved(figure, title, alt)
 
 
-# ---- parts
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The measurements of one layer, or of one head of it, and their exponent."""
-
-    layer: int
-    head: int | None
-    rows: pd.DataFrame
-    fit: Exponent
-
-    @property
-    def name(self) -> str:
-        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
-
-
-def _parts(family: pd.DataFrame) -> list[_Part]:
-    parts = []
-    for layer in sorted(family["layer"].unique()):
-        rows = family[family["layer"] == layer]
-        heads = [int(head) for head in sorted(rows["head"].dropna().unique())]
-        splits: list[tuple[int | None, pd.DataFrame]] = [(head, rows[rows["head"] == head]) for head in heads]
-        splits.append((None, rows[rows["head"].isna()]))
-        parts += [_Part(int(layer), head, split, _fit(split)) for head, split in splits if len(split)]
-    return parts
-
-
-def _fit(group: pd.DataFrame) -> Exponent:
-    return fit_exponent(group["n"].to_numpy(), group["lipschitz"].to_numpy(), group["converged"].to_numpy())
+# ---- points
 
 
 def _scatter(
@@ -305,14 +239,15 @@ def _scatter(
         )
 
 
-def _unconverged_words(group: pd.DataFrame, fit: Exponent) -> str:
+def _unconverged_words(group: pd.DataFrame) -> str:
     hollow = int((~group["converged"]).sum())
     if hollow == 0:
         return ""
     return f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
 
 
-def _description(group: pd.DataFrame, fit: Exponent) -> str:
+def _description(part: Part) -> str:
+    group, fit = part.rows, part.fit
     values = group["lipschitz"]
     words = (
         f"the local Lipschitz constant goes from {values.min():.3g} to {values.max():.3g} over lengths "

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
-from matplotlib import rc_context
 from matplotlib.lines import Line2D
 
-from howsmooth.study.figures.style import STYLE, literal, new_figure, save, set_axis
+from howsmooth.study.figures.style import Files, draw_each, literal, new_panels, save, set_axis
 from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.progress import Silent
 
-__all__ = ["PublishedPicture", "draw_published"]
+__all__ = ["draw_published"]
 
 _SERIES = (("corrected", "#440154", "o", "corrected"), ("as published", "#e07b00", "^", "as published"))
 _COLUMNS = 3
 
 
-@dataclass(frozen=True)
-class PublishedPicture:
-    """A drawn figure: its two files, and words for the reader who does not see it."""
-
-    png: Path
-    pdf: Path
-    alt: str
-
-
-def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> list[PublishedPicture]:
+def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> list[Files]:
     """Draw one figure for each model and text, a panel for each layer.
 
     Parameters
@@ -41,25 +32,19 @@ def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) ->
         For the files; made if it is not there.
 
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        return [
-            _draw(str(model), str(text), family, exponents, folder)
-            for (model, text), family in rows.groupby(["model", "text"], sort=True)
-        ]
+    figures = [
+        partial(_draw, str(model), str(text), family, exponents, folder)
+        for (model, text), family in rows.groupby(["model", "text"], sort=True)
+    ]
+    return draw_each(figures, folder, Silent())
 
 
-def _draw(
-    model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, folder: Path
-) -> PublishedPicture:
+def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> Files:
     layers = sorted(family["layer"].unique())
     columns = min(_COLUMNS, len(layers))
-    lines = math.ceil(len(layers) / columns)
-    figure = new_figure(max(5.4, 0.8 + 3.6 * columns), 1.3 + 3.0 * lines)
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    figure, axes = new_panels(len(layers), columns, (3.6 if columns > 1 else 4.6, 3.0), (0.8, 1.3))
     shown = family[family["quantity"].isin([name for name, *_ in _SERIES])]
-    said = []
-    for axis, layer in zip(axes, layers, strict=False):
+    for axis, layer in zip(axes, layers, strict=True):
         words = [f"layer {layer}"]
         for name, colour, marker, label in _SERIES:
             points = shown[(shown["layer"] == layer) & (shown["quantity"] == name)]
@@ -76,13 +61,10 @@ def _draw(
             )
             interval = f"{decimal(fit['low'], 2)}, {decimal(fit['high'], 2)}"
             words.append(f"{label}: $n^{{{decimal(fit['slope'], 2)}}}$ [{interval}]")
-        said.append("; ".join(words).replace("$n^{", "n to the power ").replace("}$", ""))
         axis.set_title("\n".join(words), fontsize=9)
         axis.set_xlabel("sequence length n (tokens)")
         set_axis(axis, "x", shown["n"], whole=True)
         set_axis(axis, "y", shown["lipschitz"])
-    for axis in axes[len(layers) :]:
-        axis.set_visible(False)
     figure.supylabel("local Lipschitz constant", fontsize=10)
     title = f"{readable(model)}, text {readable(text)}"
     figure.suptitle(literal(title))
@@ -96,10 +78,7 @@ def _draw(
         ncols=2,
         title="above each panel: exponent [95 % interval]",
     )
-    png, pdf = save(figure, folder, file_stem("published", model, text), title)
-    return PublishedPicture(
-        png, pdf, f"The corrected and the published constant against n: {title}. {'. '.join(said)}."
-    )
+    return save(figure, folder, file_stem("published", model, text), title)
 
 
 def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:

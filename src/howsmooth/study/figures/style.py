@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
@@ -19,11 +21,13 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from howsmooth.study.exponents import Exponent
+from howsmooth.study.progress import Listener
 from howsmooth.study.ticks import linear_ticks, log_ticks, number
 
 __all__ = [
-    "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Slopes", "add_colourbar", "draw_guides",
-    "guide_handles", "literal", "new_figure", "save", "set_axis", "set_bar_ticks",
+    "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
+    "draw_each", "draw_guides", "guide_handles", "literal", "new_figure", "new_panels", "save", "set_axis",
+    "set_bar_ticks",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -43,9 +47,23 @@ STYLE: dict[Any, Any] = {
 COLOURS = "viridis"
 FIT_COLOUR = "#c1121f"
 GREY = "0.35"
+Files = tuple[Path, Path]
+"""A drawn figure, as PNG and as PDF."""
 Slopes = tuple[tuple[float, str, tuple[float, tuple[float, ...]]], ...]
 REFERENCE_SLOPES: Slopes = ((0.25, "1/4", (0.0, (5.0, 2.0))), (0.5, "1/2", (0.0, (1.2, 1.6))))
 _FEW_LENGTHS = 6
+T = TypeVar("T")
+
+
+def draw_each(figures: Sequence[Callable[[], T]], folder: Path, listener: Listener) -> list[T]:
+    """Draw figures one after another into a folder, and tell a listener how many are done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with rc_context(STYLE):
+        for draw in figures:
+            drawn.append(draw())
+            listener.advance(float(len(drawn)), float(len(figures)), f"{len(drawn)} of {len(figures)}")
+    return drawn
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -54,6 +72,24 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def new_panels(
+    count: int, columns: int, size: tuple[float, float], margins: tuple[float, float], *, shared: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with so many panels of a size in inches, row by row, and room around them.
+
+    Panels whose axes are ``shared`` have their numbers at the left and at the lowest of each column alone.
+    """
+    rows = math.ceil(count / columns)
+    figure = new_figure(margins[0] + size[0] * columns, margins[1] + size[1] * rows)
+    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).ravel()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    # The lowest panel of a column has the numbers of its axis even where the last row is not full.
+    for axis in axes[count - columns : count]:
+        axis.tick_params(labelbottom=True)
+    return figure, list(axes[:count])
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
@@ -136,7 +172,7 @@ def literal(words: str) -> str:
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
-def save(figure: Figure, folder: Path, stem: str, title: str) -> tuple[Path, Path]:
+def save(figure: Figure, folder: Path, stem: str, title: str) -> Files:
     """Write a figure as PNG and PDF; the same numbers give the same files."""
     png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})

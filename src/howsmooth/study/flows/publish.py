@@ -14,16 +14,15 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
-from howsmooth.errors import StoreError
 from howsmooth.study.figures.flow_animation import animate_flow
 from howsmooth.study.figures.flow_view import FlowView
 from howsmooth.study.figures.flows import draw_flow
-from howsmooth.study.files import write_table
+from howsmooth.study.files import write_table, written_beside
 from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, frames
 from howsmooth.study.flows.opening import System
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.names import readable
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress import SILENT, Listener
 from howsmooth.study.records import GrowthRow
 from howsmooth.study.store import Store
 
@@ -63,9 +62,7 @@ class PublishedFlow:
     table: Path
 
 
-def publish_flow(
-    folder: Path, plan: FlowPlan, system: System, listener: Listener | None = None
-) -> PublishedFlow:
+def publish_flow(folder: Path, plan: FlowPlan, system: System, listener: Listener = SILENT) -> PublishedFlow:
     """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
 
     Parameters
@@ -83,8 +80,7 @@ def publish_flow(
         If the store cannot be read or a file cannot be written.
 
     """
-    listener = listener or Silent()
-    try:
+    with written_beside(folder, "frames"):
         with Store.open(folder, write=False) as store:
             listener.phase("Measuring clusters")
             tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(frame_at(store, 0).x)
@@ -98,11 +94,6 @@ def publish_flow(
         listener.phase("Drawing")
         figures = draw_flow(view, folder)
         moving = animate_flow(view, folder, plan.animation, listener)
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. The frames are kept in "
-            f"{folder}; make it writable or make room, and run the same command again."
-        ) from error
     return PublishedFlow(metrics, growth, tolerance, figures, moving, trajectory, table)
 
 

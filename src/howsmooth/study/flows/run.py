@@ -13,7 +13,7 @@ from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.store import Store
+from howsmooth.study.store import PendingStore
 from howsmooth.study.tasks.frames import frames_left, growth_left
 
 __all__ = ["run_flow"]
@@ -49,16 +49,14 @@ def run_flow(
     began = time.monotonic()
     flow = Integration(plan, system)
     identity = plan.settings() | system.identity()
-    # The first frame shows what is impossible, before anything is kept.
-    if not Store.exists(folder):
-        flow.after(flow.start)
-    with Store.open(folder) as store:
-        store.check(FLOW, identity)
-        if not count_frames(store):
-            flow.after(flow.start)
-            with store.transaction():
-                store.begin(FLOW, identity)
-                store.add([flow.start.row()])
+    with PendingStore(folder, FLOW) as pending:
+        pending.check(identity)
+        new = pending.store is None or not count_frames(pending.store)
+        if new:
+            flow.after(flow.start)  # shows what is impossible, before anything is kept
+        store = pending.begin(identity)
+        if new:
+            store.add([flow.start.row()])
         runner = Runner(store, means or Means())
         frames = frames_left(flow, store)
         runner.carry_out(frames)

@@ -19,13 +19,13 @@ def caveats(contents: Contents) -> list[str]:
         "The constant is local: it is measured at these sequences of this text. Other inputs can have a much "
         "larger one, and the largest over all inputs of a given size is a different, harder quantity.",
     ]
-    kinds = dict(contents.texts[["name", "kind"]].itertuples(index=False, name=None))
-    if "text" in kinds.values() or not kinds:
+    kinds = set(contents.kinds.values())
+    if "text" in kinds or not kinds:
         words.append(
             "The sequences are windows of running text without special tokens such as [CLS] or a start "
             "token, which a model may expect."
         )
-    if "images" in kinds.values():
+    if "images" in kinds:
         words.append(
             "A number of tokens stands for the size of an image: every length has the same images, smaller "
             "or larger, so that points of different lengths are not independent, and a model sees sizes here "

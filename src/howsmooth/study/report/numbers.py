@@ -12,8 +12,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.study.exponents import GROUP
-from howsmooth.study.names import readable
-from howsmooth.study.report.wording import CONFIDENCE, chance, place, plain, records, slope
+from howsmooth.study.names import place_in_words, readable
+from howsmooth.study.records import PLACE, plain_rows
+from howsmooth.study.report.wording import CONFIDENCE, chance, plain, slope
 
 __all__ = [
     "MOST_ENERGIES",
@@ -33,7 +34,7 @@ MOST_ENERGIES = 200_000
 
 _MEASURED = "measured"  # the quantity of the store's own measurements
 _HERE = "‖D_X f‖"  # the quantity of a bound on one sequence; others are over all inputs of a ball
-_PLACE = ["model", "text", "scope", "layer", "head", "n", "sample"]
+_PLACE = list(PLACE)
 _FIT = ["slope", "intercept", "n_min", "n_max"]
 _USUAL_LENGTH = 64  # of a text that is read at a glance
 _LONGEST_PIECE = 40
@@ -88,7 +89,7 @@ def scatter(
     names, groups = _numbered(groups, "model", "text", "scope", "quantity")
     return {
         "names": names,
-        "groups": [_group(row) for row in records(groups)],
+        "groups": [_group(row) for row in plain_rows(groups)],
         "points": {
             "group": group.iloc[::step].tolist(),
             "n": kept["n"].tolist(),
@@ -101,7 +102,9 @@ def scatter(
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:
-    group = {name: row[name] for name in (*GROUP, "quantity")} | {"where": place(row["layer"], row["head"])}
+    group = {name: row[name] for name in (*GROUP, "quantity")} | {
+        "where": place_in_words(row["layer"], row["head"])
+    }
     if row["note"]:
         return {**group, "fit": None, "exponent": f"no exponent: {row['note']}"}
     fit = dict(zip(_FIT, _rounded(row[name] for name in _FIT), strict=True))
@@ -133,7 +136,7 @@ def bounds_beside(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str,
     names, table = _numbered(table, "model", "text", "scope", "name", "source")
     places = []
     for _, rows in table.groupby(_PLACE, sort=False, dropna=False):
-        first, *_ = listed = records(rows)
+        first, *_ = listed = plain_rows(rows)
         measured = _rounded(first[name] for name in ("lipschitz", "lower", "upper"))
         places.append(
             {
@@ -189,11 +192,11 @@ def sensitive(rows: pd.DataFrame) -> dict[str, Any] | None:
             "output": _rounded(row["output_energy"], 3),
             "half": [_tokens_of_half(row[side]) for side in ("input_energy", "output_energy")],
         }
-        for row in records(kept)
+        for row in plain_rows(kept)
     ]
     sequences = [
         {"words": [piece(token) for token in row["tokens"]], "apart": row["place"] is None}
-        for row in records(kept[~kept["sequence"].duplicated()])
+        for row in plain_rows(kept[~kept["sequence"].duplicated()])
     ]
     return {
         "names": names,

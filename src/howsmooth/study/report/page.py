@@ -16,12 +16,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.study.figures import Picture
-from howsmooth.study.names import amount_in_words, kind_in_words, sentence
+from howsmooth.study.names import amount_in_words, kind_in_words, place_in_words, sentence
 from howsmooth.study.pages import digest, style_sheet, templates_of
 from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
-from howsmooth.study.published_tables import compare
+from howsmooth.study.published_rows import compare
 from howsmooth.study.radius import STRATA
-from howsmooth.study.records import Contents
+from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables, wording
 from howsmooth.study.report.caveats import caveats
 from howsmooth.study.report.numbers import bounds_beside, embedded, scatter, sensitive
@@ -62,7 +62,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         "bounds": bounds_beside(contents.bounds, rows),
         "tokens": sensitive(contents.sensitivities),
     }
-    kinds = set(contents.texts["kind"])
+    kinds = set(contents.kinds.values())
     page: str = _template(contents).render(
         style=Markup(style),
         script=Markup(script),
@@ -70,7 +70,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         script_digest=digest(script),
         data=[(name, embedded(value)) for name, value in data.items() if value is not None],
         points=data["scatter"],
-        published=wording.records(compared),
+        published=plain_rows(compared),
         items=tables.items_of(compared),
         sharpest=tables.sharpest(data["bounds"]) if data["bounds"] else [],
         most_bounds=_MOST_BOUNDS,
@@ -78,18 +78,18 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         study=contents.study,
         level=wording.CONFIDENCE,
         families=found,
-        exponents=wording.records(exponents),
+        exponents=plain_rows(exponents),
         strata=STRATA,
         by_radius=bool(exponents["radius_correlation"].notna().any()),
         convergence=tables.convergence(rows),
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
         scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
-        models=wording.records(contents.models),
-        texts=wording.records(contents.texts),
+        models=plain_rows(contents.models),
+        texts=plain_rows(contents.texts),
         kinds=kinds,
         windows=not kinds <= {"images", "audio"} or not kinds,
-        inputs=wording.records(contents.inputs),
+        inputs=plain_rows(contents.inputs),
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
@@ -99,10 +99,9 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    named = contents.texts[["name", "kind"]].itertuples(index=False, name=None)
-    nouns = {wording.plain(name): kind_in_words(str(kind)) for name, kind in named}
+    nouns = {wording.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates_of("howsmooth.study")
-    environment.globals |= {"amount": amount_in_words, "place": wording.place}
+    environment.globals |= {"amount": amount_in_words, "place": place_in_words}
     environment.filters |= {
         "number": wording.number,
         "slope": wording.slope,
@@ -148,7 +147,7 @@ def _image(picture: Picture) -> dict[str, Any]:
     return {
         "source": f"data:image/png;base64,{data}",
         "alt": picture.alt,
-        "place": "every layer" if picture.layer is None else wording.place(picture.layer, picture.head),
+        "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
         "file": f"figures/{picture.pdf.name}",
         # As large as on paper, where there is room; still readable, by scrolling, where there is not.
         "width": round(picture.inches * _DOTS_AN_INCH),

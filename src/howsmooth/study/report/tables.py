@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal
-from howsmooth.study.report.wording import CONFIDENCE, number, place, records
+from howsmooth.study.names import decimal, place_in_words
+from howsmooth.study.records import plain_rows
+from howsmooth.study.report.wording import CONFIDENCE, number
 
 __all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
 
@@ -28,7 +29,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
     low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
     values = f"The constant goes from {low} to {high}"
-    good = sorted((row for row in records(exponents) if not row["note"]), key=lambda row: row["slope"])
+    good = sorted((row for row in plain_rows(exponents) if not row["note"]), key=lambda row: row["slope"])
     if not good:
         return f"{values} over {span}; there are too few lengths for an exponent."
     first, last = good[0], good[-1]
@@ -38,7 +39,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
         return f"It goes like n to the power {least} ({interval}) over {span}. {values}."
     powers = f"of about {least} everywhere"
     if least != most:
-        low_end, high_end = (place(row["layer"], row["head"]) for row in (first, last))
+        low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (
@@ -91,7 +92,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
             iterations=("iterations", "median"),
         )
     )
-    return records(found.reset_index())
+    return plain_rows(found.reset_index())
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
@@ -105,7 +106,7 @@ def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
 def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
     """List the processes that measured, with their environments."""
     return [
-        {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in records(table)
+        {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in plain_rows(table)
     ]
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
-
-import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.names import decimal, readable
 
-__all__ = ["CONFIDENCE", "chance", "duration", "number", "place", "plain", "records", "slope"]
+__all__ = ["CONFIDENCE", "chance", "duration", "number", "plain", "slope"]
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
 """Of the intervals of exponents and correlations."""
@@ -37,24 +34,8 @@ def plain(value: object) -> str:
     return readable(str(value), longest=300)
 
 
-def place(layer: int, head: int | None) -> str:
-    """Name a layer, or a head of it."""
-    return f"layer {layer}" + ("" if head is None else f", head {head}")
-
-
 def duration(seconds: float) -> str:
     """Show a time in words."""
     if seconds < 60:
         return f"{seconds:.1f} seconds"
     return f"{timedelta(seconds=round(seconds))} (hours:minutes:seconds)"
-
-
-def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """List the rows of a table as dictionaries of plain Python values, missing ones None."""
-    return [
-        {
-            str(name): value if isinstance(value, list) or not pd.isna(value) else None
-            for name, value in row.items()
-        }
-        for row in table.astype(object).to_dict("records")
-    ]

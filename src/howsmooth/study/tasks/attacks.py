@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from howsmooth.study.plan import AttackPlan
 from howsmooth.study.records import Attack, Row
 from howsmooth.study.sources import Ball, Target, longest
 from howsmooth.study.subjects import Models
-from howsmooth.study.tasks.task import Failed, Found, failure_row
+from howsmooth.study.tasks.task import Failed, Found, Task, failure_row
 
 __all__ = ["INPUTS", "AttackTask"]
 
@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class AttackTask:
+class AttackTask(Task):
     """All that is tried on one attention at one length.
 
     Attributes
@@ -61,9 +61,7 @@ class AttackTask:
 
     """
 
-    kind: ClassVar[type[Row]] = Attack
-    essential: ClassVar[bool] = True
-    size: ClassVar[int] = 1
+    kind = Attack
 
     asked: AttackPlan
     source: str
@@ -97,10 +95,6 @@ class AttackTask:
     def count(self, rows: Sequence[Row]) -> int:
         """Count the attention at this length, of which all rows are found together."""
         return 1
-
-    def packed(self) -> AttackTask:
-        """Return the task, which has all that it needs."""
-        return self
 
     def found(self, models: Models | None) -> Iterator[Found]:
         """Try everything, and save the steepest tokens with the attention."""

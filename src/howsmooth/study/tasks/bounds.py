@@ -33,11 +33,6 @@ class BoundsTask(SequenceTask[Key]):
     essential = False
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layer."""
-        return tuple(sorted({layer for _, layer, *_ in self.missing}))
-
-    @property
     def words(self) -> str:
         """The model and the length."""
         return f"{super().words}, bounds"

@@ -10,7 +10,7 @@ import torch
 
 from howsmooth import lipschitz
 from howsmooth.study.plan import Plan, derive_seed
-from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord
+from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord, keys_of
 from howsmooth.study.subjects import OpenStudy, Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 
@@ -27,11 +27,6 @@ class ConstantsTask(SequenceTask[Key]):
     """The constants of some samples of one length and scope, which share one forward pass."""
 
     kind = Measurement
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers with a constant missing."""
-        return tuple(sorted({layer for _, layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
         """Measure layer by layer, and sample by sample where one of them spoils the others."""
@@ -73,7 +68,7 @@ class ConstantsTask(SequenceTask[Key]):
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
             seed=seeds,
-            method=plan.identity.method,
+            method=plan.settings()["method"],
             memory=plan.memory,
         )
         seconds = (time.perf_counter() - began) / len(samples)
@@ -160,7 +155,8 @@ def constants_left(study: OpenStudy) -> Work:
         where = {"model": subject.model.label, "text": subject.text.name}
         known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
-            asked = _asked(study.plan, subject, scope, n)
+            heads = subject.heads if scope == "head" else (None,)
+            asked = keys_of(scope, subject.layers, heads, [n], study.plan.samples)
             kept += len(asked & known)
             size = batch_size(subject.model.heads, n, study.plan.dtype)
             for first in range(0, study.plan.samples, size):
@@ -169,17 +165,6 @@ def constants_left(study: OpenStudy) -> Work:
                 if missing:
                     tasks.append(ConstantsTask(study.plan, subject, feed, n, scope, samples, missing))
     return Work(Measurement, "constants", tasks, kept)
-
-
-def _asked(plan: Plan, subject: Subject, scope: str, n: int) -> frozenset[Key]:
-    """Return the keys of the constants that a plan asks of a subject at one scope and length."""
-    heads = subject.heads if scope == "head" else (None,)
-    return frozenset(
-        (scope, layer, head, n, sample)
-        for layer in subject.layers
-        for head in heads
-        for sample in range(plan.samples)
-    )
 
 
 def batch_size(heads: int, n: int, dtype: str) -> int:

@@ -6,17 +6,15 @@ one that was not would have given.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from howsmooth.study.flows.frames import count_frames, ending, frame_at
 from howsmooth.study.flows.integration import Integration
-from howsmooth.study.records import Ending, FrameRow, GrowthRow, Row
+from howsmooth.study.records import Ending, FrameRow, GrowthRow
 from howsmooth.study.store import Store
 from howsmooth.study.subjects import Models
-from howsmooth.study.tasks.task import Failed, Found, Work, failure_row
+from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["FramesTask", "GrowthTask", "frames_left", "growth_left"]
 
@@ -24,7 +22,7 @@ _GROWTHS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class _FlowTask:
+class _FlowTask(Task):
     """What the tasks of a flow have in common: they are carried out here, where the store is.
 
     Attributes
@@ -33,17 +31,14 @@ class _FlowTask:
         What is integrated.
     store
         It has the start of the flow.
-    size
-        How many rows are missing.
+    rows
+        How many of them are missing.
 
     """
 
-    kind: ClassVar[type[Row]]
-    essential: ClassVar[bool] = True
-
     flow: Integration
     store: Store
-    size: int
+    rows: int
 
     @property
     def model(self) -> str:
@@ -51,35 +46,14 @@ class _FlowTask:
         return self.flow.system.label
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """The kind of rows."""
-        return (self.kind.table,)
+    def size(self) -> int:
+        """How many rows are missing."""
+        return self.rows
 
     @property
-    def n(self) -> int:
+    def n(self) -> int:  # type: ignore[override]
         """How many tokens flow."""
         return int(self.flow.system.x.shape[0])
-
-    @property
-    def words(self) -> str:
-        """What flows."""
-        return self.model
-
-    def count(self, rows: Sequence[Row]) -> int:
-        """Count the rows of the task's kind."""
-        return sum(isinstance(row, self.kind) for row in rows)
-
-    def packed(self) -> _FlowTask:
-        """Return the task itself, which is not sent to another process."""
-        return self
-
-    @abstractmethod
-    def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute what is missing."""
-
-    def failed(self, error: Exception) -> Failed:
-        """Say that the task failed."""
-        return Failed([failure_row(error, self.kind, self.model)], error)
 
 
 class FramesTask(_FlowTask):
@@ -110,7 +84,7 @@ class GrowthTask(_FlowTask):
         """Measure all in one go."""
         times = sorted(time for (time,) in self.store.keys(FrameRow, ("time",)))
         last = len(times) - 1
-        yield self.flow.growth([times[round(k * last / (self.size - 1))] for k in range(self.size)])
+        yield self.flow.growth([times[round(k * last / (self.rows - 1))] for k in range(self.rows)])
 
 
 def frames_left(flow: Integration, store: Store) -> Work:

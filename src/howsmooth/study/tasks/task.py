@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from howsmooth.study.feeds import Feed, SequenceData
 from howsmooth.study.names import encodable
@@ -18,7 +18,6 @@ from howsmooth.study.subjects import Models, Subject, capture_sites
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]
 
 K = TypeVar("K", bound=tuple[Any, ...])
-T = TypeVar("T", bound="SequenceTask[Any]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,53 +67,63 @@ class Work:
     failed: Sequence[Failed] = ()
 
 
-@runtime_checkable
-class Task(Protocol):
-    """Something to compute, for a runner."""
+class Task(ABC):
+    """Something to compute, for a runner.
+
+    Attributes
+    ----------
+    kind
+        Which rows it is for; others may come beside them.
+    essential
+        Whether a failure ends a run that is not to keep going.
+    n
+        How many tokens each sequence has.
+
+    """
+
+    kind: ClassVar[type[Row]]
+    essential: ClassVar[bool] = True
+    n: int
 
     @property
-    def kind(self) -> type[Row]:
-        """Which rows it is for; others may come beside them."""
-
-    @property
-    def essential(self) -> bool:
-        """Whether a failure ends a run that is not to keep going."""
-
-    @property
-    def size(self) -> int:
-        """How many results are asked for: rows, or groups of rows."""
-
-    @property
+    @abstractmethod
     def model(self) -> str:
         """The model that it needs: once that cannot be loaded, none of its tasks is tried again."""
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """What tasks share whose times grow with n alone."""
+    def size(self) -> int:
+        """How many results are asked for: rows, or groups of rows."""
+        return 1
 
     @property
-    def n(self) -> int:
-        """How many tokens each sequence has."""
+    def alike(self) -> tuple[Any, ...]:
+        """What tasks share whose times grow with n alone: at least the kind of rows."""
+        return (self.kind.table,)
 
     @property
     def words(self) -> str:
         """Where it is, for people."""
+        return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
         """Say how many of the rows asked for some that were found are."""
+        return sum(isinstance(row, self.kind) for row in rows)
 
-    def packed(self) -> Task:
+    def packed(self) -> Self:
         """Return the task with all data that it needs, fit to be sent to another process."""
+        return self
 
+    @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
         """Compute what is missing, with the models that this process has loaded."""
 
     def failed(self, error: Exception) -> Failed:
         """Say that the task failed as a whole."""
+        return Failed([failure_row(error, self.kind, self.model)], error)
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceTask(Generic[K]):
+class SequenceTask(Task, Generic[K]):
     """Something to compute at some sequences of one model, text, length and scope.
 
     Attributes
@@ -133,9 +142,6 @@ class SequenceTask(Generic[K]):
         The inputs, in a packed task.
 
     """
-
-    kind: ClassVar[type[Row]]
-    essential: ClassVar[bool] = True
 
     plan: Plan
     subject: Subject
@@ -166,16 +172,12 @@ class SequenceTask(Generic[K]):
         """The model and the length."""
         return f"{self.model}, n = {self.n}"
 
-    def count(self, rows: Sequence[Row]) -> int:
-        """Count the rows of the task's kind."""
-        return sum(isinstance(row, self.kind) for row in rows)
-
     @property
-    @abstractmethod
     def layers(self) -> tuple[int, ...]:
-        """The layers with something missing."""
+        """The layers with something missing, whose keys say the scope first and then the layer."""
+        return tuple(sorted({key[1] for key in self.missing}))
 
-    def packed(self: T) -> T:
+    def packed(self) -> Self:
         """Return the task with the inputs of its own sequences instead of the whole text."""
         assert self.feed is not None
         data = SequenceData.of(self.feed, list(self.starts.values()), self.n, worded=0 in self.starts)
