@@ -56,7 +56,7 @@ from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian
 from howsmooth.models import LoadedModel
 from howsmooth.spectral import to_scipy
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequences import pick_windows
+from howsmooth.study.sequences import arrange
 from howsmooth.texts import load_text
 
 RTOL = 1e-4
@@ -216,7 +216,8 @@ def dense(f: SelfAttention, x: Tensor, _: float) -> tuple[float, int]:
 
 def sequences(tokens: list[int], n: int, samples: int) -> Tensor:
     """Cut the protocol's windows of n tokens."""
-    return torch.tensor([tokens[first : first + n] for first in pick_windows(len(tokens), n, samples, 0)])
+    starts = arrange(len(tokens), [n], samples, 0)
+    return torch.tensor([tokens[first : first + n] for first in starts.values()])
 
 
 def protocol(
