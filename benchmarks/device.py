@@ -136,8 +136,8 @@ def count(options: argparse.Namespace, device: torch.device) -> None:
     """Count what is started for one layer at all sequences, as elsewhere than on a CPU."""
     basis.Basis._together = lambda self, z: [slice(0, len(z))]  # type: ignore[method-assign]
     basis._BLOCK_BYTES.clear()
-    pieces, elsewhere = sums.pieces, torch.device("meta")
-    sums.pieces = basis.pieces = lambda size, _: pieces(size, elsewhere)
+    pieces, elsewhere = accurate_sums.pieces, torch.device("meta")
+    accurate_sums.pieces = basis.pieces = lambda size, _: pieces(size, elsewhere)
     batching._BASIS_BYTES = 1 << 50
     xs, f, counts = sequences(options, device), layer(options, device, causal=True), []
     for filled in (0, batching._FILLED_ELSEWHERE):

@@ -147,7 +147,7 @@ def page(source: Path) -> str:
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
-    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, how, and what is refused"
+    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, how and what is refused"
     text += _table(
         "Measured", f"| {columns.replace(', ', ' | ')} |", [_measured_cells(row) for row in measured]
     )
@@ -170,31 +170,31 @@ _TITLES = {
 _HEAD = """\
 # Architectures
 
-What `howsmooth.capture` does with each of the {types} model types of transformers {transformers}
-(torch {torch}) that have a base model: is its attention captured, in closed form, in which scopes, and is
-the result the model's own?
+Can `howsmooth.capture` take the attention out of a model type, in closed form, in which scopes, and is the
+result the model's own? Here is the answer for each of the {types} model types of transformers {transformers}
+(torch {torch}) that have a base model. `howsmooth inspect` answers it for a model of yours
+({{doc}}`guide/any-model`).
 
-- **{measured} types are measured**: {closed} of them in closed form throughout, {mixed} partly and
-  {autodiff} wholly by automatic differentiation. In {whole} types every self-attention is captured; in the
-  others some of it is refused. Cross-attention is left out.
-- **{wrong} are wrong.** The largest disagreement with finite differences is {differences} (limit
-  {differences_limit}), with the model's own reverse mode {autodiff_error} (limit {autodiff_limit}).
-- {refused} types are refused, {without} have no softmax in them, and {missing} could not be built or run
-  here: each with its reason, below.
+| types | |
+|---|---|
+| {measured} | measured: {closed} in closed form throughout, {mixed} partly, {autodiff} wholly by autodiff; \
+in {whole} every self-attention is captured |
+| {wrong} | wrong |
+| {refused} | refused, with the reason |
+| {without} | without a softmax |
+| {missing} | could not be built or run here |
 
-This page is made by `scripts/architecture_matrix.py`. Each type is built with two layers (of each kind),
-width 64 and random weights in float64, with norm gains that are not 1, biases that are not 0 and attention
-far from uniform. It is run on a few tokens, a small image or a short sound; of a model of several kinds of
-input, on text where it takes text alone.
+Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few
+tokens, a small image or a short piece of audio. Cross-attention is left out. The tokens of each captured site
+are moved *in the whole model*, and the change of what the scope names is compared with the captured map's:
 
-For each captured site the tokens $X$ are then put in place of the layer's input *in the whole model*, at
-$X \\pm hE$ for a random direction $E$, and what the scope names is read where the model has it: at the module
-whose input or output holds the values of the map. Central differences of it are compared with $JE$, and the
-model's own reverse mode with $J^\\top U$. The numbers are relative errors of these products, the worst over
-the sites and scopes checked: up to twelve of a type, first those in scope `attention`, then one of each kind
-in the other scopes. Where no module of the model holds the values of a scope (torch's own attention hides
-its heads), or tokens are larger than 1e12, the row says so. The seconds are for all of this, by the clock of
-a busy machine.
+| column | judge | largest relative error | limit |
+|---|---|---|---|
+| differences | central differences of the model | {differences} | {differences_limit} |
+| autodiff | the model's own reverse mode | {autodiff_error} | {autodiff_limit} |
+
+Up to twelve sites and scopes of a type are checked. Where no module of the model holds the values of a scope,
+or tokens are larger than 1e12, the row says so. This page is made by `scripts/architecture_matrix.py`.
 """
 
 

@@ -18,7 +18,6 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from scipy import stats
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES = DOCS / "_static" / "what-we-found"
@@ -56,28 +55,13 @@ def holm(p: pd.Series, level: float = LEVEL) -> pd.Series:
     return (ordered * left <= level).cummin().reindex(p.index)
 
 
-def spread_of_exponents(fits: pd.DataFrame) -> float:
-    """Estimate the standard deviation of the true exponents: that of the fitted ones, less their errors."""
-    quantile = stats.t.ppf(1 - LEVEL / 2, fits["n_points"] - 2)
-    error = (fits["high"] - fits["low"]) / (2 * quantile)
-    return max(0.0, float(fits["slope"].var() - (error**2).mean())) ** 0.5
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _ends(values: pd.Series) -> str:
     """Write the least and the largest, on one line."""
     return f"{values.min():.2f} to {values.max():.2f}".replace(" ", NBSP)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([_row(head), _row(["---"] * len(head)), *(_row(row) for row in rows)])
-
-
-def _slope(fit: Any) -> str:
-    return f"{fit.slope:.2f} ({fit.low:.2f}{NBSP}to{NBSP}{fit.high:.2f})"
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _holds(fits: pd.DataFrame) -> int:
@@ -149,38 +133,6 @@ def _spread(fits: pd.DataFrame) -> str:
     )
 
 
-def summary() -> str:
-    """Write one row a text and quantity."""
-    fits = read("attention")
-    rows = []
-    for text in in_order(fits, "text", list(TEXTS)):
-        for quantity in QUANTITIES:
-            of = fits[(fits["text"] == text) & (fits["quantity"] == quantity)]
-            rows.append(
-                [
-                    TEXTS[text],
-                    quantity,
-                    str(len(of)),
-                    _ends(of["slope"]),
-                    f"{of['slope'].median():.2f}",
-                    f"{spread_of_exponents(of):.2f}",
-                    str(_holds(of)),
-                    str(int(holm(of["quarter"]).sum())),
-                ]
-            )
-    head = [
-        "text",
-        "quantity",
-        "layers",
-        "exponents",
-        "median",
-        "spread",
-        "1/4 inside",
-        "1/4 refused",
-    ]
-    return _table(head, rows)
-
-
 def models() -> str:
     """Write one row a model and text."""
     fits = read("attention")
@@ -200,25 +152,6 @@ def models() -> str:
     return _table(
         ["model", "text", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows
     )
-
-
-def layers() -> str:
-    """Write one row a layer, with both exponents on every text."""
-    fits = read("attention").set_index(["model", "layer", "text", "quantity"])
-    texts = [text for text in TEXTS if text != "parts"]
-    rows = []
-    for model in MODELS:
-        for layer in sorted({key[1] for key in fits.index if key[0] == model}):
-            on = [PARTS] if model == "capp_gpt" else texts
-            for quantity in QUANTITIES:
-                cells = []
-                for text in on:
-                    key = (model, layer, text, quantity)
-                    cells.append(_slope(fits.loc[key]) if key in fits.index else "")
-                cells += [""] * (len(texts) - len(cells))
-                name = f"`{model}`" + (" on its parts" if model == "capp_gpt" else "")
-                rows.append([name, str(layer), quantity, *cells])
-    return _table(["model", "layer", "quantity", *(TEXTS[text] for text in texts)], rows)
 
 
 def items() -> str:
@@ -244,63 +177,45 @@ def items() -> str:
 
 
 def scopes() -> str:
-    """Write one row a model: the range of exponents over the layers in every scope."""
+    """Write one row a model: the range of exponents over layers and texts in every scope."""
     fits = read("scopes")
     order = ["head", "head (median)", "heads", "attention", "residual", "block"]
-    rows = []
-    for model in in_order(fits, "model", MODELS):
-        for text in in_order(fits[fits["model"] == model], "text", list(TEXTS)):
-            cells = []
-            for scope in order:
-                of = fits[(fits["model"] == model) & (fits["text"] == text) & (fits["scope"] == scope)]
-                of = of[of["slope"].notna()]
-                cells.append(f"{_ends(of['slope'])} ({_holds(of)}{NBSP}of{NBSP}{len(of)})" if len(of) else "")
-            if any(cells):
-                rows.append([f"`{model}`", TEXTS[text], *cells])
-    return _table(["model", "text", *order], rows)
+    rows = [
+        [
+            f"`{model}`",
+            *(_ends(fits[(fits["model"] == model) & (fits["scope"] == scope)]["slope"]) for scope in order),
+        ]
+        for model in in_order(fits, "model", MODELS)
+    ]
+    return _table(["model", *order], rows)
 
 
 def slices() -> str:
-    """Write one row a model, radius and length: medians over heads at both kinds of tokens."""
+    """Write one row a model and radius: medians over heads at both kinds of tokens, and the largest."""
     found = read("slices")
     rows = []
     for model in in_order(found, "model", MODELS):
         for radius in sorted(found["radius"].unique()):
             of = found[(found["model"] == model) & (found["radius"] == radius)]
-            wide = of.pivot_table("lipschitz", "n", "tokens", aggfunc=["min", "median", "max"])
-            cells = []
-            for tokens in ("own", "wrong slices"):
-                for n in (12, 100, 392):
-                    low, middle, high = (wide.loc[n, (name, tokens)] for name in ("min", "median", "max"))
-                    cells.append(f"{middle:.3g} ({low:.3g} to {high:.3g})")
+            wide = of.pivot_table("lipschitz", "n", "tokens", aggfunc=["median", "max"])
+            cells = [
+                f"{wide.loc[n, ('median', tokens)]:.3g} ({wide.loc[n, ('max', tokens)]:.3g})"
+                for tokens in ("own", "wrong slices")
+                for n in (12, 392)
+            ]
             rows.append([f"`{model}`", f"{radius:g}", *cells])
-    head = [f"{tokens}, $n$ = {n}" for tokens in ("own", "wrong") for n in (12, 100, 392)]
+    head = [f"{tokens}, $n$ = {n}" for tokens in ("own", "wrong") for n in (12, 392)]
     return _table(["model", "$R$", *head], rows)
-
-
-def sst2() -> str:
-    """Write one row a sentence and layer."""
-    found = read("embedded")
-    wide = found.pivot_table("lipschitz", ["n", "sentence", "layer"], "quantity").reset_index()
-    names = ["corrected", "only output", "only block", "only stopping", "as published"]
-    rows = [
-        [f"`{row['sentence']}`", str(row["n"]), str(row["layer"]), *(f"{row[name]:.2f}" for name in names)]
-        for _, row in wide.iterrows()
-    ]
-    return _table(["sentence", "$n$", "layer", *names], rows)
 
 
 TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
     "answer": answer,
     "radius": radius,
     "texts": texts,
-    "summary": summary,
     "models": models,
-    "layers": layers,
     "items": items,
     "scopes": scopes,
     "slices": slices,
-    "sst2": sst2,
 }
 
 

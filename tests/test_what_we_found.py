@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import stats
 
 import howsmooth as hs
 from howsmooth.study.plan import ModelSpec
@@ -25,14 +24,6 @@ page = script("scripts/what_we_found_page.py")
 measuring = script("scripts/what_we_found.py")
 
 
-def table(name: str) -> list[list[str]]:
-    """The rows of a table of the page, without its head."""
-    found = re.search(rf"<!-- table {name} -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL)
-    assert found is not None
-    lines = [line for line in found[1].splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
 def attention() -> pd.DataFrame:
     return pd.read_csv(TABLES / "attention.csv")
 
@@ -40,50 +31,6 @@ def attention() -> pd.DataFrame:
 def test_the_page_is_what_the_tables_give() -> None:
     assert page.fill(PAGE) == PAGE
     assert page.fill(PAGE.replace("as published | ", "as published | 9")) == PAGE
-
-
-def test_every_exponent_of_the_page_is_in_the_table_and_the_other_way_round() -> None:
-    fits = attention()
-    fits = fits[fits["quantity"].isin(["corrected", "as published"])]
-    texts = ["alice", "ag_news"]
-    shown = []
-    for model, layer, quantity, *cells in table("layers"):
-        on = ["parts"] if model.endswith("on its parts") else texts
-        for text, cell in zip(on, cells, strict=False):
-            if cell:
-                shown.append((model.split("`")[1], int(layer), text, quantity, *_numbers(cell)))
-    known = [
-        (row.model, row.layer, row.text, row.quantity, row.slope, row.low, row.high)
-        for row in fits.itertuples()
-    ]
-    assert len(shown) == len(known) == len(set(shown))
-    for one, other in zip(sorted(shown), sorted(known), strict=True):
-        assert one[:4] == other[:4]
-        assert np.allclose(one[4:], other[4:], atol=0.0051)
-
-
-def _numbers(words: str) -> list[float]:
-    return [float(number) for number in re.findall(r"-?\d+\.\d+", words)]
-
-
-def test_counts_of_the_summary() -> None:
-    fits = attention()
-    names = {"Alice": "alice", "AG_NEWS": "ag_news", "parts": "parts"}
-    rows = table("summary")
-    assert len(rows) == 2 * fits["text"].nunique()
-    for text, quantity, layers, ends, median, _, inside, refused in rows:
-        of = fits[(fits["text"] == names[text]) & (fits["quantity"] == quantity)]
-        assert int(layers) == len(of)
-        assert np.allclose(_numbers(ends), [of["slope"].min(), of["slope"].max()], atol=0.0051)
-        assert np.allclose(float(median), of["slope"].median(), atol=0.0051)
-        assert int(inside) == ((of["low"] <= 0.25) & (of["high"] >= 0.25)).sum()
-        # Holm: from the smallest p on, refuse while p times the number left is at most 5 %
-        count = 0
-        for p in sorted(of["quarter"]):
-            if p * (len(of) - count) > 0.05:
-                break
-            count += 1
-        assert int(refused) == count
 
 
 def test_counts_of_the_answer() -> None:
@@ -94,9 +41,16 @@ def test_counts_of_the_answer() -> None:
         assert found is not None
         assert int(found[1]) == len(of)
         assert int(found[2]) == (of["slope"].between(0.22, 0.28)).sum()
-        inside = re.search(rf"- {re.escape(words)}.* interval of (\d+)", PAGE)
-        assert inside is not None
-        assert int(inside[1]) == ((of["low"] <= 0.25) & (of["high"] >= 0.25)).sum()
+        counts = re.search(rf"- {re.escape(words)}.* interval of (\d+), and refused in (\d+) by Holm", PAGE)
+        assert counts is not None
+        assert int(counts[1]) == ((of["low"] <= 0.25) & (of["high"] >= 0.25)).sum()
+        # Holm: from the smallest p on, refuse while p times the number left is at most 5 %
+        refused = 0
+        for p in sorted(of["quarter"]):
+            if p * (len(of) - refused) > 0.05:
+                break
+            refused += 1
+        assert int(counts[2]) == refused
     right = fits[fits["quantity"] == "corrected"]
     growth = re.search(r"grows with \$n\$ in (\d+) of (\d+) fits .* in (\d+) of (\d+) \(below", PAGE)
     assert growth is not None
@@ -187,16 +141,6 @@ def test_slopes_agree_with_the_medians() -> None:
             differences.append(abs(slope - known[(*place, quantity)]))
     assert np.median(differences) < 0.02
     assert max(differences) < 0.15
-
-
-def test_the_spread_of_exponents_is_found_again() -> None:
-    generator = np.random.default_rng(0)
-    errors = generator.uniform(0.01, 0.05, 2000)
-    half = errors * stats.t.ppf(0.975, 88)
-    for true in (0.0, 0.1):
-        slope = 0.3 + true * generator.standard_normal(2000) + errors * generator.standard_normal(2000)
-        fits = pd.DataFrame({"slope": slope, "low": slope - half, "high": slope + half, "n_points": 90})
-        assert abs(page.spread_of_exponents(fits) - true) < 0.012
 
 
 def test_holm_steps_down_and_stops() -> None:

@@ -1,9 +1,9 @@
-"""Draw the figures of the docs page "A character model, plain and penalised", and write its tables.
+"""Draw the figures of the docs page "A character model, plain and penalised", and write its table.
 
     python examples/characters/page.py
 
-It reads the tables that `train.py` wrote and trains nothing. A table of the page stands between
-``<!-- table NAME -->`` and ``<!-- end -->``, and is replaced.
+It reads the tables that `train.py` wrote and trains nothing. The table of the page stands between
+``<!-- table outcome -->`` and ``<!-- end -->``, and is replaced.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,9 @@ class Results:
         end = self.at_the_end(self.losses)
         return end.pivot_table(index="seed", columns="form", values="held_out")[self.forms]
 
-    def end_constants(self, column: str = "constant") -> pd.DataFrame:
+    def end_constants(self) -> pd.DataFrame:
         """Return constants at the end, mean over the windows, by form and seed, a column a layer."""
-        return self.constants.pivot_table(index=["form", "seed"], columns="layer", values=column)
+        return self.constants.pivot_table(index=["form", "seed"], columns="layer", values="constant")
 
     def largest(self) -> pd.DataFrame:
         """Return the largest constant of a layer at each look, mean over the probe windows."""
@@ -93,99 +92,30 @@ def spread(values: pd.Series, digits: str = ".2f") -> str:
     return f"{values.mean():{digits}} ({values.min():{digits}} to {values.max():{digits}})".replace(" ", NBSP)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table."""
+def outcome(results: Results) -> str:
+    """Write one row a form: loss, constants and what a small attack does, at the end."""
+    losses, constants = results.end_losses(), results.end_constants()
+    attacked = results.robustness.set_index(["form", "kind", "size"])["rise"]
+    layers = [layer for layer in constants.columns if layer != "whole"]
+    rows = [
+        [
+            results.name(form),
+            spread(losses[form], ".3f"),
+            *(spread(constants.loc[form][layer]) for layer in layers),
+            spread(constants.loc[form]["whole"], ".0f"),
+            spread(attacked.loc[(form, "attack", 0.05)]),
+        ]
+        for form in results.forms
+    ]
+    head = ["penalty, strength", "held-out loss", *(f"layer {layer}" for layer in layers)]
+    head += ["whole model", f"rise of the loss under attack of 5{NBSP}%"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def losses(results: Results) -> str:
-    """Write one row a form: loss, how much more than plain at the same seed, best loss on the way."""
-    ends = results.end_losses()
-    rows = []
-    for form in results.forms:
-        more = ends[form] - ends["plain"]
-        rows.append(
-            [results.name(form), spread(ends[form], ".3f"), "" if form == "plain" else spread(more, "+.3f")]
-        )
-    return table(["penalty, strength", "held-out loss", "more than plain"], rows)
-
-
-def constants(results: Results) -> str:
-    """Write one row a form: constants at the end, layer by layer and of the whole model."""
-    ends = results.end_constants()
-    peak = results.largest().groupby(["form", "seed"])["lipschitz_mean"].max()
-    layers = [layer for layer in ends.columns if layer != "whole"]
-    rows = [
-        [
-            results.name(form),
-            *(spread(ends.loc[form][layer]) for layer in layers),
-            spread(peak.loc[form], ".1f"),
-            spread(ends.loc[form]["whole"], ".0f"),
-        ]
-        for form in results.forms
-    ]
-    head = ["penalty, strength", *(f"layer {layer}" for layer in layers), "largest on the way", "whole model"]
-    return table(head, rows)
-
-
-def relative(results: Results) -> str:
-    """Write one row a form: constants times the norm of the tokens."""
-    ends = results.end_constants("relative")
-    layers = [layer for layer in ends.columns if layer != "whole"]
-    rows = [
-        [
-            results.name(form),
-            *(spread(ends.loc[form][layer], ".0f") for layer in layers),
-            spread(ends.loc[form]["whole"], ".0f"),
-        ]
-        for form in results.forms
-    ]
-    return table(["penalty, strength", *(f"layer {layer}" for layer in layers), "whole model"], rows)
-
-
-def inside(results: Results) -> str:
-    """Write one row a form: what the monitor saw of scores and entropy at the end, means over the layers."""
-    end = results.at_the_end(results.layers)
-    means = end.groupby(["form", "seed"])[["score_norm", "entropy_normalised", "radius_mean"]].mean()
-    rows = [
-        [results.name(form), *(spread(means.loc[form][column]) for column in means.columns)]
-        for form in results.forms
-    ]
-    return table(["penalty, strength", "norm of the score matrix", "entropy over uniform", "radius"], rows)
-
-
-def robustness(results: Results) -> str:
-    """Write one row a form: what noise and attack of two sizes do."""
-    found = results.robustness.set_index(["form", "kind", "size"])
-    cases = [("noise", 0.2), ("noise", 0.5), ("attack", 0.05), ("attack", 0.1)]
-    rows = [
-        [
-            results.name(form),
-            *(spread(found.loc[(form, *case)]["rise"]) for case in cases),
-            spread(100 * found.loc[(form, "noise", 0.5)]["changed"], ".0f"),
-        ]
-        for form in results.forms
-    ]
-    head = ["penalty, strength", *(f"{kind} {100 * size:.0f}{NBSP}%" for kind, size in cases)]
-    return table([*head, f"guesses changed by noise 50{NBSP}%, %"], rows)
-
-
-TABLES: dict[str, Callable[[Results], str]] = {
-    "losses": losses,
-    "constants": constants,
-    "relative": relative,
-    "inside": inside,
-    "robustness": robustness,
-}
-
-
 def fill(page: str, results: Results) -> str:
-    """Replace the tables of the page."""
-
-    def filled(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}"
-
-    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", filled, page, flags=re.DOTALL)
+    """Replace the table of the page."""
+    mark = r"(<!-- table outcome -->\n).*?(<!-- end -->)"
+    return re.sub(mark, lambda found: f"{found[1]}\n{outcome(results)}\n\n{found[2]}", page, flags=re.DOTALL)
 
 
 # ---------------------------------------------------------------- figures

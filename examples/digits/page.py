@@ -76,13 +76,16 @@ def accuracies(rows: Sequence[Row]) -> str:
 
 
 def constants(rows: Sequence[Row]) -> str:
-    """Return the table of constants, certified and measured."""
-    head = ["form", "seed", "certified", "model, median", "model, largest"]
-    lines = [[*head, "attention 1, largest", "attention 2, largest"]]
-    for row in rows:
-        measured = [*row["model_constants"], *(largest for _, largest in row["attention_constants"])]
-        shown = f"{row['constant']:.4f}" if row["constant"] < 100 else power(row["constant"])
-        lines.append([NAMES[row["form"]], str(row["seed"]), shown, *(f"{value:.3g}" for value in measured)])
+    """Return the table of constants, certified and measured: the least and the largest of the seeds."""
+    lines = [["form", "certified", "model, median", "model, largest", "attention, largest"]]
+    for form in FORMS:
+        own = [row for row in rows if row["form"] == form]
+        columns = [
+            [row["constant"] for row in own],
+            *([row["model_constants"][i] for row in own] for i in (0, 1)),
+            [max(largest for _, largest in row["attention_constants"]) for row in own],
+        ]
+        lines.append([NAMES[form], *(" to ".join(map(number, (min(c), max(c)))) for c in columns)])
     return markdown(lines)
 
 
@@ -104,8 +107,10 @@ def spread(shares: Sequence[float]) -> str:
     return mean if len(set(percent)) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
 
 
-def power(value: float) -> str:
-    """Write a large number as a power of ten."""
+def number(value: float) -> str:
+    """Write a number to three or four digits, or a large one as a power of ten."""
+    if value < 1000:
+        return f"{value:.4f}" if 0.99 < value < 1.01 else f"{value:.3g}"
     digits, exponent = f"{value:.0e}".split("e")
     return f"{digits} · 10^{int(exponent)}"
 
