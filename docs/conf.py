@@ -32,6 +32,7 @@ html_theme = "furo"
 html_title = f"howsmooth {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")
 html_show_sourcelink = False
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
