@@ -30,7 +30,7 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.distributed import Device, step_cost
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.spectral import basis, sums
+from howsmooth.spectral import accurate_sums, basis
 from howsmooth.study.ranges import Ranges
 
 GOAL_PROTOCOL, GOAL_LAYER = 10.0, 40.0

@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "cli_options",
     "docstrings",
@@ -31,10 +32,16 @@ html_theme = "furo"
 html_title = f"howsmooth {release}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")
 html_show_sourcelink = False
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+# Of a block with prompts the button copies the commands, without prompts and without output.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
 
 # The examples in gallery/ are run, and become pages in examples/, which is not kept.
 sphinx_gallery_conf = {
