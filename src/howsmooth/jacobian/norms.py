@@ -75,7 +75,7 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
@@ -97,5 +97,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention
-from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import squared_lengths
 

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.packed import instances
 from howsmooth.jacobian.softmax import Sink, SoftmaxDerivative
@@ -62,7 +63,6 @@ def _attention(operators: Sequence[AttentionJacobian]) -> AttentionJacobian:
     query_norms, key_norms = zip(*(op.norms for op in operators), strict=True)
     cores = [op.core for op in operators if isinstance(op.core, SoftmaxDerivative)]
     return AttentionJacobian(
-        first.attention,
         first.projection,
         _softmax(list(zip(cores, (op.in_shape[0] for op in operators), strict=True))),
         (_optional_norm(query_norms), _optional_norm(key_norms)),

@@ -72,7 +72,7 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 
