@@ -25,9 +25,9 @@ from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.exchange import Collectives, Exchange
 from howsmooth.distributed.softmax import SharedSoftmax, shared_softmax
 from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.jacobian.attention import StreamedAttentionJacobian
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian, norm_jacobian
-from howsmooth.jacobian.streamed_attention import StreamedAttentionJacobian
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["SharedMap", "check_shareable", "together"]

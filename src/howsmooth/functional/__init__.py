@@ -1,4 +1,9 @@
-"""Softmax attention as a function, with derivatives of every kind and order in memory O(n)."""
+"""Softmax attention as a function that PyTorch differentiates in every mode and to every order.
+
+It takes memory for the tokens, not for their pairs. The derivative is the one of :mod:`howsmooth.jacobian`.
+There the point of linearisation is fixed, and the derivative is applied to many tangents; here it is computed
+once and must be differentiable in turn.
+"""
 
 from howsmooth.functional.attention import attention
 

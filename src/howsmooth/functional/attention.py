@@ -1,4 +1,4 @@
-"""Attention as a function of queries, keys and values."""
+"""Softmax attention as a function of queries, keys and values: its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def attention(
     sinks: object = None,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
-    """Softmax attention, exact, with derivatives of every kind and order, in memory O(m + n).
+    """Return exact softmax attention, which PyTorch can differentiate in every mode, in memory O(m + n).
 
-    O = P v, with P the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, where s is
-    scale · q kᵀ (and S = s + mask + score_bias without a cap). PyTorch's autograd and all of torch.func go
-    through it: forward and reverse mode, one over the other, vmap. Scores are formed in blocks of query rows,
-    anew in every derivative, and never kept; blocks that causal order or a window hide are not formed.
+    O = P v, where P is the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, and
+    s = scale · q kᵀ (without a cap S = s + mask + score_bias). Forward and reverse mode, any nesting of them,
+    and vmap are supported, in PyTorch's autograd and in torch.func. Scores are formed one block of query rows
+    at a time. They are not kept, but formed again in every derivative. Blocks that causal order or a window
+    hides are not formed.
 
-    A query that sees no key has output zero, and so have its derivatives.
+    The output of a query that sees no key is zero, and so are its derivatives.
 
     Parameters
     ----------
@@ -54,34 +55,34 @@ def attention(
     v
         Values (..., kv_heads, n, value_dim), or (n, value_dim).
     mask
-        Which keys each query sees, True where it does; or numbers that are added to the scores, −∞ to hide a
+        Booleans, True where the query sees the key; or numbers that are added to the scores, −∞ to hide a
         key. Broadcast to (..., heads, m, n).
     causal
-        Query i sees keys j <= i only. Needs m = n.
+        If True, query i sees only the keys j <= i. Needs m = n.
     window
-        Query i sees keys with |i − j| < window only. Needs m = n.
+        If given, query i sees only the keys j with |i − j| < window. Needs m = n.
     scale
-        Factor of the products; 1/√key_dim by default.
+        Factor of q kᵀ in the scores; 1/√key_dim by default.
     score_bias
-        Numbers that are added to the scores, broadcast to (..., heads, m, n), such as a bias by distance.
+        Numbers that are added to the scores, such as a bias by distance. Broadcast to (..., heads, m, n).
     softcap
-        c > 0: scores become c tanh(s / c), before mask and bias.
+        c > 0: the scores s become c tanh(s / c), before mask and bias are added.
     sinks
-        (heads,): the score, in every row, of one further key without value.
+        (heads,): the score, in every row, of one further key whose value is zero.
     kernels
-        True to compute value, first and second derivatives in fused kernels, on a CUDA device with Triton:
-        for float32 and the half precisions, up to 256 entries. Derivatives in masks and biases, and those of
-        higher order, are formed in blocks as always. These kernels were run by Triton's interpreter only and
-        not on a device yet, which is why they are not the default.
+        True to compute the value, the first and the second derivatives in Triton kernels, on a CUDA device.
+        The kernels take float32, bfloat16 and float16, and heads of up to 256 entries. Derivatives in masks
+        and biases, and derivatives of higher order, are computed in blocks as without kernels. The default
+        is False because the kernels have run in Triton's interpreter only, not yet on a device.
 
     Returns
     -------
-    O, (..., heads, m, value_dim), or (m, value_dim), in the dtype of ``q``.
+    The output O, (..., heads, m, value_dim), or (m, value_dim) for one head, in the dtype of ``q``.
 
     Raises
     ------
     ArgumentError
-        A shape, dtype, device or option does not fit the others.
+        If a shape, dtype, device or option does not fit the others.
 
     """
     q, k, v = _tensor("q", q), _tensor("k", k, like=q), _tensor("v", v, like=q)
@@ -107,7 +108,7 @@ def attention(
             "causal" if causal else "window",
             expected="as many queries as keys, which are numbered alike",
             got=f"{m} queries and {n} keys",
-            remedy="Say with a mask which keys each query sees.",
+            remedy="Use a mask to say which keys each query sees.",
         )
     names = ["q", "k", "v"]
     tensors = [
@@ -140,14 +141,17 @@ def attention(
     fused = None
     if kernels:
         if (found := obstacle(dict(zip(names, tensors, strict=True)))) is not None:
-            raise ArgumentError("kernels", expected="what there are kernels for", got=found)
+            raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
         fused = Kernels(scores)
     (out,) = apply(attention_map(scores, shape, fused), *tensors)
     return out.reshape(m, value_dim) if one_head else out.reshape(*lead, heads, m, value_dim)
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Check that an argument is a tensor of floating-point numbers, of dtype and device of ``like``."""
+    """Return ``t`` after checking that it is a tensor with the dtype and device of ``like``.
+
+    Without ``like`` any floating-point dtype passes; if ``boolean``, bool passes too.
+    """
     if not isinstance(t, Tensor):
         raise ArgumentError(name, expected="a torch.Tensor", got=type(t).__name__)
     if like is None and t.dtype not in _DTYPES:
@@ -161,7 +165,7 @@ def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool =
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check heads, tokens and entries of queries, keys and values; return their leading axes, broadcast."""
+    """Check that queries, keys and values fit each other; return the broadcast shape of the leading axes."""
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         expected = (
             f"keys of the {q.shape[-1]} entries of the queries" if q.shape[-1] else "entries in queries"
@@ -187,7 +191,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
-    """Return (lead, kv_heads, group, m, n), any of them 1, of a tensor that broadcasts to ``axes``."""
+    """Return a tensor that broadcasts to ``axes`` with five axes (lead, kv_heads, group, m, n).
+
+    Each axis has its full length or 1; ``axes`` are (*lead, heads, m, n).
+    """
     if t.ndim > len(axes) or any(
         size not in (1, full) for size, full in zip(t.shape[::-1], axes[::-1], strict=False)
     ):

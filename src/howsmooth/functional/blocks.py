@@ -1,13 +1,15 @@
-"""Functions that are a sum over blocks of query rows, and their derivatives of every kind and order.
+"""Functions that are sums over blocks of query rows, and their derivatives in every mode and to every order.
 
-Such a function reads tensors of queries, of keys and of scores, and writes such tensors; a block writes its
-own rows, and adds its part to what the blocks share. Its derivatives, forward and reverse, are functions of
-the same kind: the tangent of a sum is the sum of tangents, and every block gets the cotangent of what it
-added to. So one autograd function whose derivatives are itself, applied to another ``BlockMap``, has
-derivatives of every order, and what is kept between forward and backward are the tensors alone.
+Such a function reads and returns tensors with a row for each query, for each key, or with an entry for each
+score. A block contributes a summand to each result. The derivatives of the function, forward and reverse, are
+functions of the same kind: the tangent of a sum is the sum of the tangents, and in reverse mode each block
+gets the cotangent of the result to which it has added. So one autograd function suffices, whose derivatives
+are the same autograd function applied to another :class:`BlockMap`. It has derivatives of every order, and
+keeps only its input tensors between forward and backward.
 
-Tensors end in five axes (lead, kv_heads, group, rows, columns), each of full length or 1. In front stand
-the axes that torch.func.vmap has brought, outermost first: all tensors have as many, of full length or 1.
+Tensors end in five axes (lead, kv_heads, group, rows, columns), each of full length or of length 1. In front
+of them are the axes that torch.func.vmap has added, outermost first. All tensors have the same number of
+them, each of full length or of length 1.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from howsmooth.attention.visibility import Visibility
 
 __all__ = ["Block", "BlockMap", "Flags", "Grid", "Part", "Shape", "apply", "kept_whole", "reduced"]
 
-# What a tensor's last axes but one are: queries (group, rows, entries), keys (1, keys, entries), or scores
+# Kind of a tensor, by its last three axes: queries (group, rows, entries), keys (1, keys, entries), or scores
 # (group or 1, rows or 1, keys or 1).
 Part = Literal["queries", "keys", "scores"]
 Shape = tuple[int, ...]
 Flags = tuple[bool, ...]
 
-# Scores that are formed at a time: what stays in a processor's caches, or keeps an accelerator busy.
+# Number of scores of a block: few enough for the caches of a CPU, enough to keep another device busy.
 _ENTRIES = {"cpu": 1 << 20}
 _ENTRIES_ELSEWHERE = 1 << 26
-# With fewer rows at a time, products would read the keys from memory for little work.
+# Fewest rows of a block. With fewer, products would read all keys from memory for little work.
 _FEWEST_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows, and the keys that they see, of some heads of some members of the leading axis."""
+    """A range of query rows with the keys that they see, for some key heads and some leading indices."""
 
     lead: slice
     heads: slice
@@ -48,22 +50,22 @@ class Block:
     keys: slice
 
     def cut(self, t: Tensor, part: Part) -> Tensor:
-        """Return what of a tensor belongs to this block: a view."""
+        """Return the part of a tensor that belongs to this block, as a view."""
         place: tuple[Any, ...] = (..., *self._place(t.shape, part))
         return t[place]
 
     def cut_shape(self, shape: Shape, part: Part) -> Shape:
-        """Return the shape of what :meth:`cut` gives for a tensor of this shape."""
+        """Return the shape of the result of :meth:`cut` for a tensor of shape ``shape``."""
         return (*shape[:-5], *(s.stop - s.start for s in self._place(shape, part)))
 
     def padded(self, t: Tensor, shape: Shape, part: Part) -> Tensor:
-        """Return a tensor of this shape, zero outside this block."""
+        """Return a tensor of shape ``shape`` that is ``t`` on this block and zero elsewhere."""
         place = self._place(shape, part)
         around = [(s.start, size - s.stop) for s, size in zip(place, shape[-5:], strict=True)]
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Where this block is in the last five axes; all of an axis of length 1."""
+        """Return the ranges of this block in the last five axes of a tensor; all of an axis of length 1."""
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -79,7 +81,16 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How the scores (lead, kv_heads, group, m, n) of an attention are cut into blocks."""
+    """The cut of attention scores (lead, kv_heads, group, m, n) into blocks.
+
+    Parameters
+    ----------
+    lead, kv_heads, group, m
+        Lengths of the axes of the scores.
+    visible
+        Rules of causal order and window, and the number n of keys.
+
+    """
 
     lead: int
     kv_heads: int
@@ -88,14 +99,17 @@ class Grid:
     visible: Visibility
 
     def blocks(self, times: int, device: torch.device) -> Iterator[Block]:
-        """Cut into blocks of some 10⁵ to 10⁷ scores, ``times`` of which are formed side by side."""
+        """Yield the blocks, each of 10⁵ to 10⁷ scores; blocks without a visible key are left out.
+
+        ``times`` is the product of the axes that vmap has added, for which a block is computed at once.
+        """
         n, window = self.visible.n, self.visible.window
         entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
         longest = self.m
         if window is not None:
             longest = min(longest, max(window, 2 * _FEWEST_ROWS))
         elif self.visible.causal:
-            # Half of a block on the diagonal is work for nothing.
+            # Half of a block on the diagonal is computed for nothing, so there are at least eight blocks.
             longest = min(longest, max(2 * _FEWEST_ROWS, -(-self.m // 8)))
         width = n if window is None else min(n, longest + 2 * window)
         length = max(
@@ -112,7 +126,7 @@ class Grid:
                         yield Block(slice(member, member + lead), slice(head, head + heads), rows, keys)
 
 
-# What one block computes of its parts of the tensors, reduced to the shapes that it is given.
+# Computes the summands of one block from its parts of the tensors, in the shapes that are given.
 Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor, ...]]
 
 
@@ -125,22 +139,23 @@ class BlockMap:
     grid
         The blocks.
     compute
-        What a block computes; pure, in operations that PyTorch differentiates.
+        Function that computes the summands of one block. It must be pure and use operations that PyTorch can
+        differentiate.
     inputs
-        What each tensor is.
+        Kind of each input tensor.
     outputs
-        What each result is, and its shape.
+        Kind and shape of each result.
     closed_forward, closed_reverse
-        ``forward`` and ``reverse`` in closed form; where there is none PyTorch differentiates ``compute``.
-        The first is called with the shapes of the results.
+        :meth:`forward` and :meth:`reverse` in closed form; the first is called with the shapes of the
+        results. If one is None, PyTorch differentiates ``compute``.
     extra
-        Axes that vmap has brought since the map was made: in front of the shapes of all results.
+        Lengths of the axes that vmap has added since the map was made, in front of the shapes of all results.
     kernel
-        What computes all blocks at once, of tensors with five axes, the first of full length; None to go
-        block by block.
+        Function that computes all blocks at once, from tensors with five axes of which the first has its full
+        length; None to compute one block after the other.
     kept
-        How many more results the kernel has behind ``outputs``: they have no derivatives, and every
-        derivative gets them behind the tensors.
+        Number of further results of the kernel, after ``outputs``. They have no derivatives, and are passed
+        to every derivative after the tensors.
 
     """
 
@@ -155,26 +170,27 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of a block's results, behind ``extra`` axes."""
+        """Return the shapes of the summands of a block, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the results, and what is kept; nothing in here is differentiated."""
+        """Return the results, and the further results of the kernel; PyTorch does not differentiate this."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
         shapes = [(*self.extra, *shape) for _, shape in self.outputs]
         if self.kernel is not None:
+            # A kernel has one leading axis, into which the axes of vmap are folded.
             front = (*torch.broadcast_shapes(*(t.shape[:-5] for t in tensors)), self.grid.lead)
             folded = (t.expand(*front, *t.shape[-4:]).flatten(0, len(front) - 1) for t in tensors)
             found = [t.unflatten(0, front) for t in self.kernel(tuple(folded))]
             kept = found[len(shapes) :]
             fitting = (reduced(t, s) for t, s in zip(found, shapes, strict=False))
-            # Copies, so that who changes a result in place changes nothing that is kept.
+            # Copies, so that an in-place change of a result does not change a tensor that is kept.
             return (*(t.to(dtype, copy=True) for t in fitting), *kept)
         results = tuple(torch.zeros(shape, dtype=wide, device=device) for shape in shapes)
         times = prod(torch.broadcast_shapes(*(t.shape[:-5] for t in tensors)))
-        # Products are made in the precision of the tensors, whatever precision autocast would choose.
+        # Without autocast, which would choose another precision for the matrix products.
         with torch.autocast(device.type, enabled=False):
             for block in self.grid.blocks(times, device):
                 parts = tuple(block.cut(t, part) for t, part in zip(tensors, self.inputs, strict=True))
@@ -190,7 +206,10 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the map (tensors, tangents of those that are ``moved``) ↦ tangents of the results."""
+        """Return the map (tensors, tangents) ↦ tangents of the results.
+
+        ``moved`` marks the tensors that have a tangent.
+        """
         shapes = tuple((*self.extra, *shape) for _, shape in self.outputs)
         if self.closed_forward is not None:
             return self.closed_forward(moved, shapes)
@@ -209,7 +228,8 @@ class BlockMap:
             def pulled(*cotangents: Tensor) -> tuple[Tensor, ...]:
                 return tuple(torch.func.vjp(of, *(p for p, _ in both))[1](cotangents))
 
-            # The adjoint of the adjoint: PyTorch has no forward mode within its own forward mode.
+            # The tangent is computed as the adjoint of the adjoint, because PyTorch cannot nest its forward
+            # mode in a custom function's forward mode.
             start = tuple(
                 torch.zeros(target, dtype=tangents[0].dtype, device=tangents[0].device) for target in targets
             )
@@ -221,9 +241,17 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the map (tensors, the cotangents ``given``) ↦ cotangents of the tensors ``wanted``.
+        """Return the map (tensors, cotangents of results) ↦ cotangents of tensors.
 
-        ``shapes`` are those of the tensors.
+        Parameters
+        ----------
+        wanted
+            Marks the tensors whose cotangents are asked for.
+        given
+            Marks the results that have a cotangent.
+        shapes
+            Shapes of the tensors.
+
         """
         if self.closed_reverse is not None:
             return self.closed_reverse(wanted, given, shapes)
@@ -233,7 +261,7 @@ class BlockMap:
             block: Block, tensors: tuple[Tensor, ...], targets: tuple[Shape, ...]
         ) -> tuple[Tensor, ...]:
             at, cotangents = tensors[:count], tensors[count:]
-            # What vmap has put in front since: every member gets cotangents of its own.
+            # Axes that vmap has added since: each index gets its own cotangents, so tensors are expanded.
             extra = targets[0][: len(targets[0]) - axes]
             inner = self.targets(block, extra)
 
@@ -253,35 +281,36 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Put ``some`` in the places of ``tensors`` that ``which`` marks."""
+    """Return ``tensors`` with those that ``which`` marks replaced by ``some``, in order."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Tell whether a new tensor may not be changed in place.
+    """Return True if a new tensor must not be changed in place.
 
-    torch.func differentiates what is done with it; linearize records that, and loses changes of views.
+    This is so in a transform of torch.func, which differentiates the operations on it, and under
+    torch.func.linearize, whose record of operations loses in-place changes of views.
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(t) or get_proxy_mode() is not None
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Return a tensor summed over axes where ``shape`` has 1, repeated over those where it has 1 itself."""
+    """Return ``t`` in shape ``shape``: summed over axes where ``shape`` has 1, repeated where ``t`` has 1."""
     return t.expand(torch.broadcast_shapes(t.shape, shape)).sum_to_size(shape)
 
 
 class _OverBlocks(torch.autograd.Function):
-    """A BlockMap in PyTorch's autograd and in torch.func."""
+    """The autograd function of a :class:`BlockMap`; its derivatives are this function of other BlockMaps."""
 
     @staticmethod
     def forward(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run it."""
+        """Compute the BlockMap."""
         return function.run(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep the tensors, and what the function keeps."""
+        """Save the tensors, and the further results of a kernel, for the derivatives."""
         ctx.function, *tensors = inputs
         kept = output[len(ctx.function.outputs) :]
         ctx.save_for_backward(*tensors, *kept)
@@ -291,7 +320,7 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Apply the reverse derivative, which is differentiable in turn."""
+        """Return the cotangents of the tensors, by applying this function to the reverse BlockMap."""
         saved, wanted = ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
         cotangents = cotangents[: len(ctx.function.outputs)]
         given = [c for c in cotangents if c is not None]
@@ -304,28 +333,28 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Apply the forward derivative, which is differentiable in turn."""
+        """Return the tangents of the results, by applying this function to the forward BlockMap."""
         function = ctx.function.forward(tuple(t is not None for t in tangents))
         moved = (t for t in tangents if t is not None)
-        # Nothing but this call: PyTorch switches forward mode off in here, and at the levels outside too,
-        # where other operations would lose their tangents.
+        # This must be the only operation here. PyTorch switches forward mode off inside ``jvp``, for outer
+        # levels too, so any other operation would lose the tangents of those levels.
         return (*_apply(function, *ctx.saved_tensors, *moved), *(None,) * ctx.function.kept)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], function: BlockMap, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Put the new axis in front of all."""
+        """Compute the BlockMap with one more axis in front of all tensors and results."""
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))
         return _apply(function, *front), (0,) * (len(function.outputs) + function.kept)
 
 
-# Annotated, which PyTorch's own is not.
+# PyTorch's ``apply`` has no annotation.
 _apply: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
 
 
 def apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of a BlockMap, differentiable in every mode and to every order."""
+    """Return the results of a BlockMap, which PyTorch can differentiate in every mode and to every order."""
     return _apply(function, *tensors)[: len(function.outputs)]

@@ -1,8 +1,9 @@
-"""Attention and its first and second derivatives in kernels of Triton's, each without n × n matrices.
+"""Attention and its first and second derivatives in Triton kernels, without n × n matrices.
 
-What a block of :mod:`howsmooth.functional.softmax` computes, for all blocks at once. The value hands two
-tensors on to its derivatives, which have no derivatives themselves: O in float32, and the logarithms of the
-softmax's denominators. All derivatives are in closed form and allow for what these depend on.
+A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax` computes for one. The kernel
+for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the softmax
+denominators. PyTorch does not differentiate these two; the closed forms of the derivatives account for their
+dependence on the inputs.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from howsmooth.functional.softmax import Scores
 __all__ = ["KEPT", "Kept", "Kernels", "Tile", "filled_width", "obstacle", "precision", "tiles"]
 
 KEPT = ("mean", "lse")
-"""O in float32 (lead, kv_heads, group, m, value_dim), and logarithms (lead, kv_heads, group, m, 1)."""
+"""Names of the kept tensors: O in float32 (lead, kv_heads, group, m, value_dim), and log₂ of the softmax
+denominators (lead, kv_heads, group, m, 1)."""
 Kept = tuple[Tensor, ...]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_OLDEST = (8, 0)  # whose matrix units multiply bfloat16
-_OLDEST_TRITON = (3, 6)  # which multiplies float32 in three parts
-_WIDEST = 256
-_NARROWEST = 16  # of a matrix unit
+_OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
+_OLDEST_TRITON = (3, 6)  # first version that multiplies float32 in three bfloat16 parts
+_WIDEST = 256  # entries of a head
+_NARROWEST = 16  # columns of an operand of a matrix unit
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a kernel's tiles, and how it runs."""
+    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
 
     rows: int
     keys: int
@@ -41,8 +43,9 @@ class Tile:
     stages: int
 
 
-# From large to small: the first is taken that the device has room for, from where a thread's numbers fit into
-# its registers, or nearly so, as the compiler says for compute capability 9.0 (benchmarks/kernels.py).
+# Tiles from large to small, for kernels over blocks of rows and over blocks of keys. The first tile that fits
+# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into the registers
+# of a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
 _ROWS = (
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
@@ -60,7 +63,8 @@ _KEYS = (
     Tile(16, 32, 4, 2),
     Tile(16, 16, 4, 1),
 )
-# In half precision and in float32, for operands of up to 64, 128 and 256 entries.
+# Index of the first tile that is tried for each kernel: in half precision and in float32, for heads of up to
+# 64, 128 and 256 entries.
 _FIRST = {
     "value": ((0, 0, 1), (2, 3, 4)),
     "tangent": ((0, 1, 4), (4, 4, 6)),
@@ -70,11 +74,12 @@ _FIRST = {
     "second_keys": ((1, 3, 4), (3, 5, 5)),
 }
 _BY_KEYS = ("adjoint_keys", "second_keys")
+# Index of the first tile that has fitted, for each kernel, dtype, device and set of options.
 _room: dict[object, int] = {}
 
 
 def obstacle(x: Mapping[str, Tensor]) -> str | None:
-    """Say what about queries, keys and values, and what is added to scores, there are no kernels for."""
+    """Return the reason why the kernels do not support the tensors ``x``, in words; None if they do."""
     q, v = x["q"], x["v"]
     if q.dtype not in _DTYPES:
         return f"{q.dtype}"
@@ -104,16 +109,17 @@ def _obstacle_of(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Attention with these scores. Tensors have five axes, the first of full length in all.
+    """Attention and its derivatives for all blocks at once, with scores as ``scores`` says.
 
-    ``x`` holds the tensors by name, ``d`` tangents of some of them, ``kept`` what :meth:`value` has given to
-    its derivatives. Results are float32.
+    Tensors have five axes, of which the first has its full length. In the methods, ``x`` are the tensors by
+    name, ``d`` tangents of some of them, ``kept`` the tensors that :meth:`value` returns, and ``u`` a
+    cotangent of the output. Results are float32.
     """
 
     scores: Scores
 
     def value(self, x: Mapping[str, Tensor]) -> Kept:
-        """Return what derivatives are given, O first."""
+        """Return the output O and the logarithms of the softmax denominators."""
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
@@ -121,13 +127,13 @@ class Kernels:
         return mean, lse
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
-        """Return dO."""
+        """Return the tangent dO of the output."""
         return self._tangent(x, kept, _filled(x, d))[0]
 
     def adjoint(
         self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the cotangents of the tensors ``which``: queries, keys, values and sinks."""
+        """Return the cotangents of the tensors ``which`` by name: of queries, keys, values and sinks."""
         common = _common(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
@@ -149,7 +155,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of :meth:`adjoint` for tangents ``d`` and ``du`` of U."""
+        """Return the tangents of the results of :meth:`adjoint`, for tangents ``d`` and ``du`` of x and ``u``."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         common, moved = _common(u, kept[0]), _common(u, do)
@@ -171,7 +177,7 @@ class Kernels:
         return found
 
     def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return dO and μ; ``d`` has a tangent for each of the tensors."""
+        """Return dO and μ = rowsum(P∘dS); ``d`` has a tangent for each tensor."""
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
         dsinks = d["sinks"].contiguous() if "sinks" in d else lse
@@ -180,7 +186,7 @@ class Kernels:
         return out, mu
 
     def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
-        """Run a kernel on all blocks of rows or of keys, in the largest tiles that there is room for."""
+        """Run a kernel on all blocks of rows or keys, in the largest tiles that fit on the chip."""
         from triton.runtime.errors import OutOfResources
 
         from howsmooth.functional import fused_kernels
@@ -233,38 +239,38 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tiles of a kernel that are tried for operands filled up to this width, large ones first."""
+    """Return the tiles that are tried for a kernel with operands of padded width ``width``, large to small."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
 def filled_width(key_dim: int, value_dim: int) -> int:
-    """Return to what the entries of all operands are filled up."""
+    """Return the padded width of all operands: a power of two, at least 16."""
     return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Say how operands are multiplied: those in float32 with all of their digits, on matrix units."""
+    """Return Triton's ``input_precision`` for a dtype: for float32, all of its digits on the matrix units."""
     import triton
 
     return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
 
 
 def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a tangent of queries, keys, values and sinks, zero where ``d`` has none."""
+    """Return tangents of queries, keys, values and sinks by name, zero for those that ``d`` lacks."""
     names = (name for name in ("q", "k", "v", "sinks") if name in x)
     return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
 
 
 def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """⟨U, ·⟩ in each row, (lead, kv_heads, group, m, 1)."""
+    """Return the inner product of ``u`` and ``of_queries`` in each row, (lead, kv_heads, group, m, 1)."""
     common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
     return common[..., None]
 
 
 def _share(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
-    """Share of the sink in each row, (lead, kv_heads, group, m, 1)."""
+    """Return the probability of the sink in each row, (lead, kv_heads, group, m, 1)."""
     return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
 
 
@@ -273,7 +279,10 @@ def _result(like: Tensor) -> Tensor:
 
 
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a tensor of scores for a kernel, with strides of members, heads, rows and keys."""
+    """Return a tensor shaped as scores, and its strides of members, heads, rows and keys, for a kernel.
+
+    If ``t`` is None, ``q`` stands in for it; the kernel does not read it.
+    """
     if t is None:
         return q, 0, 0, 0, 0
     heads = t.expand(*q.shape[:-1], n).flatten(1, 2)

@@ -1,20 +1,21 @@
-"""Kernels of :mod:`howsmooth.functional.fused`, in Triton: a tile of scores never leaves the chip.
+"""Triton kernels of :mod:`howsmooth.functional.fused`, in which tiles of scores never leave the chip.
 
 With s = scale · q kᵀ, S = c tanh(s/c) + bias, D = 1 − tanh², P the row softmax, O = P v, and for each row
-μ = rowsum(P∘dS), r = ⟨U, O⟩, all as in :mod:`howsmooth.functional.softmax`:
+μ = rowsum(P∘dS) and r = ⟨U, O⟩, as in :mod:`howsmooth.functional.softmax`, the kernels compute:
 
-- ``value``: O and the logarithm of the softmax's denominator, over tiles of keys, with a running maximum;
+- ``value``: O and the logarithm of the softmax denominator, over tiles of keys, with a running maximum;
 - ``tangent``: dO = (P∘(dS − μ)) v + P dv, and μ;
 - ``adjoint_queries``, ``adjoint_keys``: with G = P∘(U vᵀ − r), scale · (D∘G) k, scale · (D∘G)ᵀ q and Pᵀ U;
 - ``second_queries``, ``second_keys``: the tangents of these, with dP = P∘(dS − μ), dr = ⟨dU, O⟩ + ⟨U, dO⟩
   and dG = dP∘(U vᵀ − r) + P∘(dU vᵀ + U dvᵀ − dr).
 
-Products are summed in float32. Of half precisions the operands are multiplied as they are, and P and its like
-are rounded to them; ``PRECISION`` is how float32 operands are multiplied.
+Products are summed in float32. Operands in half precision are multiplied in that precision, and P, G and
+their tangents are rounded to it first. ``PRECISION`` says how float32 operands are multiplied.
 
-Grid: heads, and within each its blocks of rows (or of keys). Queries are (head, row, entry), keys and values
-(key head, row, entry), entries filled up to ``WIDTH`` on the chip; what is one number a row, and all results,
-are float32. Logarithms are of base 2. ``seen`` and ``bias`` have strides for members, heads, rows and keys.
+The grid has one axis: all blocks of rows (or of keys) of the first head, then of the next. Queries are
+(head, row, entry), keys and values (key head, row, entry), with entries padded to ``WIDTH`` on the chip. Row
+vectors and results are float32. Logarithms are to base 2. ``seen`` and ``bias`` have strides for members,
+heads, rows and keys.
 """
 
 # Triton compiles its functions without annotations.
@@ -35,13 +36,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def _jit(function: Callable[..., object]) -> Any:
-    """Compile a function, which Triton has to see without what checks types around it in tests."""
+    """Compile a function with Triton, without the wrapper that checks types in the tests."""
     return triton.jit(inspect.unwrap(function))
 
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows start .. start + LENGTH, zero from ``end`` on and beyond their entries."""
+    """Load the rows from ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     inside = i < end
@@ -52,7 +53,7 @@ def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.
 
 @_jit
 def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store what :func:`_load` would load."""
+    """Store a tile at the place from which :func:`_load` would load it."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     tl.store(p + i.to(tl.int64) * ENTRIES + j, tile, mask=(i < end) & (j < ENTRIES))
@@ -60,7 +61,7 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _tanh(x):
-    """Hyperbolic tangent, to float32's digits: by a series where 1 − exp(−2|x|) would lose them."""
+    """Return tanh(x) to the digits of float32: by a series if 1 − exp(−2|x|) would lose digits."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * _LOG2E))
     t = (1.0 - e) / (1.0 + e)
@@ -75,7 +76,7 @@ def _scores(
     BY_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return scores over log 2 of a tile of products, −∞ where a key is hidden, with D and tanh(s/c)."""
+    """Return the scores of a tile of products in units of log 2, D, and tanh(s/c); hidden keys have −∞."""
     rows = first_row + tl.arange(0, ROWS)
     keys = first_key + tl.arange(0, KEYS)
     if BY_KEYS:
@@ -95,6 +96,7 @@ def _scores(
     if SEEN:
         place = seen + rows.to(tl.int64) * seen_m + keys.to(tl.int64) * seen_n
         s = tl.where(tl.load(place, mask=(rows < m) & (keys < n), other=0) != 0, s, float("-inf"))
+    # Order, window and the end of the keys matter only for tiles at an edge; others skip the masks.
     edge = first_key + KEYS > n
     if CAUSAL:
         edge = edge | (first_key + KEYS - 1 > first_row)
@@ -112,7 +114,10 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return this program's head and where its block begins: the most work first, in causal order."""
+    """Return this program's head, and the first row (or key) of its block.
+
+    With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
+    """
     blocks = tl.cdiv(length, LENGTH)
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if LAST_FIRST:
@@ -125,7 +130,7 @@ def _keys_of(
     start, m, n, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return from where to where go the keys that a block of rows sees, from a whole tile on."""
+    """Return the range of keys that a block of rows sees; it begins at a multiple of KEYS."""
     low, high = 0, n
     last = min(start + ROWS, m)
     if CAUSAL:
@@ -141,7 +146,7 @@ def _rows_of(
     start, m, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return from where to where go the rows that see a block of keys, from a whole tile on."""
+    """Return the range of rows that see a block of keys; it begins at a multiple of ROWS."""
     low, high = 0, m
     if CAUSAL:
         low = start // ROWS * ROWS
@@ -161,7 +166,7 @@ def value(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write O and the denominators' logarithms of one block of rows."""
+    """Write O and the logarithms of the softmax denominators of one block of rows."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -182,7 +187,7 @@ def value(
             False, CAUSAL, WINDOWED, SEEN, BIAS, CAPPED, ROWS, KEYS,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
-        # Rows that have seen nothing yet stay at zero.
+        # A row that has seen no key yet has no maximum: with level 0 all its exponentials are zero.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         shrunk = tl.exp2(top - level)
         p = tl.exp2(s - level[:, None])
@@ -190,7 +195,7 @@ def value(
         vs = _load(v, j, n, KEYS, VALUE, WIDTH)
         acc = tl.dot(p.to(vs.dtype), vs, acc * shrunk[:, None], input_precision=PRECISION)
         top = higher
-    # Rows that see nothing have weights of zero, whatever is written: but not infinity.
+    # A row that sees no key has P = 0 for any finite logarithm; 0 is written.
     alive = total > 0.0
     acc = acc / tl.where(alive, total, 1.0)[:, None]
     _store(out + head * m * VALUE, acc, start, m, ROWS, VALUE, WIDTH)
@@ -208,7 +213,7 @@ def tangent(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dO and μ of one block of rows."""
+    """Write the tangent dO of the output, and μ, of one block of rows."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -221,8 +226,8 @@ def tangent(
     dqs = _load(dq + head * m * KEY, start, m, ROWS, KEY, WIDTH)
     row_lse = tl.load(lse + head * m + rows, mask=rows < m, other=0.0)
     low, high = _keys_of(start, m, n, window, CAUSAL, WINDOWED, ROWS, KEYS)
-    # A row's constant changes nothing in dS − μ. What the first keys have in common, all keys mostly have:
-    # without it P∘dS would be rounded where it is large, and μ taken off afterwards.
+    # A constant in each row of dS cancels in dS − μ. So the mean over the first tile of keys, which is close
+    # to the mean over all keys, is subtracted from dS before it is rounded.
     ks = tl.trans(_load(k, low, n, KEYS, KEY, WIDTH))
     raw = tl.dot(dqs, ks, input_precision=PRECISION)
     ks = tl.trans(_load(dk, low, n, KEYS, KEY, WIDTH))
@@ -249,7 +254,8 @@ def tangent(
         acc = tl.dot(ds.to(vs.dtype), vs, acc, input_precision=PRECISION)
         vs = _load(dv, j, n, KEYS, VALUE, WIDTH)
         acc = tl.dot(p.to(vs.dtype), vs, acc, input_precision=PRECISION)
-    # rowsum(P∘dS) = rowsum(P∘(dS − shift)) + shift rowsum(P); the sink has what P lacks.
+    # μ = rowsum(P∘dS) = rowsum(P∘(dS − shift)) + shift. With a sink, P sums to 1 − share, and μ includes the
+    # sink's own share times its tangent.
     row_mu = total + shift
     if SINKS:
         share = tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2E - row_lse)
@@ -261,10 +267,10 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return what rounding has added to the sums of rows of D∘G.
+    """Return the error of the row sums of D∘G that its rounding to ``dtype`` causes.
 
-    They are zero without a cap and without sinks. Times what all keys have in common, which may be far larger
-    than their differences, it would be much of the cotangents of the queries.
+    Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
+    be far larger than their differences, the error would be a large part of the cotangents of the queries.
     """
     rounded = g.to(dtype).to(tl.float32)
     if CAPPED or SINKS:
@@ -274,7 +280,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of the first keys, (1, WIDTH): what they have in common, all keys mostly have."""
+    """Return the mean of the first tile of keys, (1, WIDTH), which is near the common part of all keys."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 
@@ -288,7 +294,7 @@ def adjoint_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries of one block of rows."""
+    """Write the cotangents of the queries in one block of rows; ``common`` is r."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -316,6 +322,7 @@ def adjoint_queries(
             g = g * slope
         rest += _rest(g, ks.dtype, CAPPED, SINKS)
         acc = tl.dot(g.to(ks.dtype), ks, acc, input_precision=PRECISION)
+    # The error of the row sums, times the common part of the keys, is taken off.
     acc -= rest[:, None] * _mean_of_first(k, low, n, KEYS, KEY, WIDTH)
     _store(out + head * m * KEY, acc * scale, start, m, ROWS, KEY, WIDTH)
 
@@ -329,7 +336,7 @@ def adjoint_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and their values."""
+    """Write the cotangents of one block of keys and of their values, summed over all rows and the group."""
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     vs = _load(v + key_head * n * VALUE, start, n, KEYS, VALUE, WIDTH)
@@ -363,7 +370,10 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return P, dP, D∘G and its tangent, of scores, their tangents before the cap, U vᵀ and its tangent."""
+    """Return P, dP, D∘G and the tangent of D∘G.
+
+    ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its tangent.
+    """
     p = tl.exp2(s - row_lse)
     ds = raw
     if CAPPED:

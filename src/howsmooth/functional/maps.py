@@ -1,4 +1,9 @@
-"""Attention and its derivatives as functions over blocks: which tensors go in, and which come out."""
+"""Attention and its derivatives as sums over blocks: the inputs and the results of each.
+
+Each function below builds a :class:`BlockMap`. Its inputs are the tensors x of :class:`Scores` by name, then
+the further results of the kernel for the value (``kept``), if there are kernels, and then tangents and
+cotangents. In the formulas U is a cotangent of the output O.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ _Item = TypeVar("_Item")
 
 
 def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
-    """Return O = P v as a function of the tensors ``scores.names``; ``shape`` is that of O.
+    """Return the map x ↦ O = P v of the tensors ``scores.names``, in which O has shape ``shape``.
 
-    With kernels these compute it and its first and second derivatives, but those in masks and biases, which
-    are computed block by block as all are without.
+    With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
+    and biases. All else is computed block by block.
     """
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -50,7 +55,7 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
 
 def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | None) -> BlockMap:
-    """(x, dx) ↦ dO, with tangents of the tensors ``moved``; with kernels (x, kept, dx) ↦ dO."""
+    """Return the map (x, dx) ↦ dO, where the tensors ``moved`` have tangents."""
     given = _Given(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -58,7 +63,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
     def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
-        """(x, dx, U) ↦ derivatives of ⟨U, dO⟩ in x and in dx."""
+        """Return the map (x, dx, U) ↦ gradients of ⟨U, dO⟩ in x and in dx."""
         of_x, of_d = given.chosen(wanted)
         both = _Given(scores, kernels, (*moved, "u"))
 
@@ -93,7 +98,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
 
 
 def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | None) -> BlockMap:
-    """(x, U) ↦ cotangents of the tensors ``which``, in these shapes; with kernels (x, kept, U) ↦ these."""
+    """Return the map (x, U) ↦ cotangents of the tensors ``which``, a mapping from names to shapes."""
     given = _Given(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -106,7 +111,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """(x, U, dx, dU) ↦ tangents of the cotangents."""
+        """Return the map (x, U, dx, dU) ↦ tangents of the cotangents."""
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
         both = _Given(scores, kernels, ("u", *tangents))
@@ -126,7 +131,10 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """(x, U, W) ↦ derivatives of ⟨W, cotangents⟩ in x and in U: as ⟨U, dO⟩ with dx = W."""
+        """Return the map (x, U, W) ↦ gradients of ⟨W, cotangents⟩ in x and in U.
+
+        ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
+        """
         of_x, of_u = given.chosen(wanted)
         both = _Given(scores, kernels, ("u", *_chosen(tuple(which), there)))
 
@@ -161,9 +169,10 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Given:
-    """What a derivative is given: the tensors x, what the kernels' value kept if there are some, and more.
+    """The inputs of a derivative: the tensors x, what the kernel for the value has kept, and further tensors.
 
-    ``more`` names tangents as the tensors, the cotangent of the output ``u`` and its tangent ``du``.
+    ``more`` names the further tensors: a tangent has the name of its tensor, ``u`` is the cotangent of the
+    output and ``du`` the tangent of ``u``.
     """
 
     scores: Scores
@@ -176,19 +185,19 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What each tensor is."""
+        """Kind of each input tensor."""
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Return x, what was kept, and more, the last by name."""
+        """Split the input tensors into x by name, those that the kernel has kept, and the others by name."""
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))
         more = dict(zip(self.more, tensors[count + kept :], strict=True))
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names in x, and those in more, that flags of all tensors mark."""
+        """Return the names in x, and the names in ``more``, that ``flags`` of all input tensors mark."""
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]
         return _chosen(self.scores.names, flags[:count]), _chosen(self.more, more)
@@ -196,7 +205,10 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return what runs these kernels; None if there are none for what is given or for the results."""
+        """Return the function of the input tensors that runs ``kernel``.
+
+        It is None without kernels, and if an input or a result is a tangent or cotangent of a mask or bias.
+        """
         if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
             return None
         return partial(kernel, self.kernels)

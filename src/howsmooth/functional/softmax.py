@@ -1,13 +1,14 @@
-"""Softmax attention of one block of queries, its derivative, the adjoint, and the derivative of the adjoint.
+"""Softmax attention of one block of query rows: value, derivative, adjoint, and derivative of the adjoint.
 
 With S = c tanh(s/c) + mask + bias, s = scale · q kᵀ, D the derivative of the cap, P the row softmax, O = P v:
 
 - tangent: dS = D∘(dq kᵀ + q dkᵀ)·scale + dmask + dbias, dP = P∘(dS − rowsum(P∘dS)), dO = dP v + P dv;
-- adjoint: G = P∘(A − r), A = U vᵀ, r = rowsum(P∘A); what belongs to mask and bias is G, to q scale · (D∘G) k,
-  to k scale · (D∘G)ᵀ q, to v Pᵀ U.
+- adjoint, with A = U vᵀ, r = rowsum(P∘A) and G = P∘(A − r): the cotangent of mask and bias is G, of q
+  scale · (D∘G) k, of k scale · (D∘G)ᵀ q, and of v Pᵀ U.
 
-The gradient of ⟨U, tangent⟩ = ⟨adjoint, dx⟩ in x is the derivative of the adjoint along dx. Every second
-derivative but that of forward over forward is therefore made of these three (docs/theory/jacobian.md).
+The gradient of ⟨U, tangent⟩ = ⟨adjoint, dx⟩ in x is the derivative of the adjoint along dx. So these three
+give every second derivative except forward over forward (documentation page "The Jacobian of attention in
+closed form", section "Second derivatives").
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ _ADDED = ("mask", "bias")
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What scores are made of: S = c tanh(s/c) + mask + bias with s = scale · q kᵀ, over visible keys.
+    """The rule by which scores are formed: S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
 
     Parameters
     ----------
     grid
-        The axes, and which keys order and window leave.
+        Axes of the scores, with the rules of causal order and window.
     scale
-        Factor of the products of queries and keys.
+        Factor of q kᵀ.
     softcap
-        c; None for S = s.
+        c; None for S = s + mask + bias.
     names
-        Which tensors there are: ``q``, ``k``, ``v``, and any of ``seen`` (True where a key is seen), ``mask``
-        and ``bias`` (numbers that are added), and ``sinks`` (the score of one more key without value).
+        Names of the tensors: ``q``, ``k``, ``v``, and any of ``seen`` (True where a query sees a key),
+        ``mask`` and ``bias`` (numbers that are added), and ``sinks`` (the score of one more key whose value
+        is zero).
 
     """
 
@@ -61,20 +63,20 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The point of linearisation in one block.
+    """The probabilities P of one block, and the tensors from which they were formed.
 
     Parameters
     ----------
     x
-        The tensors by name.
-    scale
+        The block's parts of the tensors, by name.
+    scale, softcap
         As in :class:`Scores`.
     p
-        P, zero in rows that see no key.
+        P; rows that see no key are zero.
     tanh
-        tanh(s/c), with ``softcap`` c; None without a cap.
+        tanh(s/c); None without a cap.
     sink
-        Share of the sink in each row, (..., rows, 1); None without sinks.
+        Probability of the sink in each row, (..., rows, 1); None without sinks.
 
     """
 
@@ -87,12 +89,12 @@ class Weights:
 
     @property
     def slope(self) -> Tensor | None:
-        """D, the derivative of the cap; None for 1."""
+        """The derivative D of the cap; None without a cap, where it is 1."""
         return None if self.tanh is None else (1 - self.tanh) * (1 + self.tanh)
 
 
 def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
-    """Return P of a block, from its parts of the tensors."""
+    """Return the probabilities of a block, from its parts ``x`` of the tensors."""
     s = _products(scores.scale * x["q"], x["k"])
     tanh = None
     if scores.softcap is not None:
@@ -111,8 +113,8 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
             low = torch.isneginf(x[name])
             hidden = hidden | low
             s = s + x[name].masked_fill(low, 0.0)
-        # A row that sees nothing sees everything for a moment, so that no number becomes NaN. Where the
-        # mask is one column, it stands for all.
+        # A row that sees no key is not masked here, since a softmax over −∞ alone is NaN; its P is set to
+        # zero below. The last axis of ``hidden`` may have length 1, for all keys.
         alive = ~hidden.all(dim=-1, keepdim=True)
         s = s.masked_fill(hidden & alive, float("-inf"))
     sink = None
@@ -127,10 +129,10 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
-    """Return scores with −∞ where order and window hide a key; ``s`` is changed, where it may be."""
+    """Return scores with −∞ where causal order or a window hides a key; ``s`` may be changed in place."""
     first = block.keys.start
     if visible.triangle:
-        # Keys before the first row of the block are seen by all of it.
+        # In causal order all rows of the block see the keys before its first row.
         first = max(first, block.rows.start)
     seen = visible.block(block.rows, slice(first, block.keys.stop), s.device)
     if seen is None:
@@ -143,7 +145,7 @@ def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
 
 
 def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
-    """Return dO for the tangents ``d``, zero where none is given."""
+    """Return the tangent dO of the output, for tangents ``d`` of tensors by name; others count as zero."""
     do: Tensor | None = None
     dp = _dp(at, _ds(at, d), d)
     if dp is not None:
@@ -154,7 +156,7 @@ def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
 
 
 def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-    """Return the cotangents of the tensors ``which`` for a cotangent U of the output."""
+    """Return the cotangents of the tensors ``which``, by name, for a cotangent ``u`` of the output."""
     found: dict[str, Tensor] = {}
     if "v" in which:
         found["v"] = _over_rows(at.p, u)
@@ -178,7 +180,10 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the tangents of :func:`adjoint` for tangents ``d`` of the tensors and ``du`` of U."""
+    """Return the tangents of the results of :func:`adjoint`, by name.
+
+    ``d`` are tangents of the tensors, ``du`` is the tangent of ``u`` or None for zero.
+    """
     x, p, found = at.x, at.p, dict[str, Tensor]()
     ds_raw = _products_moved(at, d)
     slope = at.slope
@@ -204,7 +209,7 @@ def second(
     if at.sink is not None and "sinks" in which:
         found["sinks"] = -at.sink * dr
         if dp is not None:
-            # The shares of a row sum to one.
+            # P and the sink's probability sum to one in each row, so the sink's tangent is −rowsum(dP).
             found["sinks"] = found["sinks"] + dp.sum(dim=-1, keepdim=True) * r
     found.update((name, dg) for name in _ADDED if name in which)
     g = p * (a - r)
@@ -225,7 +230,7 @@ def second(
 
 
 def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of s = scale · q kᵀ; None for zero."""
+    """Return the tangent of s = scale · q kᵀ; None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
         ds = _products(at.scale * d["q"], at.x["k"])
@@ -233,7 +238,7 @@ def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tensor | None:
-    """Return the tangent of S; None for zero."""
+    """Return the tangent of S; None if it is zero. ``raw`` is the tangent of s, if the caller has it."""
     ds = _products_moved(at, d) if raw is None else raw
     slope = at.slope
     if ds is not None and slope is not None:
@@ -245,7 +250,7 @@ def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tens
 
 
 def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of P; None for zero."""
+    """Return the tangent of P; None if it is zero."""
     dp = None if ds is None else _of_softmax(ds, at.p)
     if at.sink is not None and "sinks" in d:
         dp = _sum(dp, -at.p * (at.sink * d["sinks"]))
@@ -253,7 +258,7 @@ def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
-    """P∘(dS − rowsum(P∘dS)): the derivative of the softmax, which is its own adjoint."""
+    """Return P∘(dS − rowsum(P∘dS)): the derivative of the softmax of each row, which is self-adjoint."""
     if ds.shape == p.shape:
         fused: Tensor = torch._softmax_backward_data(ds, p, -1, p.dtype)
         return fused
@@ -261,19 +266,19 @@ def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """⟨a_i, b_j⟩ of queries (..., group, rows, d) and keys (..., 1, keys, d), as scores."""
+    """Return ⟨a_i, b_j⟩ for queries (..., group, rows, d) and keys (..., 1, keys, d), shaped as scores."""
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s
 
 
 def over_keys(p: Tensor, v: Tensor) -> Tensor:
-    """Σ_j P_ij v_j: queries, of scores and keys."""
+    """Return Σ_j P_ij v_j, shaped as queries, for ``p`` shaped as scores and ``v`` shaped as keys."""
     o: Tensor = (p.flatten(-3, -2) @ v.squeeze(-3)).unflatten(-2, p.shape[-3:-1])
     return o
 
 
 def _over_rows(p: Tensor, u: Tensor) -> Tensor:
-    """Σ_i P_ij u_i over the rows of all queries of a group: keys, of scores and queries."""
+    """Return Σ_i P_ij u_i over the rows of all query heads of a group, shaped as keys."""
     return (p.flatten(-3, -2).mT @ u.flatten(-3, -2)).unsqueeze(-3)
 
 

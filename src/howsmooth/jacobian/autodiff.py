@@ -1,9 +1,9 @@
 """The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
 
-Fused attention kernels have no forward mode on the CPU, so both modes run under PyTorch's "math"
-attention backend: one and the same function is differentiated in both directions. Before any number
-is trusted the map is checked: same output twice (no dropout), members independent of each other,
-products that are adjoint to each other and agree with the map's own values.
+PyTorch's fused attention kernels have no forward mode on the CPU, so both modes run with its "math" attention
+backend. The same function is then differentiated in both directions. The map is checked before a number is
+given out: it returns the same output twice (no dropout), members of the batch do not depend on each other,
+the two products are adjoint to each other, and finite differences of the map agree with them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ __all__ = [
     "weighted_autodiff_jacobian",
 ]
 
-# Roots of weights are divided by: this keeps them, and probabilities beside them, in float64's range.
+# Smallest log-weight of an atom. Tokens are divided by the roots of the weights, and this keeps the roots,
+# and the probabilities beside them, in the range of float64.
 _LEAST_LOG_WEIGHT = -600.0
 
-# Moves of the tokens by rounding, and how many times the largest change is allowed for: of 1,920 saturated
-# float32 maps one was off by more, by 2 %. By eight times one change one in 36 was, by up to 116 times.
-# Each comes with a multiple of the direction: the product is the same multiple but for its own rounding.
+# To estimate the rounding error, each product is computed again four times: at tokens moved by one machine
+# epsilon, and for a multiple of the direction, which changes the rounding but not the exact product.
 MULTIPLES = (1.1, 1.3, 1.7, 1.9)
+# The largest of the four changes is multiplied by this. Of 1,920 saturated float32 maps one had a larger
+# error, by 2 %. With a single change, multiplied by eight, one in 36 had, by up to 116 times.
 _ALLOWED = 16.0
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
@@ -56,7 +58,7 @@ class AutodiffJacobian(LinearOperator):
     x
         Point of linearisation, float32 or float64.
     batch_dims
-        Number of leading axes of ``x`` that count members; by default all but the last two.
+        Number of leading axes of ``x`` that are batch axes; by default all axes but the last two.
 
     Raises
     ------
@@ -64,8 +66,8 @@ class AutodiffJacobian(LinearOperator):
         If ``f`` is a module in training mode with dropout or batch norm, gives different outputs for
         one input, mixes the batch, or returns something else than a tensor (batch, ...).
     DerivativeError
-        If forward or reverse mode is not available, the two do not agree, or f's own values
-        contradict them.
+        If forward or reverse mode is not available, if the two do not agree, or if finite differences
+        of ``f`` contradict them.
     NonFiniteError
         If f(x) is not finite.
 
@@ -85,8 +87,8 @@ class AutodiffJacobian(LinearOperator):
                 "f",
                 expected=f"a map to a tensor of shape {(*lead, '...')}, as the batch of x",
                 got=got,
-                remedy=f"Members are counted by the first axes of x, {len(lead)} of them here; batch_dims "
-                "says how many, such as 1 for images (batch, channels, height, width), or 0 for one member."
+                remedy=f"The first {len(lead)} axes of x were taken as batch axes; set batch_dims to their "
+                "number, such as 1 for images (batch, channels, height, width), or 0 for one member."
                 if tensor
                 else "Return one tensor, for instance with lambda x: f(x)[0].",
             )
@@ -115,7 +117,7 @@ class AutodiffJacobian(LinearOperator):
         self._check_derivatives()
 
     def _first_value(self) -> object:
-        """Return f(x); whatever f raises is said of it."""
+        """Return f(x); an exception of f becomes an ArgumentError that quotes it."""
         f, x = self._f, self._x
         try:
             return self._evaluate(x)
@@ -152,11 +154,12 @@ class AutodiffJacobian(LinearOperator):
         return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
 
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
-        """Estimate the relative error of J from rounding inside f, which cannot be seen from outside.
+        """Estimate the relative error of J by rounding inside f, where intermediate results are not known.
 
-        f evaluated in floating point is f at an input off by a rounding error; so J is taken again at tokens
-        moved by one machine epsilon each, four times, and sixteen times the largest relative change is
-        allowed for. Each product is one with another multiple of e, which rounds anew where terms cancel.
+        Rounding inside f acts like a rounding error of its input. So J e, which is ``je``, is computed four
+        more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
+        is the estimate. Each time e is multiplied by another number, which changes the rounding of terms that
+        cancel.
         """
 
         def products() -> Iterator[Tensor]:
@@ -168,7 +171,7 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(products(), je)
 
     def _check_derivatives(self) -> None:
-        """Check that forward and reverse mode are adjoint, and that members do not see each other."""
+        """Check that forward and reverse mode are adjoint, and that members do not depend on each other."""
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
@@ -177,7 +180,7 @@ class AutodiffJacobian(LinearOperator):
         forward = self._conditioning(e, je)
         reverse = allowance_for_rounding((self._adjoint_product(c * u) / c for c in MULTIPLES), jtu)
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
-        # Over the whole batch, so that a map that mixes it passes here and is named below.
+        # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
         check_adjoint(e, je, u, jtu, forward, reverse)
         check_against_differences(
             lambda x: cast(Tensor, self._evaluate(x)),
@@ -192,11 +195,14 @@ class AutodiffJacobian(LinearOperator):
                 expected="members of the batch that do not depend on each other",
                 got="a map that mixes them",
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
-                "with batch_dims how many of the first axes of x count members.",
+                "with batch_dims how many of the first axes of x are batch axes.",
             )
 
     def keeps_rows_apart(self) -> bool:
-        """Tell whether J is not zero and maps each of two or more rows of one member to that row alone."""
+        """Return True if J is not zero and row i of its image depends on row i of the input only.
+
+        The operator must have one member; with fewer than two rows the result is False.
+        """
         rows = self.in_shape[0]
         if rows < 2 or self.out_shape[:1] != (rows,):
             return False
@@ -206,10 +212,10 @@ class AutodiffJacobian(LinearOperator):
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Tell whether a part of the product, counted along its first axis, depends on another part of e.
+    """Return True if product(e)[i] depends on e[j] for some i ≠ j, indices along the first axis.
 
-    Parts i and j are told apart by one binary digit of their number: tangents on the parts with that digit
-    set must leave all others still.
+    Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
+    that digit, and the product must be zero there: as many products as indices have digits.
     """
     for digit in range((len(e) - 1).bit_length()):
         chosen = torch.tensor([bool(part >> digit & 1) for part in range(len(e))], device=e.device)
@@ -220,7 +226,7 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield tokens whose every entry is moved by one machine epsilon, of a sign at random, four times."""
+    """Yield four copies of ``x`` with every entry changed by one machine epsilon, of random sign."""
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
@@ -228,7 +234,11 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
-    """Return sixteen times the largest relative change of each member's product ``je`` among some moved."""
+    """Return sixteen times the largest relative change of each member's product ``je``.
+
+    ``je`` is (batch, ...), and ``moved`` are the same products computed anew. The result is (batch,), float64
+    on the CPU.
+    """
     size = je.double().flatten(1).norm(dim=1)
     changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
@@ -236,10 +246,10 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
-    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩, e and u Gaussian, up to the errors of J e and Jᵀ u.
+    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩ up to rounding, for Gaussian e and u.
 
-    A relative error δ of J e that does not know of u moves the left side by about δ ‖J e‖, whatever its size;
-    likewise on the right. ``forward`` and ``reverse`` are what rounding was seen to do to each member.
+    ``forward`` and ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
+    A relative error δ of J e, independent of u, changes ⟨J e, u⟩ by about δ ‖J e‖, and likewise for Jᵀ u.
     """
     left, right = (je * u).sum(dtype=torch.float64), (e * jtu).sum(dtype=torch.float64)
     least = 1e4 * torch.finfo(e.dtype).eps
@@ -259,13 +269,14 @@ def check_against_differences(
     product: Callable[[Tensor], Tensor],
     rounding: float,
 ) -> None:
-    """Refuse a derivative that f itself contradicts, as where ``detach`` or ``no_grad`` cuts it off.
+    """Raise DerivativeError if finite differences of ``f`` contradict its derivative ``product`` at ``x``.
 
-    Both modes of autodiff are cut off alike, so only f's values show it. Finite differences of several steps
-    are taken for a witness where they agree with each other; where f bends within the step they do not, at
-    a kink those of the two sides do not, and nothing is said. Nor is it where the rounding of f's values
-    explains the difference, or that of products, which may be off by ``rounding``. Where f refuses inputs
-    beside x, as on the sphere around a ball that it is defined on, differences are taken into the ball.
+    A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
+    it. Finite differences along e, of three step lengths, count as evidence only if they agree with each
+    other, and if those of both sides agree, which they do not at a kink. Differences that rounding explains
+    are allowed: the rounding of the values of f, and the relative error ``rounding`` of the products. If f
+    refuses inputs near x, for instance because x is on the boundary of the ball where f is defined, the steps
+    are taken towards the inside of the ball.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
@@ -274,7 +285,7 @@ def check_against_differences(
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
         found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
         kink = (sides[-1][0] - sides[-1][1]).norm() / steps[-1]
-    except Exception:  # f takes x: whatever it raises is about what lies beside it
+    except Exception:  # f accepts x, so it refuses an input near x
         longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
         e = e - x * (longest[0] / longest[1])
         try:
@@ -290,29 +301,29 @@ def check_against_differences(
     explained = (0.2 + rounding) * torch.maximum(fine.norm(), je.norm())
     if bool(reliable & (off > torch.stack((4 * kink, blurred, explained)).amax())):
         raise DerivativeError(
-            "f: its derivative is not that of its values: finite differences contradict it. A detach, a "
-            "no_grad or a custom derivative inside f cuts it off; measure a map without them."
+            "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
+            "derivative inside f makes the derivative wrong; measure a map without them."
         )
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the operator of (√(a_i/a_j) J_ij) of a map at a measure, by automatic differentiation.
+    """Return the operator with blocks √(a_i/a_j) J_ij of a map at a measure, by automatic differentiation.
 
-    It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so that all checks hold for it as they stand.
+    It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
 
     Parameters
     ----------
     f
-        Any map that acts on measures.
+        Any map that acts on measures, in float64.
     x
-        Atoms (n, d), float64 as the map.
+        Atoms (n, d), float64.
     weighting
-        Their weights, none below e^-600.
+        Weights and positions of the atoms; no weight may be below e^-600.
 
     Raises
     ------
     ArgumentError
-        If a weight is smaller, or the map does not act on such a measure.
+        If a weight is below e^-600, or the map does not act on such a measure.
 
     """
     smallest = float(weighting.log_weights.min())
@@ -343,14 +354,14 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Let PyTorch's own attention run in the one kernel that has both modes."""
+    """Make PyTorch's attention use the "math" backend, the only one that has both modes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Turn PyTorch's refusals to differentiate into one clear error."""
+    """Turn errors of PyTorch in forward or reverse ``mode`` into a DerivativeError that quotes them."""
     try:
         yield
     except HowsmoothError:

@@ -1,4 +1,4 @@
-"""How many bytes a closed-form Jacobian takes, with its probabilities in memory or formed tile by tile."""
+"""Memory of a closed-form Jacobian in bytes, with its probabilities in memory or formed tile by tile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from howsmooth.jacobian.tiling import batches_apart, working_bytes
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
 
 _DOUBLE = 8
-# Tensors of n × d numbers that are kept of the code around softmaxes and of its adjoint: measured, see tests.
+# Number of tensors of n × d entries that the graphs of a layer in stages and of its adjoint keep. It was
+# measured; the tests hold it against real layers.
 _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Bytes for the probabilities of one member with n tokens, and for what a product makes of their size.
+    """Return the bytes of all n × n tensors of one sequence: probabilities, and temporaries of a product.
 
-    Those in ``dtype`` and, for the verdict on float32, those in float64 beside them.
+    If ``dtype`` is float32, they are counted in float32 and in float64, because the value of a float32
+    measurement is computed again in float64 while the float32 operator is in memory.
     """
     match f:
         case Residual():
@@ -29,7 +31,7 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
         case Compose():
             return cached_bytes(f.outer, n, dtype) + cached_bytes(f.inner, n, dtype)
         case SelfAttention():
-            copies = 1 if f.softcap is None else 2
+            copies = 1 if f.softcap is None else 2  # P, and P∘D beside it under a cap
             single = copies * dtype.itemsize if dtype != torch.float64 else 0
             return f.heads * n * n * (single + (copies + 2) * _DOUBLE)
         case StagedAttention():
@@ -44,12 +46,15 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes for one member with n tokens without probabilities: to linearise, or to make a product."""
+    """Return the bytes for one sequence of n tokens without probabilities in memory.
+
+    It is the peak of linearising the map and of one product.
+    """
     match f:
         case Residual():
             return streamed_bytes(f.inner, n, dtype, device) + n * f.d * dtype.itemsize
         case Compose():
-            # Both are kept, and one works at a time: as an upper limit, both.
+            # Both operators are in memory, and one of them works at a time. The sum is an upper limit.
             return streamed_bytes(f.outer, n, dtype, device) + streamed_bytes(f.inner, n, dtype, device)
         case SelfAttention():
             return _streamed_attention_bytes(f, n, dtype, device)
@@ -60,14 +65,17 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes beside :func:`streamed_bytes` where a device has kernels: all they multiply, in parts."""
+    """Return the bytes that Triton kernels take beside :func:`streamed_bytes`; 0 where there are none.
+
+    They hold all operands of their matrix products, split into bfloat16 parts.
+    """
     match f:
         case Residual():
             return kernel_bytes(f.inner, n, dtype, device)
         case Compose():
             return kernel_bytes(f.outer, n, dtype, device) + kernel_bytes(f.inner, n, dtype, device)
         case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
-            # Queries, keys, values, the tangents of each, and the cotangents of the heads.
+            # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
             rows = n * (3 * f.heads + 4 * f.kv_heads)
             return rows * filled_width(f.key_dim, f.value_dim) * PARTS_BYTES
         case _:
@@ -79,14 +87,15 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     queries, keys = n * f.heads * f.key_dim, n * f.kv_heads * f.key_dim
     rows = queries + keys + n * f.kv_heads * f.value_dim
     means = n * f.heads * f.value_dim
+    # What the derivative keeps: q, k, v, the means, and the logarithms of the denominators.
     kept = (rows + means) * size + n * f.heads * _DOUBLE
-    if dtype != torch.float64:  # scores in float64
+    if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
         kept += (queries + keys) * _DOUBLE
-    # Tangents and cotangents, two turned copies of one of them, the image and what comes back.
+    # Tangents and cotangents, two rotated copies of queries, the image and the result.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
-    # Cotangents of keys and values that each thread has of its own.
+    # If each thread has rows of its own, it has its own cotangents of all keys and values too.
     product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
-    # Values, for what is proved in float64 keys and squares, and the averages of these.
+    # The table of columns and their averages: values and, for the proof in float64, keys and squares.
     columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
     averages = n * (f.heads + f.kv_heads) * columns
     linearising = (2 * n * f.d + 2 * rows + averages) * _DOUBLE + (rows + means) * size
@@ -96,7 +105,7 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
 
 def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
     size, tiles = dtype.itemsize, 0
-    # What PyTorch keeps of the layer in the graphs of the layer and of its adjoint.
+    # The graphs that PyTorch keeps of the layer and of its adjoint.
     kept = _IN_GRAPHS * n * max(f.d, f.d_out) * size
     linearising = 0
     for shape, core in zip(f.core_shapes(), f.cores, strict=True):
@@ -105,7 +114,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
         rows = queries + keys + shape.lead * shape.kv_heads * shape.n * shape.value_dim
         means = shape.lead * shape.heads * shape.m * shape.value_dim
         kept += (2 * rows + 2 * means) * size
-        if dtype != torch.float64:  # scores in float64
+        if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
             kept += (queries + keys) * _DOUBLE
         kept += (batches_apart(shape.kv_heads, device) - 1) * (rows - queries) * size
         linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)

@@ -1,8 +1,9 @@
-"""The derivative of x ↦ Γ_μ(x) at the atoms of a measure, the measure frozen.
+"""The derivative of x ↦ Γ_μ(x) at the atoms of a measure μ that is held fixed.
 
-It is the term δ_ij of the Jacobian: V C_i A for a head of softmax attention, C_i the covariance of the atoms
-that x_i sees. It says what happens when an atom splits and its halves move apart, the measure to first order
-unchanged. Derivation: docs/theory/mean-field.md.
+It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
+of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
+measure stays the same to first order. The derivation is on the documentation page "The local constant of
+mean-field attention".
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from howsmooth.jacobian.operands import Operands
 
 __all__ = ["frozen_derivatives"]
 
-# Numbers in the largest tensor of a block of atoms.
+# Number of entries in the largest tensor of a block of atoms.
 _BLOCK = 1 << 22
 
-# The logarithm of no mass: the softmax gives it the weight 0, exactly.
+# Log-weight of an atom without mass: the softmax gives it a weight of exactly 0.
 _NO_MASS = -1e30
 
 Rows = Callable[[slice], Tensor]
@@ -32,7 +33,7 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Give the derivatives D Γ_μ(x_i) of all atoms in their order, some at a time.
+    """Yield the derivatives D Γ_μ(x_i) of all atoms in their order, one block of atoms at a time.
 
     Parameters
     ----------
@@ -41,7 +42,11 @@ def frozen_derivatives(
     x
         Atoms (n, d), float64.
     weighting
-        Their weights and positions.
+        Weights and positions of the atoms.
+
+    Yields
+    ------
+    Derivatives of the atoms of one block, (block, d_out, d), float64.
 
     Raises
     ------
@@ -57,7 +62,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Numbers that a block holds for each of its atoms and each atom that it sees."""
+    """Return the number of entries that a block holds for each pair of an own atom and a seen atom."""
     match f:
         case SelfAttention():
             return f.heads * (f.key_dim + f.value_dim)
@@ -87,12 +92,13 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Σ_h W_h Cov_i(v, k) · scale Q_h, the covariance under P_i of values and keys.
+    """Return the derivatives Σ_h W_h Cov_i(v, k) · scale Q_h of attention, as a function of the rows i.
 
-    With a cap of the scores it is Σ_j P_ij (v_j − O_i) D_ij k_jᵀ, D the cap's derivative.
+    Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
+    derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
     """
     visible = f.visible_keys(x.shape[0], weighting)
-    # Keys and values centred, as products of differences are wanted.
+    # Keys and values are centred, because covariances are products of differences.
     operands = Operands.of_tokens(f, x[None])
     q, k, v = operands.q[0], operands.k[0], operands.v[0]
     output = f.output
@@ -130,7 +136,11 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Follow further atoms without mass at the places of the block: their outputs are Γ_μ there."""
+    """Return the derivatives of any map by automatic differentiation, as a function of the rows.
+
+    Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
+    Γ_μ at the places where they are.
+    """
 
     def derivatives(rows: slice) -> Tensor:
         probe = x[rows].detach().clone().requires_grad_()
@@ -141,7 +151,8 @@ def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
         extended = Weighting(torch.cat((weighting.log_weights, massless)), positions)
         with torch.enable_grad():
             image = f._forward(torch.cat((x, probe)), extended)[x.shape[0] :]
-            # No output depends on another probe, so one pass gives a row of every derivative.
+            # The image of a copy depends on no other copy, so the gradient of the sum over all copies gives
+            # one row of the derivative of each.
             parts = [
                 torch.autograd.grad(part.sum(), probe, retain_graph=True)[0] for part in image.unbind(-1)
             ]

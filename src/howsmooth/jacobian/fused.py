@@ -1,9 +1,10 @@
-"""Products without n × n matrices on a CUDA device, each in kernels of Triton's.
+"""The derivative of softmax attention without n × n matrices, in Triton kernels on a CUDA device.
 
-Tiles of :mod:`howsmooth.jacobian.streamed` are written to memory and read again between matrix products;
-here they stay on the chip, and the products run on the matrix units, whose operands are parts of float32
-numbers. JᵀJ takes twelve products a tile where nine would do: P is formed for the image, for the cotangents
-of the queries and for those of the keys. Measurements: docs/benchmarks.md.
+:mod:`howsmooth.jacobian.streamed` writes each tile to memory between matrix products. Here a tile stays on
+the chip, and the products run on the matrix units, with float32 numbers split into bfloat16 parts. JᵀJ takes
+twelve matrix products a tile instead of nine, because P is formed three times: for the image, for the
+cotangents of the queries, and for those of keys and values. Timings are on the documentation page
+"Benchmarks".
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from howsmooth.jacobian.streamed import StreamedDerivative, Through
 __all__ = ["PARTS_BYTES", "FusedDerivative", "filled_width", "fused", "within"]
 
 PARTS_BYTES = 6
-"""Of all parts of one number."""
+"""Bytes of the three bfloat16 parts of one number."""
 
-_OLDEST = (8, 0)  # whose matrix units multiply bfloat16
-_WIDEST = 128
-_NARROWEST = 16  # of a matrix unit
-# Errors are measured up to scores of this size (docs/benchmarks.md).
+_OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
+_WIDEST = 128  # entries of a head
+_NARROWEST = 16  # columns of an operand of a matrix unit
+# The errors of the kernels were measured for scores up to this size (documentation page "Benchmarks").
 _LARGEST_SCORE = 128.0
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Sizes of a kernel's tiles, and how it runs."""
+    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
 
     rows: int
     keys: int
@@ -43,34 +44,36 @@ class _Tile:
     stages: int
 
 
-# By parts: the fastest of eight or so each, on an H200 with heads of 64 entries.
+# The tile of each kernel, by the number of parts: the fastest of about eight, on an H200, with heads of 64
+# entries.
 _IMAGE = {2: _Tile(128, 64, 8, 2), 3: _Tile(128, 64, 8, 1)}
 _QUERIES = {2: _Tile(128, 64, 8, 3), 3: _Tile(128, 64, 8, 2)}
 _KEYS = {2: _Tile(64, 64, 4, 2), 3: _Tile(64, 64, 4, 1)}
-# Where there is no room on the chip for these.
+# Tiles that are tried if those above do not fit into the memory on the chip.
 _SMALLER = (_Tile(64, 64, 4, 1), _Tile(64, 32, 4, 1), _Tile(32, 32, 4, 1), _Tile(16, 16, 4, 1))
+# Index of the first tile that has fitted, for each kernel, number of parts, width and device.
 _room: dict[object, int] = {}
 
 
 @dataclass(frozen=True)
 class FusedDerivative(StreamedDerivative):
-    """A streamed derivative in float32 whose products are made by kernels.
+    """A streamed derivative in float32 whose products are computed by Triton kernels.
 
     Parameters
     ----------
     parts
-        Of a float32 number, in bfloat16: three have its 24 bits, two have 16.
+        Number of bfloat16 parts of a float32 number: three parts hold all of its 24 bits, two hold 16.
 
     """
 
     parts: int = 3
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Relative error of the derivative's norm that rounding in the products may cause, each member.
+        """Estimate the relative error of each member's ‖J‖ that rounding in the products may cause.
 
-        Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps float32's, and below
-        2⁻¹⁶ κ / 20 with two: over saturated and unsaturated, causal and unmasked heads of 96 to 4096 tokens,
-        κ from 4 to 106.
+        Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps that of float32, and
+        below 2⁻¹⁶ κ / 20 with two, for saturated and unsaturated, causal and unmasked heads of 96 to 4096
+        tokens and κ from 4 to 106.
         """
         if self.parts == 3:
             return torch.finfo(torch.float32).eps * (64.0 + 2.0 * self.kappa)
@@ -82,7 +85,7 @@ class FusedDerivative(StreamedDerivative):
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return dO for tangents of the scaled queries, the keys and the values."""
+        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -105,7 +108,7 @@ class FusedDerivative(StreamedDerivative):
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
+        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -131,7 +134,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint of ``through`` of the product; ``through`` is called once for each member."""
+        """Return the adjoint of ``through(product)``; ``through`` is called once for each member."""
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
         for i, part in enumerate(do.split(self.kv_heads)):
@@ -140,7 +143,7 @@ class FusedDerivative(StreamedDerivative):
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values in their parts."""
+        """Queries, keys and values, each split into its bfloat16 parts."""
         return self._split(self.q.flatten(0, 1)), self._split(self.k), self._split(self.v)
 
     @cached_property
@@ -149,21 +152,26 @@ class FusedDerivative(StreamedDerivative):
 
     @property
     def _width(self) -> int:
-        """Of all operands: where keys' and values' differed, Triton 3.6 made wrong code for three parts."""
+        """Number of columns of all operands, padded.
+
+        Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
+        their widths differ.
+        """
         return filled_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Return the parts, (part, head, row, width filled up)."""
+        """Return the bfloat16 parts of ``t``, (part, head, row, column), columns padded with zeros."""
         width = self._width
         out = t.new_empty(self.parts, *t.shape[:-1], width, dtype=torch.bfloat16)
         rest = pad(t, (0, width - t.shape[-1]))
         for i in range(self.parts):
-            out[i] = rest
+            out[i] = rest  # rounds to bfloat16
             if i + 1 < self.parts:
                 rest = rest - out[i]
         return out
 
     def _sizes(self) -> tuple[int, ...]:
+        """Return the integer arguments that all kernels share, in their order."""
         q, k, _ = self._operands
         group, m = self.q.shape[1:3]
         return (
@@ -177,7 +185,7 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, _Tile], of: str, *arguments: object) -> None:
-        """Run a kernel on blocks of rows or of keys, in the largest tiles that the device has room for."""
+        """Run a kernel on all blocks of rows or keys (``of``), in the largest tiles that fit on the chip."""
         from triton.runtime.errors import OutOfResources
 
         heads, length = self.k.shape[:2]
@@ -209,21 +217,22 @@ class FusedDerivative(StreamedDerivative):
 
 
 def filled_width(key_dim: int, value_dim: int) -> int:
-    """Return to what the columns of all operands are filled up."""
+    """Return the padded number of columns of all operands: a power of two, at least 16."""
     return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative with its products in kernels, where there are kernels for it.
+    """Return the derivative with its products in kernels if there are kernels for it, else ``at`` itself.
 
-    Of as few parts as keep their relative rounding within the allowance, or as it is where none do. Without
-    an allowance three parts, where float32 products would have scores in float32.
+    The kernels get as few parts as keep the relative rounding error within ``allowance``; if three parts do
+    not, ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at``
+    form their scores in float32 too.
     """
     return within(at, allowance) if _fits(at) else at
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Do what :func:`fused` says, wherever that is."""
+    """Return the derivative that :func:`fused` chooses, without asking if the device has kernels."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     coarse, fine = (FusedDerivative(**(own | rows | {"exact": None, "parts": parts})) for parts in (2, 3))

@@ -1,14 +1,14 @@
-"""Kernels of :mod:`howsmooth.jacobian.fused`, in Triton: a tile of probabilities never leaves the chip.
+"""Triton kernels of :mod:`howsmooth.jacobian.fused`, in which tiles of probabilities never leave the chip.
 
-The matrix units multiply bfloat16. A float32 operand is the sum of ``PARTS`` of these, and a product is made
-of the products of its parts but for those beyond the last digits: two parts have 16 bits and take three
-products, three have float32's 24 and take six. The units cut their sums off instead of rounding them, so
-that a sum over all tiles drifts, by 1e-4 at 16,384 keys: the sum of each tile begins at zero, and is added
-outside of them.
+The matrix units multiply bfloat16 numbers. A float32 operand is the sum of ``PARTS`` bfloat16 numbers, and a
+product is the sum of the products of the parts, without the products that are below the last digit: two parts
+have 16 bits and take three products, three parts have the 24 bits of float32 and take six. The units truncate
+their sums instead of rounding them, and a sum over all tiles would drift, by 1e-4 at 16,384 keys. So the sum
+of each tile begins at zero on the units, and is added to the total outside of them.
 
-Grid: blocks of rows (or of keys), then heads, b · group + g (or key heads b). Queries, keys, values and
-tangents are (part, head, row, column), columns of all filled up to ``WIDTH``; means, results and what is one
-number a row are float32, ``lse`` in units of log 2.
+The first axis of the grid is the block of rows (or of keys), the second the head b · group + g (or the key
+head b). Queries, keys, values and tangents are (part, head, row, column), with columns padded to ``WIDTH``.
+Means, results and row vectors are float32. ``lse`` is in units of log 2.
 """
 
 # Triton compiles its functions without annotations.
@@ -29,13 +29,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def _jit(function: Callable[..., object]) -> Any:
-    """Compile a function, which Triton has to see without what checks types around it in tests."""
+    """Compile a function with Triton, without the wrapper that checks types in the tests."""
     return triton.jit(inspect.unwrap(function))
 
 
 @_jit
 def _split(x, PARTS: tl.constexpr):
-    """Return the parts of a float32 tile; the last twice where there are two."""
+    """Return the three bfloat16 parts of a float32 tile; with two parts the second is returned twice."""
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
@@ -48,7 +48,7 @@ def _split(x, PARTS: tl.constexpr):
 
 @_jit
 def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Load the parts of rows start .. start + LENGTH, zero from ``end`` on."""
+    """Load the parts of the rows from ``start`` to ``start + LENGTH``, zero from row ``end`` on."""
     i = start + tl.arange(0, LENGTH)
     place = p + i[:, None].to(tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = i[:, None] < end
@@ -63,7 +63,7 @@ def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS:
 
 @_jit
 def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
-    """Return acc + a b, the smallest products first."""
+    """Return acc + a b from the parts of a and b, adding the smallest products first."""
     if PARTS == 3:
         acc = tl.dot(a2, b0, acc)
         acc = tl.dot(a0, b2, acc)
@@ -75,7 +75,7 @@ def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
 
 @_jit
 def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Tell which keys j the queries at positions i see; both have two axes."""
+    """Return True where the query at position i sees key j; i and j broadcast to the tile."""
     seen = (j < n) & (i >= 0)
     if CAUSAL:
         seen = seen & (j <= i)
@@ -86,7 +86,10 @@ def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 
 @_jit
 def _keys_of(first, last, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, KEYS: tl.constexpr):
-    """Return from where to where go the keys that positions first .. last - 1 see, from a whole tile on."""
+    """Return the range of keys that queries at positions first to last − 1 see.
+
+    The range begins at a multiple of KEYS.
+    """
     low = 0
     high = n
     if CAUSAL:
@@ -104,8 +107,9 @@ def image(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dO of one block of rows."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # those that see most keys first
+    """Write the tangent dO of the output of one block of rows."""
+    # Blocks are taken from the last on: in causal order the last rows see most keys and take longest.
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
     keys_at = head // group * n * WIDTH
     rows = start + tl.arange(0, ROWS)
@@ -125,6 +129,7 @@ def image(
         ds = _dot(dq0, dq1, dq2, k0, k1, k2, nothing, PARTS)
         k0, k1, k2 = _load(dk + keys_at, k_part, j, n, KEYS, WIDTH, PARTS)
         ds = _dot(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2), ds, PARTS)
+        # P is formed from the scores and the denominators of the rows; dS = P∘(dq kᵀ + q dkᵀ).
         seen = _seen(position, (j + tl.arange(0, KEYS))[None, :], n, window, CAUSAL, WINDOWED)
         p = tl.where(seen, tl.exp2(s * _LOG2E - row_lse), 0.0)
         ds = ds * p
@@ -138,6 +143,7 @@ def image(
     columns = tl.arange(0, WIDTH)
     place = (head * m + rows)[:, None] * value_dim + columns[None, :]
     inside = (rows[:, None] < m) & (columns[None, :] < value_dim)
+    # The row sums of dS times O, subtracted once for all keys.
     acc -= total[:, None] * tl.load(mean + place, mask=inside, other=0.0)
     tl.store(out + place, acc, mask=inside)
 
@@ -149,7 +155,7 @@ def adjoint_queries(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries of one block of rows."""
+    """Write the cotangents of the queries in one block of rows; ``common`` is ⟨do, O⟩ of each row."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
     keys_at = head // group * n * WIDTH
@@ -184,7 +190,7 @@ def adjoint_keys(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and their values."""
+    """Write the cotangents of one block of keys and of their values, summed over all rows and the group."""
     start = tl.program_id(0) * KEYS
     key_head = tl.program_id(1).to(tl.int64)
     keys = start + tl.arange(0, KEYS)
@@ -192,6 +198,7 @@ def adjoint_keys(
     v0, v1, v2 = _load(v + key_head * n * WIDTH, k_part, start, n, KEYS, WIDTH, PARTS)
     low = 0
     high = m
+    # The rows that see some of these keys; with a window, the last key's window ends the range.
     if CAUSAL:
         low = max(0, start - first_row) // ROWS * ROWS
     if WINDOWED:

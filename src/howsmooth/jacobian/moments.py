@@ -1,4 +1,4 @@
-"""Moments of keys and values under attention probabilities, for a bound on what rounding does."""
+"""Moments of keys and values under the attention probabilities, from which rounding errors are bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds of sums over the keys of each row, a sink among them, and of the whole matrix P.
+    """Upper bounds of moments of each row of P, and of the norm of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
@@ -25,14 +25,16 @@ class Moments:
     total
         Σ_j P_ij over the keys without the sink.
     sink
-        The sink's probability.
-    keys, values
-        (Σ_j P_ij |k_j − c_i|²)^½, c_i the average of the keys (zero where a cap keeps them from being
-        shifted), and (Σ_j P_ij |v_j − O_i|²)^½.
+        The probability of the sink.
+    keys
+        (Σ_j P_ij |k_j − c_i|²)^½, sink included, c_i the average of the keys under P. If the scores have a
+        cap, keys are not shifted and c_i is zero.
+    values
+        (Σ_j P_ij |v_j − O_i|²)^½, sink included.
     squares
-        (Σ_j P_ij²)^½.
+        (Σ_j P_ij²)^½ over the keys without the sink.
     spread
-        ‖P‖.
+        The spectral norm ‖P‖.
 
     """
 
@@ -53,13 +55,18 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Return the moments from the averages of :func:`moment_columns`, and P itself where it is kept."""
+        """Return the moments, from the averages under P of the columns of :func:`moment_columns`.
+
+        ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
+        keep, ``squares`` and ``spread`` are bounded by the row sums.
+        """
         key_dim, n = operands.k.shape[-1], operands.k.shape[2]
         centre = averages[..., :key_dim]
         key_square, value_square, *whole = averages[..., key_dim:].unbind(-1)
         slack = gamma(n + key_dim + mean.shape[-1] + 16)
 
         def variance(square: Tensor, middle: Tensor) -> Tensor:
+            # E|x|² − |E x|², with an allowance for the rounding of both, which may cancel.
             less = middle.square().sum(dim=-1)
             return (square - less).clamp_min(0.0) + slack * (square + less)
 
@@ -67,7 +74,8 @@ class Moments:
             values = variance(value_square, mean)
         else:
             shift = operands.value_shift.reshape(operands.heads, 1, -1).square().sum(dim=-1)
-            # The sink's value lies at zero: seen from there, its own part vanishes.
+            # Two upper bounds: about O with the sink's shifted value, or about zero, where the unshifted
+            # value of the sink lies and contributes nothing.
             values = torch.minimum(variance(value_square + sink * shift, mean), (1 + slack) * whole[1])
         if operands.features.softcap is not None:
             keys = (1 + slack) * key_square
@@ -86,9 +94,9 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return the columns whose averages under P make the moments.
+    """Return the columns k, |k|² and |v|², whose averages under P give the moments.
 
-    They are k, |k|² and |v|²; beside a sink |k|² and |v|² of unshifted keys and values as well.
+    If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
     """
     k, v = operands.k.flatten(0, 1), operands.v.flatten(0, 1)
     squared = [k, v]

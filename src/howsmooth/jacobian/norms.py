@@ -1,4 +1,4 @@
-"""Jacobians of norm layers and layer scales: of each token by itself."""
+"""Jacobians of norm layers and layer scales, which map each token by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 def norm_jacobian(
     norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> NormJacobian | None:
-    """Linearise a norm of queries or keys at tokens x, rows (batch, n times heads, d) or (batch, n, d)."""
+    """Return the Jacobian of the norm of queries or keys at tokens ``x``; None if there is no norm.
+
+    The rows of the Jacobian are the tokens if the norm is over all heads side by side, and the pairs of token
+    and head if it is over each head.
+    """
     if norm is None:
         return None
     rows = x @ weight.flatten(0, 1).mT
@@ -28,7 +32,25 @@ def norm_jacobian(
 
 
 class NormJacobian(LinearOperator):
-    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²), H the centring or the identity."""
+    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²) at each token.
+
+    Here h = H x is the token, which H centres in LayerNorm and leaves alone in RMSNorm, s² = |h|² + d eps,
+    and Γ is the diagonal matrix of the gains.
+
+    Parameters
+    ----------
+    gain
+        Gains (d,).
+    unit
+        h / s, (batch, n, d).
+    factor
+        √d / s, (batch, n, 1).
+    proved
+        Proved bounds of the rounding error, if there are any.
+    centred
+        True for LayerNorm.
+
+    """
 
     def __init__(
         self,
@@ -42,15 +64,24 @@ class NormJacobian(LinearOperator):
         batch, n, d = unit.shape
         super().__init__(batch, (n, d), (n, d), unit.dtype, unit.device, proved=proved)
         self.gain = gain
-        self.unit = unit  # h / s
-        self.factor = factor  # √d / s
+        self.unit = unit
+        self.factor = factor
         self.centred = centred
 
     @classmethod
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Linearise a float64 norm at float64 tokens (batch, n, d), which may be ``off`` by so much."""
+        """Return the Jacobian of a float64 norm at float64 tokens (batch, n, d), for products in ``dtype``.
+
+        ``off`` (batch, n) bounds the distance of each token from its exact value, for a proof of the error.
+
+        Raises
+        ------
+        ArgumentError
+            If s is zero at a token, where the norm is not differentiable.
+
+        """
         h, s = f.direction_and_length(x)
         if bool((s == 0).any()):
             raise ArgumentError(
@@ -64,6 +95,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
+        """Apply (√d/s)(H − h hᵀ/s²), which is symmetric."""
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
@@ -75,14 +107,14 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
 
 
 class ScaleJacobian(LinearOperator):
-    """Jacobian of a layer scale: the same diagonal for each token."""
+    """Jacobian of a layer scale: the diagonal matrix ``weight`` at each token."""
 
     def __init__(self, weight: Tensor, batch: int, n: int) -> None:
         shape = (n, weight.shape[0])
@@ -97,5 +129,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

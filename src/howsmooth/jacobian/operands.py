@@ -1,8 +1,9 @@
-"""Queries, keys and values at the point of linearisation, in float64, without what no derivative feels.
+"""Queries, keys and values at the point of linearisation, in float64, with keys and values centred.
 
-A value bias is felt by no derivative, and a shift of all keys of a head by no softmax. Both may be far larger
-than the differences that count, so they are taken away before anything is rounded: from the tokens themselves
-where a projection is all that lies between, as V(x_j − x̄).
+The derivative does not change if all values of a head, or all its keys, are shifted by one vector. Such a
+common part may be far larger than the differences that matter, so it is subtracted before anything is
+rounded. If only a projection lies between tokens and values, the tokens are centred: V(x_j − x̄). The values
+are then never formed with the common part.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__ = ["Operands"]
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The operands of one softmax, heads grouped by their key head.
+    """The queries, keys and values of one softmax, with query heads grouped by their key head.
 
     Parameters
     ----------
     q
         Scaled queries.
     k, v
-        Keys and values, less their shifts. With a cap of the scores keys are not shifted: a shift would be
-        multiplied by the cap's derivative, which differs in a row.
+        Keys and values, each less its shift. If the scores have a cap, the key shift is zero: the derivative
+        of the cap differs within a row, so the softmax would not forget the shift.
     key_shift, value_shift
-        What was subtracted.
+        The vectors that were subtracted from keys and values.
     features
-        What is done to the scores.
+        Cap, biases, masks and sinks of the scores.
 
     """
 
@@ -54,7 +55,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands of given queries, keys and values, the latter two shifted by their means."""
+        """Return the operands of given unscaled queries, keys and values; keys and values are centred."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -63,7 +64,7 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Return the operands of attention at tokens."""
+        """Return the operands of the attention layer ``f`` at tokens ``x``."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)
@@ -71,6 +72,7 @@ class Operands:
         if f.softcap is not None:
             key_shift = torch.zeros_like(k[:, :, :1])
         elif f.rotary is not None or f.key_norm is not None:
+            # A rotation or norm after the projection: centred tokens do not give centred keys.
             key_shift = k.mean(dim=2, keepdim=True)
             k = k - key_shift
         else:
@@ -80,22 +82,22 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """Number of members times that of key heads."""
+        """Number of batch members times number of key heads."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
     def whole_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys as they are, unshifted."""
+        """The unshifted keys."""
         return self.k + self.key_shift
 
     @property
     def whole_values(self) -> Float[Tensor, "batch kv_heads n value_dim"]:
-        """The values as they are, unshifted."""
+        """The unshifted values."""
         return self.v + self.value_shift
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys of which scores are formed: unshifted beside a sink, whose score does not shift along."""
+        """The keys from which scores are formed: unshifted if there is a sink, whose score does not shift."""
         return self.k if self.features.sinks is None else self.whole_keys
 
     def outputs(
@@ -103,9 +105,9 @@ class Operands:
         averages: Float[Tensor, "b *rows value_dim"],
         total: Float[Tensor, "b *rows"],
     ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the outputs O = Σ_j P_ij v_j of unshifted values, from averages of shifted ones.
+        """Return the outputs O_i = Σ_j P_ij v_j of unshifted values, from the averages of shifted values.
 
-        ``total`` is Σ_j P_ij, which a sink leaves below one.
+        ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """
         shift = self.value_shift.reshape(self.heads, *(1,) * (averages.ndim - 2), -1)
         return averages + total[..., None] * shift

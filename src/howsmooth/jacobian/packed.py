@@ -1,7 +1,7 @@
-"""Products of one map's Jacobians at sequences of unequal lengths: their projections are one matrix product.
+"""Products of one map's Jacobians at sequences of unequal lengths, packed into one matrix product.
 
-Projections act on tokens one by one, so the rows of all sequences go through them together; the softmaxes
-run by themselves, each at its own length. Nothing is padded.
+A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
+The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention
-from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.spectral import LinearOperator
 from howsmooth.spectral.operator import squared_lengths
 
@@ -23,7 +24,7 @@ __all__ = ["energy_products_together", "instances", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
-    """Tell whether products of ``f`` at several sequences together are less work than one after the other."""
+    """Return True if ``f`` has an attention layer whose projections several sequences can share."""
     match f:
         case SelfAttention():
             return True
@@ -38,9 +39,10 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² and JᵀJ E of each operator with its vectors (batch, n, d), n of its own.
+    """Return |J E|² (batch,) and JᵀJ E (batch, n, d) for each operator J and its vectors E (batch, n, d).
 
-    The operators are those of one map: of one call of ``closed_form_jacobians``, or some of their members.
+    The lengths n of the operators may differ. The operators are Jacobians of one map from one call of
+    ``closed_form_jacobians``, or selected members of them.
     """
     attention = instances(operators, AttentionJacobian)
     if attention is None:
@@ -88,7 +90,7 @@ def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tenso
 
 
 def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply a map of single tokens to the tokens of all batches (batch, n, ·) together."""
+    """Apply ``linear``, which maps each token by itself, to the tokens of all batches in one call."""
     return _unpacked(linear(_packed(batches)), batches)
 
 
@@ -102,6 +104,6 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return the operators if all of them are of a kind, else None."""
+    """Return ``operators`` if all of them are instances of ``kind``, else None."""
     found = [op for op in operators if isinstance(op, kind)]
     return found if len(found) == len(operators) else None

@@ -1,8 +1,8 @@
-"""Jacobians of one map at sequences of unequal lengths as one operator, filled up with zeros.
+"""Jacobians of one map at sequences of unequal lengths, padded with zeros to one batched operator.
 
-Where starting an operation takes longer than what it computes, above all on a GPU, short sequences take the
-longer the more lengths they have; joined they are one batch. The Jacobians are joined, not the tokens: each
-is that of a sequence at its own length, and zero on what fills it up.
+For short sequences, above all on a GPU, starting an operation takes longer than the operation. One padded
+batch then takes less time than an operator for each length. The Jacobians are padded, not the tokens: each is
+computed at its own length, and is zero in the padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.jacobian.closed_form import AttentionJacobian, ComposedJacobian, ResidualJacobian
+from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.packed import instances
 from howsmooth.jacobian.softmax import Sink, SoftmaxDerivative
@@ -24,16 +25,21 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Return the operator of all members of some Jacobians of one map, at the length of the longest.
+    """Return one operator with the members of all ``operators``, each padded to the longest sequence.
 
-    On vectors (batch, n, d) that are zero from each member's own length on, its products are those of the
-    member's own operator, and zero from there on.
+    Its products take vectors (batch, n, d) that are zero from each member's own length on. They are the
+    products of the member's own operator, padded with zeros.
 
     Parameters
     ----------
     operators
-        Of one call of ``closed_form_jacobians``, in one dtype: attention with its probabilities, norms, layer
-        scales, and what residuals and compositions make of them.
+        Jacobians of one map in one dtype, from one call of ``closed_form_jacobians``: attention with
+        probabilities in memory, norms, layer scales, residuals and compositions of them.
+
+    Raises
+    ------
+    TypeError
+        If the operators are of different or of other types.
 
     """
     if len(operators) == 1:
@@ -53,7 +59,7 @@ def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
 
 
 def filled(rows: Float[Tensor, "*lead n d"], n: int) -> Float[Tensor, "*lead longest d"]:
-    """Return rows with zeros after them, ``n`` in all."""
+    """Return ``rows`` padded with zero rows to ``n`` rows."""
     return rows if rows.shape[-2] == n else pad(rows, (0, 0, 0, n - rows.shape[-2]))
 
 
@@ -62,7 +68,6 @@ def _attention(operators: Sequence[AttentionJacobian]) -> AttentionJacobian:
     query_norms, key_norms = zip(*(op.norms for op in operators), strict=True)
     cores = [op.core for op in operators if isinstance(op.core, SoftmaxDerivative)]
     return AttentionJacobian(
-        first.attention,
         first.projection,
         _softmax(list(zip(cores, (op.in_shape[0] for op in operators), strict=True))),
         (_optional_norm(query_norms), _optional_norm(key_norms)),
@@ -85,7 +90,11 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Fill up queries, head by head of a group, and keys."""
+    """Return one derivative whose queries and keys are padded to the longest sequence.
+
+    The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
+    and columns of P are zero, so that the padding neither gives nor takes anything.
+    """
     longest = max(n for _, n in cores)
 
     def of_queries(rows: Tensor, n: int) -> Tensor:

@@ -1,8 +1,12 @@
-"""The projections of an attention as matrices: what acts on tokens one by one, whatever their sequence."""
+"""The projections of an attention layer as matrices in the dtype of the products.
+
+A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -12,32 +16,58 @@ from howsmooth.attention import Rotary, SelfAttention
 
 __all__ = ["Projection", "Projections"]
 
-# Steps that a measurement takes, about.
+# Number of products with JᵀJ that a measurement usually takes.
 _EXPECTED_STEPS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What acts on tokens one by one: the projections of an attention in the dtype of the products.
+    """The projections of one attention layer, in the dtype of the products.
 
-    The three of the input are one matrix, rows (queries, keys, values), the scale in the queries'.
+    Parameters
+    ----------
+    attention
+        The layer, in float64; its sizes are read from here.
+    weight
+        The input projections as one matrix, whose rows are those of the queries, the keys and the values of
+        all heads. The scale of the scores is multiplied into the rows of the queries.
+    output
+        The output projection W_O; None if the heads are concatenated only.
+    rotary
+        Rotations of queries and keys by position, if there are any.
+    tokens
+        Number of tokens that go through the projections in one product.
+
     """
 
-    weight: Tensor
-    output: Tensor | None
-    output_gram: Tensor | None
+    attention: SelfAttention
+    weight: Float[Tensor, "rows d"]
+    output: Float[Tensor, "d_out d_heads"] | None
     rotary: Rotary | None
+    tokens: int
 
     @classmethod
-    def of(cls, f: SelfAttention, dtype: torch.dtype, rows: int) -> Projection:
-        """Return those of float64 attention, for products with ``rows`` tokens."""
+    def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
+        """Return the projections of a float64 layer in ``dtype``, for products with ``tokens`` tokens."""
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
         output = None if f.output is None else f.output.to(dtype)
         rotary = None if f.rotary is None else f.rotary.to(dtype=dtype)
-        return cls(weight.to(dtype), output, _output_gram(output, rows), rotary)
+        return cls(f, weight.to(dtype), output, rotary, tokens)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of rows of ``weight`` that belong to queries, to keys and to values."""
+        f = self.attention
+        return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrices of queries, keys and values: the three parts of ``weight``."""
+        query, key, value = self.weight.split(self.sizes)
+        return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Return the tangents of queries, keys and values."""
+        """Return the tangents of scaled queries, keys and values for tangents ``e`` of tokens."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
@@ -45,7 +75,7 @@ class Projection:
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
-        """Return what the output projection makes of the heads."""
+        """Apply the output projection to concatenated heads."""
         return heads if self.output is None else heads @ self.output.mT
 
     def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
@@ -55,38 +85,49 @@ class Projection:
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Return |h|² of each token in float64, h = :meth:`out` of the heads, and the adjoint of h."""
+        """Return |W_O h|² in float64 and W_Oᵀ W_O h, for the concatenated heads h of each token."""
         if self.output_gram is None:
             image = self.out(heads)
             return torch.linalg.vector_norm(image, dim=-1).double().square(), self.out_adjoint(image)
         through = heads @ self.output_gram
         return torch.linalg.vecdot(heads, through).double(), through
 
+    @cached_property
+    def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
+        """W_Oᵀ W_O if one product with it is cheaper than two with W_O, else None.
+
+        It is used in float32 only, where the final value is computed again in float64: if W_O nearly
+        cancels, W_Oᵀ W_O loses twice as many digits.
+        """
+        if self.output is None or self.output.dtype != torch.float32:
+            return None
+        d_out, d_heads = self.output.shape
+        if _EXPECTED_STEPS * self.tokens * (2 * d_out - d_heads) <= d_out * d_heads:
+            return None
+        # Squares of larger or smaller entries could leave the range of float32.
+        largest = float(self.output.abs().max())
+        return self.output.mT @ self.output if 2.0**-30 < largest < 2.0**30 else None
+
 
 class Projections:
-    """Those of each attention in a map, made once for all sequences at which it is linearised."""
+    """The projections of every attention layer in a map, each formed once for all sequences.
 
-    def __init__(self, dtype: torch.dtype, rows: int) -> None:
+    Parameters
+    ----------
+    dtype
+        Dtype of the products.
+    tokens
+        Number of tokens of all sequences together.
+
+    """
+
+    def __init__(self, dtype: torch.dtype, tokens: int) -> None:
         self.dtype = dtype
-        self.rows = rows
+        self.tokens = tokens
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return those of one attention, a part of the map that lives as long as this."""
+        """Return the projections of one layer, which must live as long as this object."""
         if id(f) not in self._made:
-            self._made[id(f)] = Projection.of(f, self.dtype, self.rows)
+            self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
         return self._made[id(f)]
-
-
-def _output_gram(output: Tensor | None, rows: int) -> Tensor | None:
-    """Return W_Oᵀ W_O where it makes the products with JᵀJ cheaper: one matrix in place of two.
-
-    In float32 only, whose results a verdict in float64 follows: where W_O cancels, it loses twice the digits.
-    """
-    if output is None or output.dtype != torch.float32:
-        return None
-    d_out, d_heads = output.shape
-    if _EXPECTED_STEPS * rows * (2 * d_out - d_heads) <= d_out * d_heads:
-        return None
-    largest = float(output.abs().max())
-    return output.mT @ output if 2.0**-30 < largest < 2.0**30 else None

@@ -1,11 +1,11 @@
-"""Proved bounds on what rounding does to the closed form's products in float64.
+"""Proved bounds on the rounding errors of closed-form Jacobians and their products in float64.
 
-A map is walked from its tokens on. At each part, ``off`` bounds how far the tokens that reach it in floating
-point may be from those of exact arithmetic, token by token; the part's Jacobian is formed at the former and
-compared with the exact one at the latter, and its products round. Both are bounded in the spectral norm, by
-norms of matrices and moments under the attention probabilities, so that nothing of the size of a Jacobian
-is formed. Every bound is first order in its parts, and multiplied by what more there may be. Derivation:
-docs/theory/rounding.md.
+The bounds follow a map from its tokens on, part by part. At each part, ``off`` bounds the distance of each
+computed token from its exact value. The part's Jacobian is formed at the computed tokens and compared with
+the exact Jacobian at the exact tokens; then its products round. Both errors are bounded in the spectral norm,
+by norms of matrices and by moments under the attention probabilities, so nothing of the size of a Jacobian is
+formed. Each bound is of first order in the errors, times a factor that covers the higher orders. The
+derivation is on the documentation page "Rounding, proved".
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ __all__ = [
     "scale_error",
 ]
 
-# Relative errors of this size are no longer small: nothing is proved beyond.
+# Largest relative error for which the bounds hold; for a larger error they are infinite.
 _LARGEST = 0.1
-# Half of it is what a number that underflows may be off by.
+# Smallest positive float64 number: a number that underflows has an error of at most half of it.
 _SMALLEST = 2.0**-1074
-# Where a probability is below e^-760 it is zero in floating point.
+# A probability below e^-760 is zero in float64.
 _NEGLIGIBLE = 760.0
 
 Off = Float[Tensor, "batch n"]
+"""Upper bound of the distance of each computed token from its exact value."""
 
 
 def provable(f: TokenMap) -> bool:
-    """Tell whether the rounding of this map's Jacobian is bounded here: attention in stages is code."""
+    """Return True if this module has bounds for ``f``: all closed forms but attention in stages."""
     match f:
         case Residual():
             return provable(f.inner)
@@ -59,44 +60,44 @@ def provable(f: TokenMap) -> bool:
 
 
 def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
-    """Bound the error of a norm's products at tokens that are off by at most ``off``."""
+    """Return bounds of the error of a norm's products, at tokens with errors up to ``off``."""
     slope, turned = _norm_slopes(f, x, off)
     bounds = (slope * turned, slope * (3 * gamma(f.d + 8)), slope * (1 + turned))
     return ProductError(*(_refused(t, turned).amax(dim=1).cpu() for t in bounds))
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return (√d/s) max|γ| of each token, and the relative error of the Jacobian that is formed there."""
+    """Return (√d/s) max|γ| of each token, and the relative error of the Jacobian computed there."""
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
-    # Relative error of s, and of h/s beside it; squares of entries may underflow.
+    # Relative error of s; that of h/s is as large. The last term is for squares of entries that underflow.
     length = moved / s + gamma(f.d + 8) + f.d * _SMALLEST / s.square()
     gain = float(f.weight.abs().amax())
     return math.sqrt(f.d) * gain / s, 6 * length
 
 
 def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
-    """Return what rounding in h may be."""
+    """Return a bound of the rounding error of h, the centred token."""
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
 
 
 def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
-    """Bound the error of a layer scale's products."""
+    """Return bounds of the error of a layer scale's products."""
     size = weight.abs().amax().cpu().expand(batch)
     return ProductError(torch.zeros_like(size), U * size, size)
 
 
 def residual_error(inner: ProductError) -> ProductError:
-    """Bound the error of the products of I + J from those of J."""
+    """Return bounds of the error of products with I + J, from the bounds for J."""
     size = up(1 + inner.size)
     return ProductError(inner.model, up(inner.rounding + 2 * U * (size + inner.rounding)), size)
 
 
 def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
-    """Bound the error of products with J_o J_i."""
+    """Return bounds of the error of products with J_outer J_inner, from the bounds for both."""
     model = outer.model * inner.size + outer.size * inner.model
-    # An adjoint's products come in the other order.
+    # The bound holds for both orders of the factors, as the adjoint applies them in the other order.
     rounding = outer.rounding * inner.size + outer.size * inner.rounding + 2 * outer.rounding * inner.rounding
     return ProductError(up(model), up(rounding), up(outer.size * inner.size))
 
@@ -104,15 +105,16 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Bound how far the computed image f(x) may be from the exact one, at tokens that are off by ``off``.
+    """Return a bound of the error of each computed token of f(x), at tokens ``x`` with errors up to ``off``.
 
-    ``image`` is that image, if it is at hand.
+    ``image`` is the computed f(x), if the caller has it.
     """
     match f:
         case LayerNorm() | RMSNorm():
             slope, turned = _norm_slopes(f, x, off)
             size = math.sqrt(f.d) * f.weight.abs().amax() + (0.0 if f.bias is None else f.bias.norm())
-            # Once more for what is done to queries and keys after their norm: rotation and scale.
+            # Twice the slope and the rounding, so that the bound covers the rotation and the scale that
+            # follow a norm of queries or keys.
             found = 2 * slope * (off + _centring(f, x)) + 2 * gamma(f.d + 12) * size
             return _refused(found, turned)
         case LayerScale():
@@ -130,7 +132,7 @@ def image_off(
 
 
 def _refused(error: Tensor, relative: Tensor) -> Tensor:
-    """Return the error, infinite where a relative error is too large for the bounds, and rounded up."""
+    """Return the error with a factor for higher orders, rounded up; infinite if ``relative`` is too large."""
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
 
@@ -146,16 +148,38 @@ def attention_error(
     mean: Float[Tensor, "b m value_dim"],
     norms: MatrixNorms,
 ) -> ProductError:
-    """Bound the error of products with the Jacobian of attention, formed from these operands and moments."""
+    """Return bounds of the error of products with the Jacobian of attention.
+
+    Parameters
+    ----------
+    f, x
+        The layer in float64, and the computed tokens.
+    off
+        Upper bound of the error of each token.
+    operands, moments, mean
+        Queries, keys and values; moments under P; and the outputs, shifted as the values are.
+    norms
+        Norms of the layer's matrices.
+
+    """
     return _Attention(f, x, off, operands, norms).product_error(moments, mean)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Queries, keys or values: how far each row is off, and the map from tangents of tokens to its own.
+    """Bounds for queries, keys or values, and for the map from tangents of tokens to their tangents.
 
-    Of that map, for each key head, ``size`` bounds the norm, ``slip`` what rounding does to its products, and
-    ``model`` how far it is from the exact one: zero unless a norm of queries or keys is part of it.
+    Parameters
+    ----------
+    off
+        Bound of the error of each row.
+    size
+        Bound of the norm of the map, for each key head.
+    slip
+        Bound of the rounding error of a product of the map, divided by the length of the tangent.
+    model
+        Bound of the distance of the map from the exact one; zero unless it contains a norm layer.
+
     """
 
     off: Float[Tensor, "batch kv_heads *rows"]
@@ -165,7 +189,7 @@ class _Rows:
 
 
 class _Attention:
-    """Bounds for one attention at given tokens."""
+    """Bounds of the rounding errors of one attention layer at given tokens."""
 
     def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands, norms: MatrixNorms) -> None:
         self.f = f
@@ -174,9 +198,9 @@ class _Attention:
         self.at = operands
         self.norms = norms
         self.batch, self.n = x.shape[:2]
-        # The longest sum of a projection or of its adjoint.
+        # Relative rounding error of a product with a projection or its adjoint, by its longest sum.
         rows = f.heads * (f.key_dim + f.value_dim) + f.kv_heads * (f.key_dim + f.value_dim)
-        self.rounding = 2 * gamma(max(f.d, f.d_out, rows) + 6)  # once more for rotations and scales
+        self.rounding = 2 * gamma(max(f.d, f.d_out, rows) + 6)  # doubled for rotations and scales
         length = torch.linalg.vector_norm(x, dim=-1)
         self.length = length
         self.centred = torch.linalg.vector_norm(x - x.mean(dim=-2, keepdim=True), dim=-1)
@@ -186,7 +210,7 @@ class _Attention:
 
     @cached_property
     def queries(self) -> _Rows:
-        """Bounds for scaled queries."""
+        """Bounds for the scaled queries."""
         f = self.f
         scale = abs(f.scale)
         grouped = f.query.reshape(f.kv_heads, -1, f.d)
@@ -203,7 +227,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds for keys, as they are or less their shift."""
+        """Return bounds for the keys, shifted or not."""
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
@@ -211,7 +235,7 @@ class _Attention:
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
             off = self._projected(f.key, None, self.off + 2 * U * self.centred, self.centred)
             return _Rows(off, size, slip, model)
-        # Unshifted keys may be made of the shift and of what is left.
+        # Unshifted keys may be the sum of the shift and the shifted keys, whose lengths both count.
         off = self._projected(f.key, f.key_bias, self.off, self.length + self.centred + self.mean_length)
         if f.key_norm is not None:
             off, size, slip, model = self._normed(f.key_norm, f.key, f.key_bias, off, size, slip, 1.0)
@@ -220,7 +244,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds for values, as they are or less their shift."""
+        """Return bounds for the values, shifted or not."""
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
@@ -233,7 +257,10 @@ class _Attention:
     def _projected(
         self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
     ) -> Float[Tensor, "batch heads n"]:
-        """Bound how far W x + b may be off, for each head, at tokens that are off."""
+        """Return a bound of the error of W x + b for each head, W = ``weight`` and b = ``bias``.
+
+        ``off`` bounds the error of each token x, and ``length`` its length.
+        """
         beside = torch.zeros_like(weight[:, 0, 0]) if bias is None else bias.norm(dim=-1)
         summed = self.norms.absolute(weight)[:, None] * length[:, None] + beside[:, None]
         return self.norms.spectral(weight)[:, None] * off[:, None] + self.rounding * summed
@@ -248,7 +275,10 @@ class _Attention:
         slip: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Carry bounds through a norm of each head, or of all side by side, tangents being scaled."""
+        """Return the bounds of :class:`_Rows` after a norm of each head, or of all heads side by side.
+
+        ``off``, ``size`` and ``slip`` are the bounds before the norm; ``scale`` multiplies the tangents.
+        """
         heads, dim, _ = weight.shape
         raw = self.x @ weight.flatten(0, 1).mT
         if bias is not None:
@@ -271,7 +301,7 @@ class _Attention:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Bound the error of each row's scores, those of negligible probability aside."""
+        """Return a bound of the error of each row's scores, without scores of negligible probability."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -286,7 +316,10 @@ class _Attention:
         return up(found + gamma(12) * added)
 
     def _largest_bias(self, reach: float) -> Tensor:
-        """Return the largest |bias| of each row among those whose probability is not negligible."""
+        """Return the largest |bias| of each row among keys whose probability is not negligible.
+
+        ``reach`` bounds the difference of two scores of a row without bias, plus the range of exponents.
+        """
         f = self.f
         assert f.score_bias is not None
         bias, visible = f.score_bias, f.visible_keys(self.n)
@@ -300,6 +333,7 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
+        """Return a bound of the error of each token of f(x)."""
         f, at = self.f, self.at
         relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
         rows = self.values(shifted=False)
@@ -318,7 +352,10 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Bound what forming scores of unshifted keys adds, as the map itself does, and not its Jacobian."""
+        """Return a bound of the further error of scores that the map forms from unshifted keys.
+
+        The Jacobian forms its scores from shifted keys and does not have this error.
+        """
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
         q = torch.linalg.vector_norm(self.at.q, dim=-1)
@@ -326,9 +363,15 @@ class _Attention:
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
+        """Return bounds of the error of products with the Jacobian.
+
+        The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
+        bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
+        """
         f, at = self.f, self.at
         queries, keys, values = self.queries, self.keys(shifted=True), self.values(shifted=True)
         scores = self.score_off().flatten(0, 1).flatten(1)
+        # Relative error of a probability: its score and its denominator may each be wrong by ``scores``.
         relative = torch.expm1(2 * scores) + gamma(self.n + 30)
         slope = relative
         if f.softcap is not None:
@@ -354,17 +397,18 @@ class _Attention:
             output = total * (v + shift)
             output_off = total * ((relative + summed) * (v + shift) + v_off + shift_off)
             mean_off = output_off + shift_off + 2 * U * (m + shift)
-        away = v_off + mean_off  # of a value from the output
-        # Sums of products as they are made, with values and outputs apart.
+        away = v_off + mean_off  # error of v_j − O_i
+        # Relative rounding error of the sums of products as they are computed, with Σ dS v and O Σ dS apart.
         made = gamma(max(self.n, q.shape[1]) + 2 * f.key_dim + f.value_dim + 30)
-        # What keys' averages are multiplied by: zero in exact arithmetic.
+        # Error of Σ_j P_ij (v_j − O_i), which is zero in exact arithmetic. It multiplies the keys.
         rest = total * (4 * summed * (v + shift) + 2 * U * m) + summed * output
         norm = torch.linalg.vector_norm
 
         def heads(t: Tensor) -> Tensor:
             return up(t * (1 + slope.amax(dim=-1))).reshape(self.batch, f.kv_heads)
 
-        # The derivative by queries, by keys and by values: its norm, what of it is off, what rounding adds.
+        # For the tangents of queries, keys and values: ``models`` bound the error of the derivative as a
+        # matrix, ``losses`` the rounding of its products, and ``sizes`` its norm.
         of_q = slope * moments.values * moments.keys
         of_q = of_q + (root * away + sink.sqrt() * output_off) * moments.keys
         of_q = of_q + root * moments.values * k_off + rest * (k + key_shift)
@@ -394,19 +438,22 @@ class _Attention:
             model, rounding, whole = size * model, size * rounding + slip * (whole + rounding), size * whole
         large = (1 + k.amax()) * (1 + v.amax()) * (1 + q.amax()) * (1 + whole)
         if bool(f.value.any()) and (f.output is None or bool(f.output.any())):
-            # Squares below float64's range are missing in the lengths above; only where all is zero none are.
+            # The lengths above miss squares that underflow, unless the layer is zero altogether.
             model, whole = (t + LOST * self.n * large for t in (model, whole))
         relative = slope.reshape(self.batch, -1).amax(dim=-1)
         return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
-        """Bound the error of the projected mean token, whose own error is none: any mean serves."""
+        """Return a bound of the error of the projected mean token.
+
+        The mean token itself counts as exact, because any vector may serve as the shift.
+        """
         none = torch.zeros_like(self.mean_length)
         return self._projected(weight, bias, none, self.mean_length).flatten(0, 1)
 
 
 def _turn(f: SelfAttention) -> float:
-    """Bound the norm of the rotations of single rows."""
+    """Return a bound of the norm of the rotations by position, at least 1."""
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2

@@ -1,4 +1,4 @@
-"""Memory that tiles are formed in, used again from tile to tile and from pass to pass."""
+"""Scratch memory for tiles, which is reused from tile to tile and from pass to pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 __all__ = ["Scratch"]
 
-# A pass that takes more takes so long that fresh memory does not matter.
+# Largest scratch memory, in bytes, that is kept for the next pass. A pass that needs more takes so long that
+# the time to get fresh memory does not matter.
 _LEFT = 1 << 23
 
 
 class _Left(threading.local):
-    """What a thread's last pass left."""
+    """Scratch memory that the last pass of the current thread has left."""
 
     memory: dict[object, Tensor] | None = None
 
@@ -26,8 +27,8 @@ _left = _Left()
 class Scratch:
     """Scratch memory of one pass over tiles.
 
-    What is little is left to the thread's next pass: memory that is given back to the system is taken anew
-    page by page, which is a tenth of the time of a product at two thousand tokens.
+    A small amount of memory is kept for the next pass of the same thread. Otherwise the system would take it
+    back and map it again page by page, a tenth of the time of a product at two thousand tokens.
     """
 
     def __init__(self) -> None:
@@ -35,17 +36,17 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that an earlier tile of this name used, if it is large enough."""
+        """Return an uninitialised tensor, in the memory of an earlier tensor of this name if it is enough."""
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
         if held is None or len(held) < size:
-            # What is made in inference mode cannot be written to outside of it.
+            # A tensor made in inference mode could not be written to later, outside of inference mode.
             with torch.inference_mode(mode=False):
                 held = self.memory[key] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Leave the memory to the next pass, if it is little."""
+        """Leave the memory to the next pass of this thread, unless it is more than 8 MiB."""
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

@@ -1,8 +1,7 @@
-"""The derivative of softmax attention with respect to queries, keys and values (theory §2).
+"""The derivative of softmax attention in its queries, keys and values, with the probabilities P in memory.
 
-With s = q kᵀ (the scale is folded into q), S = c tanh(s/c) or s, D the derivative of the cap, or 1, P the row
-softmax and O = P v: dS = P∘D∘(dq kᵀ + q dkᵀ) and dO_i = Σ_j dS_ij (v_j − O_i) + Σ_j P_ij dv_j. Nothing here
-knows tokens or projections.
+The formulas, which all variants of this derivative share, stand in the docstring of
+:mod:`howsmooth.jacobian`. This module knows neither tokens nor projections.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.attention import Weighting
 from howsmooth.attention.core import attention_scores, cap_slope, row_blocks, weighted_values
+from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian.moments import Moments, moment_columns
 from howsmooth.jacobian.operands import Operands
 
@@ -24,24 +25,27 @@ __all__ = [
     "largest_score",
     "rounding_of",
     "softmax_derivative",
+    "weighted_softmax_derivative",
 ]
 
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """One further key of each head, which has no value and does not move.
+    """One further key of each head, whose value is zero and whose score is a constant.
 
-    Shifting all keys shifts its own, which is zero, and the softmax forgets a shift of all of them only.
+    The other keys are shifted by a constant vector. The softmax forgets a shift only if all keys have it, so
+    the sink's zero key is shifted too.
 
     Parameters
     ----------
     p
-        Its probability in each row (b, *rows).
+        The probability of the sink in each row of queries, (b, *rows).
     k
-        Its shifted key (b, key_dim).
+        The shifted key of the sink, (b, key_dim).
     away
-        Its value less the output O, which is −O: formed by itself, since next to a sink that takes nearly all
-        of a row O is far smaller than what values are shifted by; (b, *rows, value_dim).
+        The value of the sink less the output O of each row, which is −O, (b, *rows, value_dim). It is kept
+        by itself: if the sink takes nearly all of a row, O is far smaller than the shift of the values, and
+        a difference of shifted values would be rounding only.
 
     """
 
@@ -51,42 +55,44 @@ class Sink:
 
     @classmethod
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the sink of all heads from its probabilities and the outputs O, rows in any shape."""
+        """Return the sinks of all heads, from their probabilities and the unshifted outputs O."""
         heads = operands.heads
         return cls(p, -operands.key_shift.reshape(heads, -1), -output)
 
     def to(self, dtype: torch.dtype) -> Sink:
-        """Return the same in another dtype."""
+        """Return the sinks in another dtype."""
         return Sink(*(t.to(dtype) for t in vars(self).values()))
 
     def select(self, rows: Tensor) -> Sink:
-        """Return that of some rows of the axis b."""
+        """Return the sinks at the indices ``rows`` of the axis b."""
         return Sink(*(t[rows] for t in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class SoftmaxDerivative:
-    """Derivative of attention at one point, its probabilities P kept in memory (n² a head).
+    """Derivative of softmax attention at one point, with the probabilities P in memory (n² for each head).
 
-    Axes: b = batch member times key/value head, m = n times the query heads that share it.
+    Axes: b = batch member times key/value head, m = number of query rows, n for each query head that shares
+    the key head.
 
     Parameters
     ----------
     q
         Scaled queries (b, m, key_dim).
     k, v
-        Keys and values (b, n, ·). Both may be shifted by a constant vector a head, the keys only without a
-        cap: Σ_j P_ij (v_j − O_i) is zero, so the derivative does not change, and centring them spares digits.
+        Keys (b, n, key_dim) and values (b, n, value_dim), each less a constant vector of its head (keys only
+        if the scores have no cap). The derivative does not change by these shifts, because
+        Σ_j P_ij (v_j − O_i) = 0, and smaller numbers lose fewer digits.
     p
-        Attention probabilities (b, m, n).
+        Attention probabilities P (b, m, n).
     mean
-        The outputs O, shifted as the values are, (b, m, value_dim).
+        Outputs O (b, m, value_dim), shifted as the values are.
     slope
-        P∘D, (b, m, n); P itself where the scores have no cap.
+        P∘D (b, m, n), D the derivative of the cap; the tensor ``p`` itself if the scores have no cap.
     sink
-        One further key of each head, where there is one that counts.
+        One further key of each head, or None.
     moments
-        What the proof of its rounding needs to know of P, in float64.
+        Moments under P in float64, for the proof of the rounding error; None in float32.
 
     """
 
@@ -100,12 +106,11 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative error of the derivative's norm by rounding in the products, of each member.
+        """Estimate the relative error of each member's ‖J‖ that rounding in the products causes.
 
-        dS has entries up to max|q| max|k| times a unit tangent, of which the softmax keeps a difference
-        of order one: with that factor κ the errors measured stay below eps (2 + κ / 100), over
-        saturated and unsaturated, causal and unmasked heads with κ up to 2000. Where it is to be proved, see
-        :mod:`howsmooth.jacobian.proved`.
+        Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
+        of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
+        unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.proved`.
         """
         return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
 
@@ -115,9 +120,10 @@ class SoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return dO for tangents of the scaled queries, the keys and the values."""
+        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
         ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT).mul_(self.slope)
         out = torch.baddbmm(torch.bmm(ds, self.v), self.p, dv)
+        # Σ_j dS_ij (v_j − O_i), with the sum of dS taken once instead of n differences.
         out.addcmul_(ds.sum(dim=-1, keepdim=True), self.mean, value=-1)
         if self.sink is not None:
             moved = torch.bmm(dq, self.sink.k[..., None]).mul_(self.sink.p[..., None])
@@ -127,8 +133,9 @@ class SoftmaxDerivative:
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
+        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
         ds = torch.bmm(do, self.v.mT)
+        # Σ_j P_ij ⟨do_i, v_j⟩ is ⟨do_i, O_i⟩, so no sum over n² numbers is needed.
         ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.slope)
         dq = torch.bmm(ds, self.k)
         if self.sink is not None:
@@ -137,7 +144,7 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative of some rows of the axis b."""
+        """Return the derivative at the indices ``rows`` of the axis b."""
         p = self.p[rows]
         slope = p if self.slope is self.p else self.slope[rows]
         sink = None if self.sink is None else self.sink.select(rows)
@@ -148,19 +155,19 @@ class SoftmaxDerivative:
 class WeightedSoftmaxDerivative:
     """Derivative of attention on a measure with weights a_i, between the weighted norms (Definition C.4).
 
-    Tangents and images are multiplied by the root of their atom's weight: with dq̃_i = √a_i dq_i and so on,
-    dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, T = P∘D∘(dq̃ kᵀ) + P̃∘D∘(q dk̃ᵀ), P̃_ij = √(a_i/a_j) P_ij. Every
-    number in it is formed from logarithms, so that no weight is too small. Derivation:
-    docs/theory/mean-field.md.
+    Tangents and images are multiplied by the square root of the weight of their atom. With dq̃_i = √a_i dq_i,
+    and dk̃, dṽ, dÕ likewise, dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, where P̃_ij = √(a_i/a_j) P_ij and
+    T = P∘D∘(dq̃ kᵀ) + P̃∘D∘(q dk̃ᵀ). All of these numbers are formed from logarithms, so that no weight is too
+    small. The derivation is on the documentation page "The local constant of mean-field attention".
 
     Parameters
     ----------
     q, k, v, mean, slope
-        As for :class:`SoftmaxDerivative`, P_ij ∝ a_j e^{S_ij}.
+        As for :class:`SoftmaxDerivative`, with P_ij ∝ a_j e^{S_ij}.
     tilted, tilted_slope
-        P̃ and P̃∘D, (b, m, n).
+        P̃ and P̃∘D, each (b, m, n).
     log_range
-        Largest |log a_j|: what its rounding does to exponents is allowed for.
+        Largest |log a_j|. Its rounding is an error in the exponents, which :meth:`rounding` allows for.
 
     """
 
@@ -174,11 +181,12 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Relative error of the derivative's norm that rounding may cause, each member.
+        """Estimate the relative error of each member's norm that rounding causes.
 
-        That of :class:`SoftmaxDerivative`, and that of the exponents: a small P_ij counts here where a_j is
-        small too, and its logarithm is a float64 number of size κ + ``log_range``. Against 60 digits, errors
-        measured stay below (κ + log_range) eps, over weights down to e^-1400 and κ up to 14,000.
+        It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
+        if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with
+        60 digits, measured errors stay below (κ + log_range) eps, for weights down to e^-1400 and κ up to
+        14,000.
         """
         kappa = largest_score(self.q, self.k, batch)
         exponents = 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
@@ -190,7 +198,7 @@ class WeightedSoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return dÕ for weighted tangents of the scaled queries, the keys and the values."""
+        """Return dÕ, for weighted tangents of the scaled queries, the keys and the values."""
         t = torch.bmm(dq, self.k.mT).mul_(self.slope)
         t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted_slope)
         do = torch.addcmul(torch.bmm(t, self.v), t.sum(dim=-1, keepdim=True), self.mean, value=-1)
@@ -199,13 +207,13 @@ class WeightedSoftmaxDerivative:
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint's (scaled queries, keys, values) parts for a weighted cotangent."""
+        """Return the weighted cotangents of scaled queries, keys and values, for one of the output."""
         w = torch.bmm(do, self.v.mT).sub_((do * self.mean).sum(dim=-1, keepdim=True))
         dk = torch.bmm((w * self.tilted_slope).mT, self.q)
         return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of some rows of the axis b."""
+        """Return the derivative at the indices ``rows`` of the axis b."""
         return replace(
             self,
             q=self.q[rows],
@@ -223,11 +231,14 @@ def softmax_derivative(
 ) -> SoftmaxDerivative:
     """Return the derivative at float64 queries, keys and values, for products in ``dtype``.
 
-    Probabilities are formed in float64 in blocks, and kept rounded: of all of them there is one copy only.
+    Probabilities are formed in float64, one block of rows after the other, and stored in ``dtype``: all n²
+    of them are in memory once.
     """
     q, k, score_keys, v = (t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v))
     heads, group, m, _ = q.shape
     n, kv_heads, features = k.shape[1], operands.k.shape[1], operands.features
+    # The columns of the table are averaged under P: the values, whose averages are the outputs, and in
+    # float64 the columns that the proof of the rounding error needs.
     table = v if dtype != torch.float64 else torch.cat((v, moment_columns(operands)), dim=-1)
     p = q.new_empty((heads, group, m, n), dtype=dtype)
     slope = p if features.softcap is None else torch.empty_like(p)
@@ -239,6 +250,7 @@ def softmax_derivative(
             part = features.block(members // kv_heads, members % kv_heads, rows, slice(n))
             seen = None if visible is None else visible[rows]
             scores = attention_scores(q[some, :, rows], score_keys[some], 1.0, seen, None, part)
+            # A sink is a last column of the scores; its probability is taken off again.
             every = torch.softmax(part.with_sinks(scores), dim=-1)
             exact = every[..., :n]
             p[some, :, rows] = exact.to(dtype)
@@ -261,8 +273,45 @@ def softmax_derivative(
     return SoftmaxDerivative(q, k, v, rounded, mean, slope, sink, moments)
 
 
+def weighted_softmax_derivative(
+    operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
+) -> WeightedSoftmaxDerivative:
+    """Return the derivative at a measure, at float64 queries, keys and values, for products in ``dtype``.
+
+    Raises
+    ------
+    NonFiniteError
+        If an entry √(a_i/a_j) P_ij is out of the range of ``dtype``.
+
+    """
+    # The keys are centred: their common shift adds a constant to each row of scores, which the softmax
+    # forgets, and smaller scores lose fewer digits.
+    features = operands.features
+    scores = attention_scores(operands.q, operands.k, 1.0, visible, weighting.log_weights, features)
+    log_p = torch.log_softmax(scores, dim=-1)
+    half = weighting.log_weights / 2
+    tilted = (log_p + (half[:, None] - half)).exp().flatten(2, 3).flatten(0, 1).to(dtype)
+    if not bool(torch.isfinite(tilted).all()):
+        largest = float((log_p + (half[:, None] - half)).max())
+        raise NonFiniteError(
+            "f",
+            expected=f"weighted probabilities √(a_i/a_j) P_ij in the range of {dtype}",
+            got=f"one of about exp({largest:.6g})",
+            remedy="The constant is of that size. Take smaller tokens or weights nearer to each other.",
+        )
+    p = log_p.exp().flatten(2, 3).flatten(0, 1)
+    q, k, v = operands.q.flatten(2, 3).flatten(0, 1), operands.k.flatten(0, 1), operands.v.flatten(0, 1)
+    log_range = float(weighting.log_weights.abs().max())
+    mean, slope, tilted_slope = p @ v, p, tilted
+    if features.softcap is not None:
+        factor = cap_slope(q @ k.mT, features.softcap)
+        slope, tilted_slope = p * factor, (tilted * factor).to(dtype)
+    q, k, v, slope, mean = (t.to(dtype) for t in (q, k, v, slope, mean))
+    return WeightedSoftmaxDerivative(q, k, v, slope, tilted, tilted_slope, mean, log_range)
+
+
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """max|q| max|k| of each member, float64 on the CPU."""
+    """Return κ = max|q| max|k| of each member over its heads, in float64 on the CPU."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)
@@ -272,5 +321,5 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Relative error of a derivative's norm by rounding in ``dtype``, at scores of size ``kappa``."""
+    """Return the relative error of ‖J‖ that rounding in ``dtype`` may cause, at scores up to ``kappa``."""
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

@@ -1,9 +1,9 @@
-"""The Jacobian of attention in stages: the layer differentiated by PyTorch, its softmaxes in closed form.
+"""The Jacobian of attention in stages: PyTorch differentiates the layer, its softmaxes have a closed form.
 
-The layer runs around one function for each softmax: its value is the output at the point of
-linearisation, in float64 and rounded once, its derivative and adjoint are the closed form's. The graph of
-that run is kept. Jᵀ u is one walk back through it; it is linear in u, so that J e is one walk back through
-the graph of *that*: neither runs the layer again, nor forms anything of its softmaxes but their products.
+The layer is run once with each softmax replaced by an autograd function. The value of this function is the
+output of the softmax at the point of linearisation, computed in float64 and rounded once; its derivative and
+its adjoint are in closed form. The graph of the run is kept, and Jᵀ u is one backward pass through it. Jᵀ u
+is linear in u, so J e is one backward pass through the graph of Jᵀ u. Neither product runs the layer again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """Jacobian of attention in stages, block-diagonal over the members of a batch."""
+    """Jacobian of attention in stages at a batch of sequences, each of which has its own graph."""
 
     def __init__(self, members: tuple[_Member, ...]) -> None:
         first = members[0]
@@ -48,16 +48,16 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Linearise a float64 map at float64 tokens (batch, n, d).
+        """Return the Jacobian of a float64 map at float64 tokens (batch, n, d), for products in ``dtype``.
 
-        If ``streamed``, its softmaxes keep no probabilities: memory O(n d), not n².
+        If ``streamed``, the softmaxes keep no probabilities: memory O(n d) instead of O(n²).
 
         Raises
         ------
         ArgumentError
-            If the layer gives different outputs for one input, or calls its cores otherwise than it says.
+            If the layer gives different outputs for one input, or does not call its softmaxes as declared.
         DerivativeError
-            If the layer cannot be differentiated, or its derivatives contradict each other or its values.
+            If the layer cannot be differentiated, or if its derivatives contradict each other or its values.
         NonFiniteError
             If an output is not finite.
 
@@ -72,19 +72,30 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the operator of some members."""
+        """Return the Jacobian of the given members of the batch."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 
 class _Member:
-    """The Jacobian at one sequence."""
+    """The Jacobian of a layer at one sequence.
+
+    Parameters
+    ----------
+    f
+        The layer, in the dtype of the products.
+    cores
+        Its softmaxes at the point of linearisation.
+    x
+        Tokens (n, d), in the dtype of the products.
+
+    """
 
     def __init__(self, f: StagedAttention, cores: tuple[_CoreAt, ...], x: Tensor) -> None:
         self.f = f
         self.cores = cores
         self.x = x.detach().requires_grad_()
         with torch.enable_grad(), one_backend(), as_derivative_errors("reverse"):
-            # A layer may not change a leaf in place; what it makes of it, it may.
+            # PyTorch refuses in-place changes of a leaf. A layer may change its input, so it gets a copy.
             self.y = f.run(self.x * 1, self._core)
             self._u = torch.zeros_like(self.y).requires_grad_()
             self._image = self._image_of_the_adjoint()
@@ -94,7 +105,10 @@ class _Member:
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Linearise ``f``, which ``rounded`` is in the dtype of the products, at float64 tokens (n, d)."""
+        """Return the Jacobian of ``f`` in float64 at float64 tokens (n, d).
+
+        ``rounded`` is the same layer in ``dtype``, the dtype of the products.
+        """
         found: list[_CoreAt] = []
 
         def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,10 +125,12 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take the place of softmax number ``i`` in a run of the layer."""
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
     def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
+        """Return J e in forward mode, by running the layer at ``x`` with the tangent ``e``."""
         with (
             torch.no_grad(),
             one_backend(),
@@ -126,7 +142,7 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u with its graph; None if the layer's derivatives have none."""
+        """Return Jᵀ u as a function of u, with its graph; None if the layer's derivatives have no graph."""
         if not self.y.requires_grad:
             return None
         try:
@@ -156,7 +172,10 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the layer's derivatives as those of any other map, and allow for their rounding."""
+        """Check the layer's derivatives as for any other map, and set the rounding error to allow for.
+
+        ``y`` is the output in float64.
+        """
         dtype = self.x.dtype
         drift = (self.y.detach().double() - y).norm()
         if self.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
@@ -184,10 +203,10 @@ class _Member:
         check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Tell whether the product by way of the adjoint is that of forward mode, which has the last word."""
+        """Return True if J e by the graph of Jᵀ u equals ``je``, which forward mode has given."""
         try:
             off = (self.product(e) - je).norm()
-        except DerivativeError:  # of a kernel without a second derivative
+        except DerivativeError:  # an operation in the layer has no second derivative
             return False
         return bool(off <= 1e4 * torch.finfo(e.dtype).eps * je.norm())
 
@@ -198,7 +217,11 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax at the point of linearisation: its output, and its derivative in closed form."""
+    """One softmax at the point of linearisation: its output and its derivative in closed form.
+
+    Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
+    leading axes may be anything; queries are unscaled.
+    """
 
     output: Tensor
     derivative: SoftmaxDerivative | StreamedDerivative
@@ -255,7 +278,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """A softmax core as PyTorch sees it: a value, and the closed form's product and adjoint."""
+    """A softmax as an autograd function: a stored value, with derivative and adjoint in closed form."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
@@ -264,7 +287,7 @@ class _Linearised(torch.autograd.Function):
         ctx.dtypes = (q.dtype, k.dtype, v.dtype)
         if (*q.shape[:-1], v.shape[-1]) != core.output.shape:
             raise DerivativeError("f: its softmaxes have other shapes in another run of the same input.")
-        # A copy: PyTorch makes what is returned part of the graph, and the layer may change it in place.
+        # A copy, because PyTorch makes the result part of the graph and the layer may change it in place.
         return core.output.to(v.dtype, copy=True)
 
     @staticmethod
@@ -281,7 +304,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of a softmax core, whose own adjoint is the core's product."""
+    """The adjoint of :class:`_Linearised` as an autograd function; its own adjoint is the derivative."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -1,15 +1,16 @@
 """The derivative of softmax attention without n × n matrices: probabilities are formed tile by tile.
 
-The algebra is that of :mod:`howsmooth.jacobian.softmax`. What is kept of the point of linearisation has n
-rows: q, k, v, the means P v and the logarithms of the softmaxes' denominators, from which a tile of P is one
-matrix product and one exponential. Rows of queries do not know each other, so that JᵀJ is made block of rows
-by block of rows, each tile of P once: nine matrix products a tile. Derivation: docs/theory/jacobian.md.
+The formulas are those of :mod:`howsmooth.jacobian.softmax`. The tensors that are kept have n rows: q, k, v,
+the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
+matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
+of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
+the documentation page "The Jacobian of attention in closed form".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,25 +27,29 @@ from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
 __all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
 
-# Exponentials of scores up to these, and n times them, are in the range of their dtype.
+# If no score is larger, a sum of n exponentials of scores stays in the range of the dtype.
 _BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
-# Powers of two are formed in half the time of exponentials on a processor, in a tenth where they underflow.
+# Probabilities are formed as powers of two: on a CPU they take half the time of exponentials, and a tenth if
+# they underflow.
 _LOG2_E = math.log2(math.e)
 
 SINGLE_SCORES = 32.0
 """Up to this max|q| max|k| the scores of float32 products are formed in float32; above, in float64."""
 
 Through = Callable[[int, slice, Tensor], Tensor]
-"""What lies between J and Jᵀ: from tangents of the heads' outputs (heads, group, rows, value_dim), of one
-member and some rows of queries, to cotangents."""
+"""A function that turns tangents of the heads' outputs into cotangents, between J and Jᵀ.
+
+Its arguments are the number of the batch member, the rows of queries, and the tangents of all heads in these
+rows (heads, group, rows, value_dim); it returns a tensor of that shape.
+"""
 
 
 @dataclass(frozen=True)
 class StreamedDerivative:
-    """Derivative of attention at one point, in memory of order n d.
+    """Derivative of softmax attention at one point, in memory O(n d): P is formed tile by tile.
 
-    Axes: b = batch member times key/value head, group = query heads that share it, m query rows, n keys.
-    Tangents and cotangents of queries and outputs are (b, group · m, ·).
+    Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
+    n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
 
     Parameters
     ----------
@@ -53,24 +58,27 @@ class StreamedDerivative:
     k, v
         Keys and values, centred as for :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     lse
-        log Σ_j e^{S_ij} of the scores of q and k, float64.
+        log Σ_j e^{S_ij}, the logarithm of the denominator of each row's softmax, float64.
     mean
         The outputs O, shifted as the values are.
     exact
-        Queries and keys in float64, if scores are to be formed of them: where they are large, their rounding
-        in float32 would be an error in the exponent. Beside a sink the keys are unshifted here.
+        Queries and keys in float64, from which scores are formed; None if ``q`` and ``k`` serve. If scores
+        are large, their rounding in float32 would be an error in the exponent. If there is a sink, these
+        keys are unshifted.
     sink
-        One further key of each head, if there is one.
+        One further key of each head, or None.
     kappa
-        max|q| max|k| of each member, float64 on the CPU.
-    visibility, features
-        Which keys are seen, queries numbered as in the sequence, and what is done to scores.
+        κ = max|q| max|k| of each member, float64 on the CPU.
+    visibility
+        Rules that say which keys a query sees, with queries numbered as in the sequence.
+    features
+        Cap, biases, masks and sinks of the scores.
     kv_heads
         Key heads of a member.
     first_row
-        Number in the sequence of the first query held: a shard of a sequence holds some rows only.
+        Number in the sequence of the first query in ``q``. It is not 0 if processes share a sequence.
     moments
-        What the proof of its rounding needs to know of P, in float64.
+        Moments under P in float64, for the proof of the rounding error; None in float32.
 
     """
 
@@ -89,9 +97,10 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Relative error of the derivative's norm that rounding in the products may cause, each member.
+        """Estimate the relative error of each member's ‖J‖ that rounding in the products may cause.
 
-        That of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and that of scores formed in float32.
+        It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
+        if scores are formed in float32.
         """
         eps = torch.finfo(self.q.dtype).eps
         single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
@@ -103,24 +112,22 @@ class StreamedDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return dO for tangents of the scaled queries, the keys and the values."""
+        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
-        for whole in tiles.tiling.blocks():
-            for block in whole.cut(tiles.tiling.heads_at_once(whole)):
-                out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
+        for block in tiles.blocks():
+            out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
         tiles.scratch.leave()
         return out.flatten(1, 2)
 
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint's (scaled queries, keys, values) parts for a cotangent of the output."""
+        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
-        for whole in tiles.tiling.blocks():
-            for block in whole.cut(tiles.tiling.heads_at_once(whole)):
-                tiles.add_adjoint(block, do[block.heads, :, block.rows], parts)
+        for block in tiles.blocks():
+            tiles.add_adjoint(block, do[block.heads, :, block.rows], parts)
         tiles.scratch.leave()
         return parts.taken()
 
@@ -131,9 +138,10 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint of ``through`` of the product, in one pass over blocks of rows.
+        """Return the adjoint of ``through(product)``, in one pass over blocks of rows.
 
-        ``through`` is called once for each member and block of rows, with all heads.
+        ``through`` is called once for each member and block of rows, with all heads. It must map each row by
+        itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
@@ -148,7 +156,7 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative of some rows of the axis b, whole members."""
+        """Return the derivative at the indices ``rows`` of the axis b: all heads of the chosen members."""
         members = rows[:: self.kv_heads] // self.kv_heads
         return replace(
             self,
@@ -170,7 +178,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """How the scores are cut."""
+        """The tiling of the scores."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         return Tiling(
@@ -187,7 +195,7 @@ class StreamedDerivative:
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return what is done to the scores of a tile."""
+        """Return the score features of one tile."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -195,13 +203,18 @@ class StreamedDerivative:
         return self.features.block(member, heads, block.numbers(self.first_row), keys)
 
 
+# The name under which a tile is kept until the adjoint: the number of its piece in the block, its number in
+# the piece, and its first head within the member. Tiles that are not kept share one name and its memory.
 _Place = tuple[int, int, int]
 _ONE_PLACE = (0, 0, 0)
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """What the scores of a block are formed of; ``less``, log₂ of the denominators, is subtracted."""
+    """Queries and keys from which the scores of a block are formed.
+
+    ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
+    """
 
     q: Float[Tensor, "b r key_dim"]
     k: Float[Tensor, "heads n key_dim"]
@@ -209,10 +222,11 @@ class _Scored:
 
 
 class _Cotangents:
-    """Where adjoint parts go.
+    """Sums of the cotangents of queries, keys and values over the tiles.
 
-    Those of keys and values lie tile by tile, each in one piece and transposed: PyTorch adds batches of
-    products to such a place at the full rate, and to a part of a larger tensor one by one.
+    The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
+    ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
+    after the other.
     """
 
     def __init__(self, at: StreamedDerivative) -> None:
@@ -231,37 +245,47 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add products of a tile, to its keys and its values."""
+        """Add matrix products of a tile: left[0] @ right[0] to its keys, left[1] @ right[1] to its values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
                 tile, first = divmod(own.start, self.columns)
-                # Several batches are of one head.
+                # With more than one batch the block is of one head, and each batch has sums of its own.
                 heads = (block.heads, 0) if block.batches == 1 else (block.heads.start, batches)
                 place = parts[tile][heads]
                 if place.shape == (len(a), a.shape[1], b.shape[2]):
                     place.baddbmm_(a, b)
                     continue
+                # A part of a tile, at the edge of the visible keys: the product is formed apart.
                 product = torch.bmm(a, b) if product is None else product
                 own_product = product[batches] if isinstance(batches, int) else product
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return those of queries, keys and values as rows; nothing stays here."""
+        """Return the cotangents of queries, keys and values as rows, and free the sums."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
         b, _, width, _ = parts[0].shape
         out = parts[0].new_empty(b, self.spans[-1].stop, width)
         for span in reversed(self.spans):
-            # Each tile is given back when it has been read.
+            # Popped, so that the memory of each tile is freed when it has been read.
             part = parts.pop()
             out[:, span.start : span.stop] = (part[:, 0] if part.shape[1] == 1 else part.sum(dim=1)).mT
         return out
 
 
 class _Tiles:
-    """One pass over the tiles of a derivative: scratch memory, and the tiles of the last block of rows."""
+    """One pass over the tiles of a derivative.
+
+    Parameters
+    ----------
+    at
+        The derivative.
+    keep
+        Whether :meth:`product` keeps the tiles of P of a block of rows until :meth:`add_adjoint`.
+
+    """
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
@@ -271,10 +295,15 @@ class _Tiles:
         self.scratch = Scratch()
         self.views: dict[tuple[int, ...], Tensor] = {}
 
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks of all rows, with as many heads as a tile takes."""
+        for block in self.tiling.blocks():
+            yield from block.cut(self.tiling.heads_at_once(block))
+
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return dO of a block."""
+        """Return the tangent dO of the output of a block."""
         sink = self.at.sink
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
         if sink is not None:
@@ -286,7 +315,7 @@ class _Tiles:
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Write the block's cotangents of queries, and add those of keys and values."""
+        """Write the block's cotangents of queries to ``parts``, and add its cotangents of keys and values."""
         sink = self.at.sink
 
         def of_piece(number: int, piece: Piece) -> Tensor:
@@ -302,7 +331,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return the sum over a block's pieces."""
+        """Return the sum of ``of_piece`` over the pieces of a block, each added to its own rows."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -318,7 +347,7 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return what a piece adds to dO."""
+        """Return the contribution of a piece to dO."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -339,7 +368,7 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return what a piece adds to the cotangents of its queries, and add those of keys and values."""
+        """Return a piece's contribution to the cotangents of its queries; add those of keys and values."""
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
         scored = None if self.keep else self._scored(block)
@@ -363,7 +392,7 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return what some keys have: a view, made once."""
+        """Return the rows ``keys`` of ``t`` for the heads of a block, as a view that is made once."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -371,13 +400,13 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return where a tile is kept: by its piece and number, and its first head within the member."""
+        """Return the name under which a tile is kept."""
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return P and P∘D of a tile, (b, r, keys); None if none of its keys is seen."""
+        """Return P and P∘D of a tile, (b, r, keys); None if no query sees any of its keys."""
         kept = self._place(place, block)
         tile = self._formed(kept, block, keys, scored)
         if self.keep:
@@ -388,7 +417,8 @@ class _Tiles:
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
         at = self.at
-        # Scores of another dtype are rounded to a tile of their own; those of the products' become the tile.
+        # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
+        # Float64 scores of float32 products are temporary, and share one memory.
         found = self._scores(place if scored.q.dtype == at.q.dtype else _ONE_PLACE, block, keys, scored)
         if found is None:
             return None
@@ -410,9 +440,10 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return log₂ e times a tile's scores and the slopes of their cap, if they have one.
+        """Return a tile's scores times log₂ e, less ``scored.less``, and the derivative of their cap or None.
 
-        Order, window and mask are not applied; None if masks leave nothing.
+        The rules of ``visibility`` are not applied to the scores. The result is None if a mask hides all keys
+        of the tile from all of its queries.
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
@@ -422,6 +453,7 @@ class _Tiles:
         q, k, less = scored.q, self._keys(scored.k, block, keys).mT, scored.less
         scores = self._empty(("scores", place), (*q.shape[:2], k.shape[2]), q.dtype)
         if not features:
+            # One operation multiplies by log₂ e and subtracts the logarithms.
             if less is not None:
                 scores.copy_(less)
             return scores.baddbmm_(q, k, beta=0 if less is None else -1, alpha=_LOG2_E), None
@@ -439,15 +471,16 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Write a block's log Σ_j e^{S_ij}, its averages Σ_j P_ij t_j of a table, and a sink's probabilities.
+        """Compute log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j and the sinks' probabilities of a block's rows.
 
-        All is made in one walk over the block's tiles.
+        ``table`` has the rows t_j. The results are written to the block's part of ``lse``, ``averages`` and
+        ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]
         top = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=torch.float64)
         total, out = torch.zeros_like(top), top.new_zeros(*q.shape[:-1], v.shape[-1])
-        # Scores whose exponentials are in range whatever they are need no reference, the largest so far.
+        # If the exponentials of all possible scores are in range, no row has to track its largest score.
         bounded = (
             at.features.bias is None
             and sinks is None
@@ -458,7 +491,7 @@ class _Tiles:
             nonlocal top
             if not bounded:
                 previous, top = top, torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-                # No key seen as yet: any finite reference will do.
+                # A row that has seen no key yet may have any finite reference.
                 reference = top.masked_fill(top == float("-inf"), 0.0)
                 scores.sub_(reference)
                 factor = (previous - reference).exp2()
@@ -487,7 +520,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the numbers of the heads within their member."""
+        """Return the numbers of a block's heads within their batch member."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -498,9 +531,19 @@ class _Tiles:
 def streamed_derivative(
     operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
 ) -> StreamedDerivative:
-    """Return the derivative at float64 queries, keys and values, for products in ``dtype``.
+    """Return the streamed derivative at float64 queries, keys and values, for products in ``dtype``.
 
-    Every query is to see a key, or to have a sink.
+    Parameters
+    ----------
+    operands
+        Queries, keys and values. Every query must see a key or have a sink.
+    visibility
+        Rules that say which keys a query sees.
+    dtype
+        float32 or float64.
+    first_row
+        Number in the sequence of the first query of ``operands``.
+
     """
     batch, kv_heads = operands.q.shape[:2]
     width = operands.v.shape[-1]
@@ -508,8 +551,10 @@ def streamed_derivative(
     queries, keys, score_keys, values = (
         t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v)
     )
+    # Columns whose averages under P are needed: the values, ones for Σ_j P_ij if there is a sink, and in
+    # float64 the columns for the proof of the rounding error.
     columns = [values]
-    if features.sinks is not None:  # how much of a row is left beside a sink
+    if features.sinks is not None:
         columns.append(values.new_ones(*values.shape[:2], 1))
     if dtype == torch.float64:
         columns.append(moment_columns(operands))
@@ -517,21 +562,21 @@ def streamed_derivative(
     kappa = largest_score(queries, score_keys, batch)
     exact: tuple[Tensor, Tensor] | None = (queries, score_keys)
     rounded = (queries.to(dtype), keys.to(dtype), values.to(dtype))
-    # Beside a sink scores are formed of other keys than products are.
+    # With a sink, scores are always formed from float64 keys, because the keys of the products are shifted.
     if features.sinks is None and (dtype == torch.float64 or float(kappa.max()) <= SINGLE_SCORES):
         exact = None
-        # What the products are made of is what the denominators are formed of.
+        # The denominators are summed in the dtype of the products.
         table = table.to(dtype)
     lse, sink_p = (queries.new_zeros(queries.shape[:-1]) for _ in range(2))
     averages = queries.new_empty((*queries.shape[:-1], table.shape[-1]))
     at = StreamedDerivative(
         *rounded, lse, averages[..., :width], exact, None, kappa, visibility, features, kv_heads, first_row
     )
+    # ``lse`` and ``averages``, which ``at`` holds views of, are written here block by block.
     tiles = _Tiles(at, keep=False)
-    for whole in tiles.tiling.blocks():
-        for block in whole.cut(tiles.tiling.heads_at_once(whole)):
-            for strip in tiles.tiling.strips(block):
-                tiles.normalise(strip, table, lse, averages, sink_p)
+    for block in tiles.blocks():
+        for strip in tiles.tiling.strips(block):
+            tiles.normalise(strip, table, lse, averages, sink_p)
     tiles.scratch.leave()
     mean, sink, total = averages[..., :width], None, torch.ones_like(lse)
     if features.sinks is not None:

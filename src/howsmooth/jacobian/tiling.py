@@ -1,9 +1,9 @@
-"""How n × n scores are cut: into blocks of query rows, pieces of a block, and tiles of a piece.
+"""How n × n scores are cut into blocks of query rows, a block into pieces, and a piece into tiles.
 
-Rows of queries do not know each other, so that a block of rows is all that has to be in memory at a time. A
-block at the edge of what its queries see, at the diagonal of causal order or at the ends of a window, has two
-sorts of pieces: what all its rows see, and strips of few rows with what only they see. Where threads have
-rows of their own, each has its own square at the diagonal, and strips of all squares are one piece.
+Rows of queries do not depend on each other, so only one block of rows has to be in memory at a time. A block
+at the causal diagonal or at the ends of a window has two sorts of pieces: the keys that all of its rows see,
+and strips of few rows with the keys that only these rows see. If each thread has rows of its own, each has a
+square at the diagonal, and the same strip of all squares is one piece.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from howsmooth.attention.visibility import Visibility
 
 __all__ = ["Block", "Piece", "Stairs", "Tiling", "batches_apart", "shifted", "working_bytes"]
 
-# Entries of a tile: enough for the full rate of matrix products, few enough for a processor's caches.
+# Largest number of entries of a tile: enough for the full rate of matrix products, and on a CPU few enough
+# for its caches.
 _TILE = {"cpu": 1 << 19}
 _TILE_ELSEWHERE = 1 << 26
+# Largest number of keys (columns) of a tile.
 _COLUMNS = {"cpu": 512}
 _COLUMNS_ELSEWHERE = 8192
-# Rows of a block, at least: keys are read again, and their cotangents written, for every block of rows. Heads
-# are rather taken a few at a time.
+# Fewest rows of a block, unless _PANEL asks for fewer. Every block reads all keys and writes their
+# cotangents, so a tile has fewer heads rather than fewer rows.
 _ROWS = 256
-# The tiles of one block of rows are kept between J and Jᵀ: at most these bytes, as far as rows can be fewer.
+# Largest size, in bytes, of the tiles of one block of rows, which are kept between J and Jᵀ. Rows are reduced
+# for it, but not below the number that follows.
 _PANEL = {"cpu": 1 << 30}
 _PANEL_ELSEWHERE = 1 << 32
 _FEWEST_ROWS = 16
-# Rows of a strip: half of what it has at the diagonal is formed for nothing.
+# Rows of a strip. Half of its square at the diagonal is formed for nothing.
 _STRIP = 256
-# Rows of a batch, at least, where each thread has one; and threads, at most: each has cotangents of all keys.
+# If each thread has rows of its own: the fewest rows of a thread, and the most threads, because each thread
+# has its own cotangents of all keys.
 _FEWEST_ROWS_APART = 64
 _MOST_THREADS_APART = 4
 
 
 def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """Return how many of ``heads`` heads a tile takes, its rows of queries and its columns."""
+    """Return the size of a tile: how many of ``heads`` heads, rows of queries and columns of keys it has."""
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
     entries = _TILE.get(device.type, _TILE_ELSEWHERE)
     rows = max(entries // (heads * columns), _ROWS)
@@ -50,33 +54,48 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Bytes that a pass over the tiles takes beside tensors of n rows, at most."""
+    """Return an upper limit of the bytes of all tiles in memory during a pass.
+
+    ``itemsize`` is the size of a probability in bytes; ``capped`` says if the scores have a cap, which needs
+    P∘D beside P. Scores are counted in float64.
+    """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
     return heads * min(rows, m) * (kept + formed)
 
 
 def batches_apart(kv_heads: int, device: torch.device) -> int:
-    """Return in how many batches products of one head are made, where it has enough rows.
+    """Return into how many parts the rows of one head are cut, so that each thread has rows of its own.
 
-    One product with few columns is shared badly between the threads of a processor: each writes what the
-    other reads next. With one key head each thread has rows, and cotangents of all keys, of its own.
+    It is 1 unless there is a single key head, on a CPU with two to four threads. The threads share one matrix
+    product with few columns badly, because each writes memory that another reads next. Parts of the rows
+    make a batch of products instead, each with its own cotangents of all keys.
     """
     threads = torch.get_num_threads() if kv_heads == 1 and device.type == "cpu" else 1
     return threads if threads <= _MOST_THREADS_APART else 1
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return the rows counted from another one."""
+    """Return the range ``rows`` shifted by ``by``."""
     return slice(rows.start + by, rows.stop + by)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of queries, counted from the first held, of some key heads of one member.
+    """Some rows of queries, of some key heads of one batch member.
 
-    Matrix products are made in batches: of the heads or, of one head, of ``batches`` parts of the rows. Axis
-    b below is the one or the other, and r is group · rows / batches.
+    Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
+    rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
+
+    Parameters
+    ----------
+    heads
+        Range of the axis b of the derivative: key heads of one member.
+    rows
+        Range of the queries that the derivative holds, numbered from 0.
+    batches
+        Number of parts of the rows; more than 1 for one head only.
+
     """
 
     heads: slice
@@ -90,46 +109,59 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """What tells the keys of one block from those of another."""
+        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
-        """Take ``heads`` key heads at a time."""
+        """Return blocks of the same rows with at most ``heads`` key heads each."""
         first, last = self.heads.start, self.heads.stop
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the block's part of what every query has."""
+        """Return the block's rows of a tensor with a row for every query."""
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return what some keys have, for the block's heads."""
+        """Return the rows ``keys`` of a tensor with a row for every key, for the block's heads."""
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Return what :meth:`of_rows` gave, or what is of its shape, with heads and rows apart."""
+        """Return a view of a tensor in the shape of :meth:`of_rows`, with axes for heads, group and rows."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows as they are numbered in the sequence."""
+        """Return the rows as numbered in the sequence, of which ``first_row`` is the first held row."""
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return this block's part of what the rows of a larger one have, shaped as by :meth:`grid`."""
+        """Return this block's rows of ``t``, which has all rows of ``block`` and the axes of :meth:`grid`."""
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return batches, and which keys they have; an int stands for one batch."""
+        """Return pairs (batches, keys): the place of the keys of a tile in the sequence, for each batch.
+
+        An integer stands for one batch, a slice for several batches with the same keys.
+        """
         return [(slice(self.batches), keys)]
 
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """The same rows of each batch of a block of one head, with keys of their own: strips of several squares.
+    """The same strip of several squares at the causal diagonal, one square for each batch of one head.
 
-    Rows and keys are numbered from the first of a batch's square.
+    ``rows`` and keys are numbered from the first row and key of the square, alike in all squares.
+
+    Parameters
+    ----------
+    origin
+        Number of the first row of the first square.
+    key_origin
+        Number of the first key of the first square.
+    side
+        Rows, and keys, of a square.
+
     """
 
     origin: int = 0
@@ -138,75 +170,83 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """What tells the keys of one block from those of another."""
+        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the block's part of what every query has."""
+        """Return the strip's rows of a tensor with a row for every query, one square after the other."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return what some keys of each square have."""
+        """Return the rows ``keys`` of each square, of a tensor with a row for every key."""
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Return what :meth:`of_rows` gave with one group."""
+        """Return a view of a tensor in the shape of :meth:`of_rows`, with an axis for its one query head."""
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows as they are numbered among the keys, which are those of the square."""
+        """Return the rows as numbered in the square, in which keys are numbered too."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return this block's part of what the rows of a larger one have, shaped as by :meth:`grid`."""
+        """Return the strip's rows of ``t``, which has all rows of ``block`` and the axes of :meth:`grid`."""
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return batches, and which keys they have, as they are numbered outside; an int stands for one."""
+        """Return each batch, and its keys as numbered in the sequence."""
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return rows of each square; the head begins at ``start``; ``row`` and ``entry`` are strides."""
-        # One operation in place of four: at 2048 tokens the time to start operations counts.
+        """Return the rows ``own`` of each square as a view.
+
+        ``start`` is the offset of the head in the memory of ``t``, ``origin`` the first row of the first
+        square, ``row`` and ``entry`` are strides of ``t``.
+        """
+        # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
         return t.as_strided(shape, strides, t.storage_offset() + start + (origin + own.start) * row)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a block, and the tiles of keys with which they are worked on, numbered as the block does it."""
+    """Some rows of a block, and the keys of the tiles that these rows need, numbered as the block does."""
 
     block: Block
     keys: list[slice]
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key whose probabilities are formed, of one head."""
+        """Number of pairs of a query and a key whose probabilities are formed, for one head."""
         squares = self.block.batches if isinstance(self.block, Stairs) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the scores of m queries and n keys are cut.
+    """The cuts of the scores of m queries and n keys into blocks, pieces and tiles.
 
     Parameters
     ----------
-    members, kv_heads, group, m, n
-        Members of the batch, key heads of each, query heads that share one, queries and keys.
+    members, kv_heads, group
+        Number of batch members, of key heads of a member, and of query heads that share a key head.
+    m, n
+        Number of queries that are held, and of keys.
     itemsize
         Bytes of a probability.
     device
-        Where they are formed.
-    visibility, first_row
-        Which keys are seen, queries numbered as in the sequence; the number of the first one.
+        Device of the tiles.
+    visibility
+        Rules that say which keys a query sees, with queries numbered as in the sequence.
+    first_row
+        Number in the sequence of the first query that is held.
     features
-        Whether something is done to scores.
+        Whether the scores have a cap, a bias, sinks or masks of their own.
 
     """
 
@@ -223,22 +263,25 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """Keys of a tile, at most; tiles begin and end at its multiples, or with what is seen."""
+        """Largest number of keys of a tile.
+
+        Tiles begin and end at multiples of it, or at the first and last key that is seen.
+        """
         return _tile_shape(1, self.n, self.itemsize, self.device)[2]
 
     @property
     def batches(self) -> int:
-        """In how many batches products of one head are made, where it has enough rows."""
+        """Number of parts into which the rows of one head are cut, if it has enough rows."""
         return batches_apart(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
-        """Return the keys of all tiles."""
+        """Return the keys of all tiles of a row."""
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of rows, with all key heads of a member."""
+        """Yield blocks of rows, each with all key heads of one member."""
         window = self.visibility.window
-        # Keys of a block of rows, about: of these tiles are kept.
+        # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
         _, length, _ = _tile_shape(self.kv_heads * self.group, reach, self.itemsize, self.device)
         if self._edged and self.device.type != "cpu":
@@ -248,13 +291,13 @@ class Tiling:
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
     def heads_at_once(self, block: Block) -> int:
-        """Return how many key heads of a block of rows a tile takes."""
+        """Return the number of key heads of a block that a tile takes."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
-        # Where rows are fewer, at the end or in a window, heads can be more.
+        # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Cut a block so that few keys are seen by some of the rows only."""
+        """Cut a block into strips of few rows, which see similar keys, if its rows see different keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -262,7 +305,7 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Cut a block into what all its rows see, and what is left to its strips."""
+        """Cut a block into one piece with the keys that all its rows see, and a piece for each strip."""
         strips = self.strips(block)
         if len(strips) > 1 and self._has_stairs(block):
             first = block.rows.start + self.first_row
@@ -270,6 +313,7 @@ class Tiling:
             return before + self._stairs(block)
         seen = [self.visibility.keys(strip.numbers(self.first_row)) for strip in strips]
         shared = self.visibility.shared_keys(block.numbers(self.first_row))
+        # Only whole tiles are shared; a tile that not all rows see belongs to the strips.
         start = -(-shared.start // self.columns) * self.columns
         stop = shared.stop // self.columns * self.columns
         if len(strips) == 1 or start >= stop:
@@ -280,16 +324,20 @@ class Tiling:
         ]
 
     def _has_stairs(self, block: Block) -> bool:
-        """Tell whether each batch of a block can have a square at the diagonal."""
+        """Return True if each batch of a block can have a square at the diagonal."""
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
-        # No tile of a square may lie in two of all keys' tiles.
+        # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
         aligned = (block.rows.start + self.first_row) % self.columns == 0
         aligned &= side % self.columns == 0 or self.columns % side == 0
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Cut what lies between a block's first row and the diagonal."""
+        """Return the pieces of a block whose keys begin at the block's first row.
+
+        The rows of each batch see all keys before their own first row, which is one piece, and the square at
+        the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.
+        """
         first, side = block.rows.start, block.length // block.batches
         below = [
             Piece(
@@ -305,13 +353,14 @@ class Tiling:
         return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
-        """Cut keys into tiles' columns."""
-        # Whole multiples, so that neighbouring blocks of rows share their tiles' places.
+        """Cut a range of keys into the ranges of tiles."""
+        # The cuts are at multiples of ``columns``, so all blocks of rows add to the same tiles of cotangents.
         edges = range(keys.start // self.columns * self.columns, keys.stop, self.columns)
         return [slice(max(i, keys.start), min(i + self.columns, keys.stop)) for i in edges]
 
     @property
     def _edged(self) -> bool:
+        """Whether rows of a block see different keys."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

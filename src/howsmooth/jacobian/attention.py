@@ -1,0 +1,281 @@
+"""The Jacobian of multi-head self-attention, with its probabilities in memory or formed tile by tile.
+
+Both operators project tangents of tokens to tangents of queries, keys and values, apply the derivative of the
+softmax to each head, and project the heads to the output. They differ in that derivative, and in how many
+projected tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention, Weighting
+from howsmooth.attention.visibility import Visibility
+from howsmooth.jacobian.fused import fused
+from howsmooth.jacobian.norms import NormJacobian, norm_jacobian
+from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.projections import Projection, Projections
+from howsmooth.jacobian.proved import attention_error
+from howsmooth.jacobian.softmax import (
+    SoftmaxDerivative,
+    WeightedSoftmaxDerivative,
+    softmax_derivative,
+    weighted_softmax_derivative,
+)
+from howsmooth.jacobian.streamed import Through, streamed_derivative
+from howsmooth.roundoff import MatrixNorms
+from howsmooth.spectral import LinearOperator, ProductError
+
+__all__ = ["AttentionJacobian", "StreamedAttentionJacobian"]
+
+Norms = tuple[NormJacobian | None, NormJacobian | None]
+"""Jacobians of the norm of the queries and of the norm of the keys, where the layer has them."""
+
+
+@runtime_checkable
+class Core(Protocol):
+    """The derivative of the softmax of all heads.
+
+    Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
+    """
+
+    @property
+    def k(self) -> Tensor:
+        """Keys (b, n, key_dim), b = batch member times key head."""
+
+    def rounding(self, batch: int) -> Tensor: ...
+    def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor: ...
+    def adjoint(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def select(self, rows: Tensor) -> Self: ...
+
+
+@runtime_checkable
+class StreamedCore(Core, Protocol):
+    """A derivative of the softmax that computes JᵀJ in one pass over its tiles.
+
+    The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
+    """
+
+    def gram(self, dq: Tensor, dk: Tensor, dv: Tensor, through: Through) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+_Core = TypeVar("_Core", bound=Core)
+
+
+class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
+    """What both Jacobians of attention share: the way from tokens to heads, and back."""
+
+    def __init__(
+        self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None
+    ) -> None:
+        f, weight = projection.attention, projection.weight
+        batch, n = core.k.shape[0] // f.kv_heads, core.k.shape[1]
+        rounding = sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch))
+        super().__init__(batch, (n, f.d), (n, f.d_out), weight.dtype, weight.device, rounding, proved)
+        self.projection = projection
+        self.core = core
+        self.norms = norms
+
+    def select(self, members: Tensor) -> Self:
+        """Return the Jacobian of the given members of the batch."""
+        kv_heads = self.projection.attention.kv_heads
+        heads = torch.arange(kv_heads, device=self.device)
+        rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
+        query_norm, key_norm = (None if norm is None else norm.select(members) for norm in self.norms)
+        proved = None if self.proved is None else self.proved.select(members)
+        return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
+
+    def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
+        """Return the tangents of queries (``part`` 0), keys (1) or values (2) of all heads.
+
+        ``rows`` are the projected tangents of each token, of all heads side by side; norms and rotations
+        come after the projection.
+        """
+        f, (b, n, _) = self.projection.attention, rows.shape
+        heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
+        if norm is not None:
+            rows = norm.product(rows.reshape(b, *norm.in_shape))
+        rows = rows.reshape(b, n, heads, -1).transpose(1, 2)
+        if part < 2 and self.projection.rotary is not None:
+            rows = self.projection.rotary.rotate(rows)
+        return rows.reshape(b * f.kv_heads, -1, rows.shape[-1])
+
+    def _from_heads(self, part: int, heads: Float[Tensor, "b m width"]) -> Float[Tensor, "batch n rows"]:
+        """Apply the adjoint of :meth:`_to_heads`."""
+        (n, _), norm = self.in_shape, (*self.norms, None)[part]
+        heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
+        if part < 2 and self.projection.rotary is not None:
+            heads = self.projection.rotary.rotate_adjoint(heads)
+        rows = heads.transpose(1, 2).reshape(self.batch, n, -1)
+        if norm is not None:
+            rows = norm.adjoint_product(rows.reshape(self.batch, *norm.in_shape)).reshape(rows.shape)
+        return rows
+
+    def _concatenated(self, do: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "batch n d_heads"]:
+        """Return the outputs of all heads side by side, one row for each token."""
+        n = self.in_shape[0]
+        return do.view(self.batch, -1, n, do.shape[-1]).transpose(1, 2).reshape(self.batch, n, -1)
+
+    def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
+        """Apply the adjoint of :meth:`_concatenated`."""
+        f, (b, n, _) = self.projection.attention, heads.shape
+        do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
+        return do.reshape(b * f.kv_heads, -1, f.value_dim)
+
+
+def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
+    return (
+        norm_jacobian(f.query_norm, x, f.query, f.query_bias, dtype),
+        norm_jacobian(f.key_norm, x, f.key, f.key_bias, dtype),
+    )
+
+
+class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDerivative]):
+    """Jacobian of multi-head self-attention with its probabilities in memory: O(n²) numbers for each head."""
+
+    @classmethod
+    def at(
+        cls,
+        f: SelfAttention,
+        x: Float[Tensor, "batch n d"],
+        off: Float[Tensor, "batch n"] | None,
+        weighting: Weighting | None,
+        projections: Sequence[Projections],
+        norms: MatrixNorms,
+    ) -> list[LinearOperator]:
+        """Return the Jacobian of a float64 layer at float64 tokens, one for the dtype of each projection.
+
+        Parameters
+        ----------
+        f, x
+            The layer and its tokens.
+        off
+            Upper bound of |x̂ − x| of each token, x̂ the exact token; None if no error is to be proved.
+        weighting
+            The weights of a measure whose atoms the tokens are, or None.
+        projections
+            The projections of the map in each dtype.
+        norms
+            Norms of the layer's matrices, for the proof of the error.
+
+        """
+        visible = f.visible_keys(x.shape[1], weighting)
+        operands = Operands.of_tokens(f, x)
+
+        def in_dtype(made: Projections) -> AttentionJacobian:
+            if weighting is not None:
+                weighted = weighted_softmax_derivative(operands, visible, weighting, made.dtype)
+                return cls(made.of(f), weighted, _norms(f, x, made.dtype))
+            core, proved = softmax_derivative(operands, visible, made.dtype), None
+            if off is not None and core.moments is not None:
+                proved = attention_error(f, x, off, operands, core.moments, core.mean, norms)
+            return cls(made.of(f), core, _norms(f, x, made.dtype), proved)
+
+        return [in_dtype(made) for made in projections]
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.projection.out(self.heads(self.projection.into(e)))
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self.projection.into_adjoint(self.heads_adjoint(self.projection.out_adjoint(u)))
+
+    def _energy_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        energy, through = self.projection.through(self.heads(self.projection.into(e)))
+        return energy.sum(dim=1), self.projection.into_adjoint(self.heads_adjoint(through))
+
+    def heads(self, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "batch n d_heads"]:
+        """Return the tangents of the concatenated heads, for projected tangents of the tokens."""
+        parts = rows.split(self.projection.sizes, dim=-1)
+        return self._concatenated(self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts))))
+
+    def heads_adjoint(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "batch n rows"]:
+        """Apply the adjoint of :meth:`heads`."""
+        parts = self.core.adjoint(self._separated(heads))
+        return torch.cat([self._from_heads(i, t) for i, t in enumerate(parts)], dim=-1)
+
+
+class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
+    """Jacobian of multi-head self-attention in memory O(n d), with JᵀJ in one pass over blocks of query rows.
+
+    Queries, keys and values are projected one after the other, so that few tensors with n rows of all heads
+    are in memory at a time.
+    """
+
+    @classmethod
+    def at(
+        cls,
+        f: SelfAttention,
+        x: Float[Tensor, "batch n d"],
+        dtype: torch.dtype,
+        core: Callable[[Tensor, Tensor, Tensor], StreamedCore] | None = None,
+        *,
+        off: Float[Tensor, "batch n"] | None = None,
+        norms: MatrixNorms | None = None,
+        allowance: float | None = None,
+    ) -> StreamedAttentionJacobian:
+        """Return the Jacobian of a float64 layer at float64 tokens.
+
+        Parameters
+        ----------
+        f, x, dtype
+            The layer, its tokens, and the dtype of the products.
+        core
+            A function that forms the derivative of the softmax from queries, keys and values. By default
+            the softmax is over the tokens ``x`` alone; processes that share a sequence pass their own.
+        off, norms
+            As for :meth:`AttentionJacobian.at`.
+        allowance
+            Relative rounding error that the products may have.
+
+        """
+        projection, of_rows = Projection.of(f, dtype, x.shape[0] * x.shape[1]), _norms(f, x, dtype)
+        if core is not None:
+            q, k, v = f.projections(x)
+            return cls(projection, core(q, k, v), of_rows)
+        visibility = f.visibility(x.shape[1])
+        assert isinstance(visibility, Visibility)  # the visibility of measures has another type
+        operands = Operands.of_tokens(f, x)
+        derivative, proved = streamed_derivative(operands, visibility, dtype), None
+        if off is not None and derivative.moments is not None:
+            mean = derivative.mean.flatten(1, 2)
+            proved = attention_error(f, x, off, operands, derivative.moments, mean, norms or MatrixNorms())
+        return cls(projection, fused(derivative, allowance), of_rows, proved)
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.projection.out(self._concatenated(self.core.product(*self._tangents(e))))
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self._cotangent(*self.core.adjoint(self._separated(self.projection.out_adjoint(u))))
+
+    def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        image, output = e.new_empty(self.batch, *self.out_shape), self.projection.output
+
+        def through(member: int, rows: slice, do: Tensor) -> Tensor:
+            # do is (heads, group, rows, value_dim); the output projection mixes all heads of a row.
+            heads = do.flatten(0, 1).transpose(0, 1).flatten(1)
+            if output is None:
+                image[member, rows] = heads
+                return do
+            u = torch.matmul(heads, output.mT, out=image[member, rows])
+            back = (u @ output).view(heads.shape[0], *do.shape[:2], do.shape[3])
+            return back.permute(1, 2, 0, 3).contiguous()
+
+        return image, self._cotangent(*self.core.gram(*self._tangents(e), through))
+
+    def _tangents(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tangents of scaled queries, keys and values of all heads."""
+        query, key, value = self.projection.parts
+        return self._to_heads(0, e @ query.mT), self._to_heads(1, e @ key.mT), self._to_heads(2, e @ value.mT)
+
+    def _cotangent(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """Return the cotangent of the tokens."""
+        query, key, value = self.projection.parts
+        out = self._from_heads(0, dq).flatten(0, 1) @ query
+        out.addmm_(self._from_heads(1, dk).flatten(0, 1), key)
+        out.addmm_(self._from_heads(2, dv).flatten(0, 1), value)
+        return out.view(self.batch, *self.in_shape)
