@@ -6,8 +6,7 @@
 
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.l2_attention import L2Attention
-from howsmooth.attention.map import TokenMap
-from howsmooth.attention.measure import AbstractMeasure
+from howsmooth.attention.map import AbstractMeasure, TokenMap
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.scaling import LayerScale

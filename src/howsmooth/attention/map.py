@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["TokenMap", "as_parameter", "check_measure", "check_tokens"]
+__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]
 
-Measure = TypeVar("Measure", bound=AbstractMeasure)
+Measure = TypeVar("Measure", bound="AbstractMeasure")
 
 
 class TokenMap(abc.ABC):
@@ -86,6 +85,43 @@ class TokenMap(abc.ABC):
             )
         check_tokens(X, self)
         return self._forward(X)
+
+
+class AbstractMeasure(abc.ABC):
+    """A probability measure on tokens that a :class:`~howsmooth.attention.TokenMap` can be called on.
+
+    The measures themselves are in :mod:`howsmooth.measures`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def d(self) -> int:
+        """Dimension of a token."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Data type of the measure."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Device of the measure."""
+
+    @abc.abstractmethod
+    def push_forward(self, f: TokenMap) -> AbstractMeasure:
+        """Return the image F(μ) = (Γ_μ)_# μ under the mean-field map of ``f``, a measure of the same kind."""
+
+    @abc.abstractmethod
+    def weighted_tokens(self) -> tuple[Tensor, Weighting]:
+        """Return the atoms (n, d) with their weighting.
+
+        Raises
+        ------
+        ArgumentError
+            If the measure has no atoms.
+
+        """
 
 
 def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:

@@ -17,8 +17,9 @@ from howsmooth.models.feeding import audio_inputs, image_inputs
 from howsmooth.models.images import load_images
 from howsmooth.models.inspection import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.load import LoadedModel, builtin_names, load_model
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
 from howsmooth.models.token_files import load_embeddings, load_token_ids
+from howsmooth.scopes import SCOPES
 
 __all__ = [
     "SCOPES",

@@ -16,8 +16,9 @@ from howsmooth.models.owners import CrossAttention
 from howsmooth.models.padding import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.passes import Wanted, forward_pass
 from howsmooth.models.recording import AttentionLayer
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
 from howsmooth.models.verified import VerifiedLayer, indices_of, read_layer
+from howsmooth.scopes import SCOPES
 
 __all__ = ["capture"]
 

@@ -20,8 +20,9 @@ from howsmooth.models.parts import named_parts
 from howsmooth.models.passes import Passed, Wanted, forward_pass
 from howsmooth.models.recording import AttentionLayer
 from howsmooth.models.sample import sample_inputs
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
 from howsmooth.models.verified import VerifiedLayer, read_layer
+from howsmooth.scopes import SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
 
