@@ -132,7 +132,7 @@ def test_attention_without_matrices_is_refused_by_name(ask: Any) -> None:
             module = kind().double().eval()
         site = hs.capture(module, tokens(0, 1, 5, 8))[0]
         assert site.path == path
-        with pytest.raises(ArgumentError, match=rf"given by its matrices.*know no other, got {words}"):
+        with pytest.raises(ArgumentError, match=rf"given by its matrices.*cannot use any other, got {words}"):
             ask(site)
 
 

@@ -17,10 +17,10 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import howsmooth as hs
 from howsmooth.models.builtin import builtin_folder
+from howsmooth.scopes import SCOPES
 from tests._shared import shared_data
 from tests._tiny_models import WithoutDowncast
 
-SCOPES = ("head", "heads", "attention", "residual", "block")
 NAMES = ("bert_tiny_sst2_encoder", "stories260k", "capp_gpt", "builtin-encoder", "builtin-decoder")
 TEXT = "Once upon a time there was a little girl who saw that the name of the file was a string."
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.jacobian import has_closed_form
+from howsmooth.scopes import SCOPES
 from tests._tiny_models import WithoutDowncast
 from tests.architectures.build import SEED, build, class_name, inputs_of
 from tests.architectures.inputs import BATCH
@@ -20,7 +21,6 @@ from tests.architectures.oracle import NotFoundError, Probe, agreement
 
 #: Largest relative disagreement with finite differences, and with the model's own reverse mode.
 LIMITS = {"differences": 1e-6, "autodiff": 1e-9}
-SCOPES = ("head", "heads", "attention", "residual", "block")
 _MOST_SITES = 64
 #: Tokens of such a size absorb what is added to them: differences and autodiff of the model tell nothing.
 _TOO_LARGE = 1e12

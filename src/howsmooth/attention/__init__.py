@@ -1,13 +1,13 @@
-"""Attention maps: what is measured, as plain functions of the tokens with their parameters.
+"""Attention maps: functions of the tokens whose Lipschitz constants this library measures and bounds.
 
-``core`` is softmax attention on queries, keys and values; ``self_attention`` puts the projections around it,
-``staged`` any layer; ``norms`` and ``compositions`` build the wider scopes (residual, pre-norm, post-norm).
+``core`` computes softmax attention from queries, keys and values. ``self_attention`` adds the projections,
+and ``staged`` adds arbitrary PyTorch code before and after the softmax. ``norms`` and ``compositions`` build
+residual connections and pre-norm and post-norm blocks.
 """
 
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.l2_attention import L2Attention
-from howsmooth.attention.map import TokenMap
-from howsmooth.attention.measure import AbstractMeasure
+from howsmooth.attention.map import AbstractMeasure, TokenMap
 from howsmooth.attention.norms import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.scaling import LayerScale

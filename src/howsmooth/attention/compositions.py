@@ -1,7 +1,7 @@
-"""Residual connections and compositions, from which the wider scopes are built.
+"""Residual connections and compositions of maps.
 
-Post-norm block: ``Compose(norm, Residual(attention))``.
-Pre-norm block: ``Residual(Compose(attention, norm))``.
+A post-norm block is ``Compose(norm, Residual(attention))``, a pre-norm block
+``Residual(Compose(attention, norm))``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Compose", "Residual"]
 
 
 class _Around(TokenMap):
-    """A map built around an inner one, which first sees the tokens."""
+    """The part that Residual and Compose share: dimension, dtype and device of the inner map."""
 
     inner: TokenMap
 
@@ -38,7 +38,7 @@ class _Around(TokenMap):
 
 
 class Residual(_Around):
-    """X ↦ X + inner(X)."""
+    """The residual connection X ↦ X + inner(X)."""
 
     def __init__(self, inner: TokenMap) -> None:
         if inner.d != inner.d_out:
@@ -56,7 +56,7 @@ class Residual(_Around):
         return self.inner.d
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return f"residual plus ({self.inner.describe()})"
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Residual(_Around):
         self.inner.check_length(n)
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Residual:
-        """Return the same map with parameters of another dtype or on another device."""
+        """Return the map with its parameters converted to another dtype or device."""
         return Residual(self.inner.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
@@ -75,7 +75,7 @@ class Residual(_Around):
 
 
 class Compose(_Around):
-    """X ↦ outer(inner(X))."""
+    """The composition X ↦ outer(inner(X))."""
 
     def __init__(self, outer: TokenMap, inner: TokenMap) -> None:
         if outer.d != inner.d_out:
@@ -97,19 +97,19 @@ class Compose(_Around):
         return self.outer.d_out
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return f"{self.outer.describe()} of ({self.inner.describe()})"
 
     def __repr__(self) -> str:
         return f"Compose({self.outer!r}, {self.inner!r})"
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError if a part cannot take ``n`` tokens."""
+        """Raise ArgumentError if the inner or the outer map cannot take ``n`` tokens."""
         self.inner.check_length(n)
         self.outer.check_length(n)
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Compose:
-        """Return the same map with parameters of another dtype or on another device."""
+        """Return the map with its parameters converted to another dtype or device."""
         return Compose(self.outer.to(dtype=dtype, device=device), self.inner.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Softmax attention on queries, keys and values: the part that every architecture shares.
+"""Softmax attention on queries, keys and values, which all architectures have in common.
 
-Heads are grouped: queries (..., kv_heads, group, n, key_dim) against keys (..., kv_heads, n, key_dim),
-so that query heads which share a key head are one matrix product and no key is repeated.
+Queries have shape (..., kv_heads, group, n, key_dim) and keys (..., kv_heads, n, key_dim). All query heads
+that share a key head (grouped-query attention) are multiplied with it in one product, without copies of it.
 """
 
 from __future__ import annotations
@@ -31,45 +31,49 @@ __all__ = [
     "weighted_values",
 ]
 
-# Attention probabilities that are formed at a time: what stays in a processor's caches, or keeps an
-# accelerator busy. Memory is that of the tokens and a few times this, however long the sequence.
+# Number of attention probabilities in one block. On a CPU a block stays in the caches, on a GPU it is large
+# enough to keep the device busy. Peak memory is a few blocks plus the tokens, for sequences of any length.
 _ENTRIES = {"cpu": 1 << 20}
 _ENTRIES_ELSEWHERE = 1 << 26
-# Number of entries above which the fused kernel is the faster one on a CPU.
+# Number of probabilities from which PyTorch's fused kernel is faster than blocks on a CPU.
 _FUSED_ABOVE = 1 << 16
 
-# Fewest rows of a block of a narrow window: smaller products cost more than what they leave out.
+# Least number of rows in a block under a narrow window. With fewer rows, starting a product costs more than
+# the masked-out keys that it avoids.
 _ROWS = 64
 
 
 @runtime_checkable
 class Visible(Protocol):
-    """Which keys the queries see; :class:`~howsmooth.attention.visibility.Visibility`, for one."""
+    """The interface of a mask that is asked block by block which keys the queries see.
+
+    :class:`~howsmooth.attention.visibility.Visibility` implements it for tokens.
+    """
 
     def keys(self, rows: slice) -> slice:
-        """Return a range that holds all keys which the queries ``rows`` see."""
+        """Return a range of keys that contains all keys seen by the queries ``rows``."""
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return what the queries ``rows`` see of ``keys``; None if all of it."""
+        """Return True where a query of ``rows`` sees a key of ``keys``; None if all see all."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreFeatures:
-    """What models do to scores beyond a mask.
+    """Modifications of the attention scores other than a mask shared by all heads.
 
     Parameters
     ----------
     softcap
-        c: the scaled scores s become c tanh(s / c), before everything else.
+        The soft cap c > 0: a scaled score s becomes c tanh(s / c). It is applied first.
     bias
-        Numbers that are added then, (kv_heads or 1, group or 1, m, n); with one axis more in front where
-        they differ between the leading axes of the queries, flattened to one.
+        Numbers added to the capped scores, (kv_heads or 1, group or 1, m, n). If they differ between the
+        leading axes of the queries, one axis for these, flattened, stands in front.
     sinks
-        (kv_heads, group): the score, in every row, of one further key without value.
+        Attention sinks, (kv_heads, group): the score of one further key, without a value, in every row.
     seen
-        Which keys are seen, in a shape as ``bias``: for masks that differ between heads or leading axes.
+        Masks that differ between heads or leading axes, True where the query sees the key; shape as ``bias``.
 
     """
 
@@ -79,17 +83,17 @@ class ScoreFeatures:
     seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
-        """Tell whether there is any."""
+        """Return whether any modification is set."""
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return what concerns some rows and keys of some key heads of some members of the leading axis."""
+        """Return the features restricted to given rows, keys, key heads and entries of the leading axis."""
         place = (lead, heads, rows, keys)
         sinks = None if self.sinks is None else self.sinks[heads]
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
-        """Return the scores with the cap and the bias, −∞ where a key is not seen."""
+        """Return the scores after soft cap and bias, with −∞ where a key is not seen."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
@@ -97,7 +101,7 @@ class ScoreFeatures:
         return scores if self.seen is None else scores.masked_fill(~self.seen, float("-inf"))
 
     def with_sinks(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m columns"]:
-        """Return the scores with a last column for the sinks, if there are any."""
+        """Return the scores with the sink scores appended as a last column, if there are sinks."""
         if self.sinks is None:
             return scores
         column = self.sinks[..., None, None].expand(*scores.shape[:-1], 1)
@@ -110,14 +114,18 @@ NO_FEATURES = ScoreFeatures()
 def _block(t: Tensor | None, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor | None:
     if t is None:
         return None
-    t = t[..., rows, keys]  # first: an index by tensors copies
+    # Slices are taken first because they make views, whereas the index tensors below copy.
+    t = t[..., rows, keys]
     if t.ndim == 5:
         return t[0] if t.shape[0] == 1 else t[lead, heads if t.shape[1] > 1 else 0]
     return t[heads] if t.shape[0] > 1 else t
 
 
 def cap_slope(scores: Float[Tensor, "*lead m n"], cap: float) -> Float[Tensor, "*lead m n"]:
-    """Return the derivative 1 − tanh²(s/c) of s ↦ c tanh(s/c), right in all its digits where it is small."""
+    """Return the derivative 1 − tanh²(s/c) of the soft cap s ↦ c tanh(s/c) at the scores s.
+
+    It is computed as 4e^{−2|s|/c} / (1 + e^{−2|s|/c})², which has no cancellation where it is small.
+    """
     decay = torch.exp(-2 * scores.abs() / cap)
     return 4 * decay / (1 + decay) ** 2
 
@@ -130,10 +138,10 @@ def attention_scores(
     offsets: Float[Tensor, "*#heads n"] | None = None,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """Return scale · q kᵀ + offsets, −∞ where the key is not visible: the softmax of its rows is P.
+    """Return the scores scale · q kᵀ + offsets, with −∞ where the query does not see the key.
 
-    ``offsets`` are added to the columns: log-weights of a measure (C.4), or terms of the keys. ``features``
-    change the scores before.
+    The softmax of a row of scores is a row of P. ``offsets`` holds one number a key: the log-weights of a
+    measure (Definition C.4) or a term of the key. ``features`` are applied before the offsets.
     """
     group, m = q.shape[-3], q.shape[-2]
     scores = (scale * (q.flatten(-3, -2) @ k.mT)).reshape(*k.shape[:-2], group, m, k.shape[-2])
@@ -151,9 +159,9 @@ def attention_probabilities(
     offsets: Float[Tensor, "*#heads n"] | None = None,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m n"]:
-    """P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over the visible keys j (Definitions 2.1 and C.4).
+    """Return the attention probabilities P_ij ∝ exp(scale · ⟨q_i, k_j⟩ + offset_j) over visible keys j.
 
-    With sinks rows sum to less than one.
+    These are Definitions 2.1 and C.4 of Castin et al. (2024). With sinks, a row sums to less than one.
     """
     scores = attention_scores(q, k, scale, visible, offsets, features)
     return torch.softmax(features.with_sinks(scores), dim=-1)[..., : scores.shape[-1]]
@@ -162,16 +170,17 @@ def attention_probabilities(
 def weighted_values(
     p: Float[Tensor, "*batch kv_heads group m n"], v: Float[Tensor, "*batch kv_heads n value_dim"]
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
-    """Σ_j P_ij v_j for each head."""
+    """Return the outputs Σ_j P_ij v_j of each head for given probabilities P."""
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
 
 
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut ``lead`` times (group, m, n) entries into blocks: some of the lead at a time, and of their rows.
+    """Cut the (lead, group, m, n) probabilities into blocks: pairs of a slice of ``lead`` and slices of rows.
 
-    A ``window`` leaves few keys to each row; blocks of few rows keep it so.
+    A block holds a bounded number of probabilities. Under a ``window`` blocks have few rows, so that the keys
+    visible to a block are not many more than those visible to a row.
     """
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
     longest = m if window is None else min(m, max(window, _ROWS))
@@ -192,11 +201,12 @@ def attend(
     *,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
-    """Σ_j P_ij v_j, with P formed in blocks of heads or of rows: memory O(n d), not n².
+    """Return the outputs Σ_j P_ij v_j of each head, with P formed block by block in memory O(n d).
 
-    With a window w it takes time O(n w). Where all keys are visible, or the causal triangle and there are no
-    offsets, long sequences on a CPU go through PyTorch's fused kernel, unless there are ``features``, or a
-    derivative is asked for: it lacks some. A backward pass through the blocks keeps them.
+    With a window w the time is O(n w). On a CPU, long sequences use PyTorch's fused kernel if no derivative
+    is recorded (the kernel lacks forward mode and second derivatives), there are no ``features``, and either
+    all keys are visible or the mask is causal without offsets. A backward pass through this function stores
+    the probabilities of all blocks.
     """
     triangle, window = None, None
     if isinstance(visible, Visibility):
@@ -212,8 +222,8 @@ def attend(
     inputs = (q, k, v) if offsets is None else (q, k, v, offsets)
     if long and triangle is not None and not features and not any(differentiated(t) for t in inputs):
         return _fused(q, k, v, scale, offsets, causal=bool(triangle)).reshape(*lead, group, m, -1)
-    # One tensor for all rows: small results between large blocks would leave holes in the memory that the
-    # next block does not fit into.
+    # All results are written into one tensor. Many small results allocated between the large blocks would
+    # fragment the memory, and the next block would not fit into the holes.
     out = q.new_empty((len(k), group, m, v.shape[-1]))
     for some, all_rows in row_blocks(len(k), group, m, n, q.device, window):
         members = torch.arange(len(k), device=q.device)[some]
@@ -237,20 +247,21 @@ def _fused(
     *,
     causal: bool,
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Return the same by PyTorch's flash kernel for the CPU, which takes keys and values of one size."""
+    """Return the outputs of :func:`attend`, computed by PyTorch's flash attention kernel for the CPU."""
+    # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     mask = None if offsets is None else offsets.to(q.dtype).expand(*q.shape[:-1], k.shape[-2])
     k, v = (t[:, None].expand(-1, q.shape[1], -1, -1) for t in (k, v))
-    # Other kernels than this one would form n × n matrices.
+    # PyTorch's other kernels would form n × n matrices.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     return out[..., :value_dim]
 
 
 def differentiated(t: Tensor) -> bool:
-    """Tell whether a derivative with respect to ``t`` may be asked for, in any mode of PyTorch."""
-    # In this order: within torch.func.vmap a dual cannot be taken apart.
+    """Return whether PyTorch may differentiate with respect to ``t``: reverse, forward or functional mode."""
+    # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (
         t.requires_grad
         or torch._C._functorch.is_functorch_wrapped_tensor(t)

@@ -1,4 +1,4 @@
-"""What all attentions with heads share: projections of the tokens, biases, the output projection."""
+"""The base class of multi-head attentions: query, key, value and output projections with their biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_
 
 
 class HeadsAttention(TokenMap):
-    """Attention that is given by query, key, value and output matrices; the scores are up to the class."""
+    """Multi-head attention with query, key, value and output matrices; subclasses define the weights P."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class HeadsAttention(TokenMap):
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
         return f"{type(self).__name__}({self.describe()}, {sizes})"
 
-    # ---- for the classes that derive from it
+    # ---- for subclasses
 
     def _described(self, kind: str, masking: str) -> str:
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
@@ -95,14 +95,14 @@ class HeadsAttention(TokenMap):
         return f"{kind}, {heads}, {masking}, {projected}"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the parameters that are there, by name."""
+        """Return the parameter tensors that are not None, by name."""
         given = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def _arguments(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
-        """Return the arguments that build the map anew, converted; a class with further ones adds them."""
+        """Return the converted arguments of the constructor; a subclass with further arguments adds them."""
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 
@@ -113,19 +113,19 @@ class HeadsAttention(TokenMap):
         Float[Tensor, "*batch kv_heads n key_dim"],
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
-        """Return queries, keys and values of tokens X, after biases."""
+        """Return the queries, keys and values of tokens X, biases included."""
         queries = in_heads(X, self.query, self.query_bias)
         keys = in_heads(X, self.key, self.key_bias)
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Return queries (..., heads, n, key_dim) as (..., kv_heads, group, n, key_dim)."""
+        """Reshape queries (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim)."""
         return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
 
     def _projected(
         self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
     ) -> Float[Tensor, "*batch n d_out"]:
-        """Return the heads side by side, through the output projection if there is one."""
+        """Return the concatenated heads, multiplied by the output projection if there is one."""
         rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:
             return rows
@@ -134,7 +134,7 @@ class HeadsAttention(TokenMap):
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return X in the coordinates of every head, (..., heads, n, dim)."""
+    """Return the tokens X (..., n, d) projected by the matrices of each head, (..., heads, n, dim)."""
     rows = X @ weight.flatten(0, 1).mT
     if bias is not None:
         rows = rows + bias.flatten()

@@ -1,4 +1,4 @@
-"""L2 self-attention: scores that fall with the distance of query and key (Kim et al., 2021)."""
+"""L2 self-attention, whose scores are negative squared distances of query and key (Kim et al., 2021)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["L2Attention"]
 class L2Attention(HeadsAttention):
     """Multi-head L2 self-attention, X (..., n, d) -> (..., n, d_out).
 
-    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
+    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O, where P^h is the row softmax of
     −scale · |Q_h x_i + b_q,h − K_h x_j − b_k,h|² over the visible keys j.
 
     The attention of Kim, Papamakarios and Mnih, which is Lipschitz on the whole space, has ``key`` equal to
-    ``query``, scale 1/√k and the values V_h Q_hᵀQ_h / √k; :func:`howsmooth.bounds.l2_attention` is its
-    constant.
+    ``query``, scale 1/√k and the values V_h Q_hᵀQ_h / √k. :func:`howsmooth.bounds.l2_attention` bounds its
+    Lipschitz constant.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class L2Attention(HeadsAttention):
     scale
         Factor > 0 of the squared distances.
     causal
-        Token i sees the tokens j <= i only.
+        If True, token i sees only the tokens j <= i.
 
     Raises
     ------
@@ -78,20 +78,20 @@ class L2Attention(HeadsAttention):
         self.causal = bool(causal)
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return self._described("L2 attention", "causal" if self.causal else "unmasked")
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> L2Attention:
-        """Return the same attention with parameters of another dtype or on another device."""
+        """Return the attention with its parameters converted to another dtype or device."""
         return L2Attention(**self._arguments(dtype, device), causal=self.causal)
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         q, k, v = self._project(x)
         q = self._grouped(q)
-        # −|q − k|² = 2⟨q, k⟩ − |k|² but for a term of the row, which the softmax forgets. Distances do not
-        # change when q and k are shifted together; near zero they lose fewer digits.
+        # −|q − k|² = 2⟨q, k⟩ − |k|² − |q|², and the softmax of a row does not depend on |q|². Queries and
+        # keys are shifted by the mean key: distances stay the same, and less cancels when they are small.
         centre = k.mean(dim=-2, keepdim=True)
         q, k = q - centre.unsqueeze(-3), k - centre
         terms = -self.scale * (k * k).sum(dim=-1)[..., None, None, :]

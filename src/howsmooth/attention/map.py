@@ -1,4 +1,4 @@
-"""What every map on tokens of this library has in common."""
+"""The base class of all maps on tokens, the interface of measures they act on, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.measure import AbstractMeasure
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["TokenMap", "as_parameter", "check_measure", "check_tokens"]
+__all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]
 
-Measure = TypeVar("Measure", bound=AbstractMeasure)
+Measure = TypeVar("Measure", bound="AbstractMeasure")
 
 
 class TokenMap(abc.ABC):
-    """A differentiable map X (..., n, d) -> (..., n, d_out), independent over the leading axes.
+    """A differentiable map of tokens X (..., n, d) to tokens (..., n, d_out), one sequence at a time.
 
-    Called on a probability measure it gives its image, a measure again (Definitions 2.4 and 2.6). Its
-    parameters are plain tensors without gradients; a map is never changed after it is built.
+    Leading axes are batch axes. Called on a probability measure, the map returns the image measure
+    (Definitions 2.4 and 2.6 of Castin et al., 2024). Its parameters are tensors without gradients, and a map
+    does not change after construction.
     """
 
     @property
@@ -47,18 +47,18 @@ class TokenMap(abc.ABC):
 
     @abc.abstractmethod
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
-        """Return the same map with parameters of another dtype or on another device."""
+        """Return the map with its parameters converted to another dtype or device."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that says what the map is, masks and residuals included."""
+        """Return a phrase that describes the map, masks and residuals included, for messages and reports."""
 
-    def check_length(self, n: int) -> None:  # noqa: B027 - most maps take any length
+    def check_length(self, n: int) -> None:  # noqa: B027 - most maps accept any length
         """Raise ArgumentError if the map cannot take ``n`` tokens."""
 
     @abc.abstractmethod
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        """Apply the map to tokens that were checked; ``weighting`` makes them the atoms of a measure."""
+        """Apply the map to checked tokens; with a ``weighting``, the tokens are the atoms of a measure."""
 
     @overload
     def __call__(self, X: Tensor) -> Tensor: ...
@@ -67,7 +67,7 @@ class TokenMap(abc.ABC):
     def __call__(self, X: Measure) -> Measure: ...
 
     def __call__(self, X: object) -> Float[Tensor, "*batch n d_out"] | AbstractMeasure:
-        """Apply the map to tokens X (..., n, d), giving (..., n, d_out), or to a measure, giving its image.
+        """Return the image (..., n, d_out) of tokens X (..., n, d), or the image measure of a measure.
 
         Raises
         ------
@@ -88,8 +88,45 @@ class TokenMap(abc.ABC):
         return self._forward(X)
 
 
+class AbstractMeasure(abc.ABC):
+    """The interface of a probability measure on which a :class:`~howsmooth.attention.TokenMap` acts.
+
+    :mod:`howsmooth.measures` implements it.
+    """
+
+    @property
+    @abc.abstractmethod
+    def d(self) -> int:
+        """Dimension of a token."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Data type of the measure."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Device of the measure."""
+
+    @abc.abstractmethod
+    def push_forward(self, f: TokenMap) -> AbstractMeasure:
+        """Return the image measure F(μ) = (Γ_μ)_# μ under the mean-field map of ``f``."""
+
+    @abc.abstractmethod
+    def weighted_tokens(self) -> tuple[Tensor, Weighting]:
+        """Return the atoms (n, d) of the measure and their weighting.
+
+        Raises
+        ------
+        ArgumentError
+            If the measure has no atoms.
+
+        """
+
+
 def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
-    """Raise ArgumentError unless dimension, dtype and device of the measure are those of ``f``."""
+    """Raise ArgumentError unless the measure and the map ``f`` agree in dimension, dtype and device."""
     for what, got, wanted in (
         ("dimension", measure.d, f.d),
         ("dtype", measure.dtype, f.dtype),
@@ -105,7 +142,7 @@ def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
 
 
 def check_tokens(x: Tensor, f: TokenMap) -> None:
-    """Raise ArgumentError unless ``f`` takes ``x``: shape (..., n >= 1, d), dtype, device, length."""
+    """Raise ArgumentError unless the shape, dtype, device and length of tokens ``x`` fit the map ``f``."""
     if x.ndim < 2 or x.shape[-1] != f.d or x.shape[-2] < 1:
         raise ArgumentError(
             "X",
@@ -137,9 +174,18 @@ def as_parameter(
     *,
     like: Tensor | None = None,
 ) -> Tensor:
-    """Return ``value`` detached, after checking its shape, dtype, device and that it is finite.
+    """Return the tensor ``value`` detached, after checking its shape, dtype, device and finiteness.
 
-    ``shape`` holds sizes, or names for sizes that may be anything positive.
+    An entry of ``shape`` is a required size, or the name of a size that may be any positive number.
+    ``like`` is a tensor whose dtype and device ``value`` must have.
+
+    Raises
+    ------
+    ArgumentError
+        If ``value`` is no tensor of this shape, dtype and device.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
     """
     expected = f"a floating-point tensor of shape ({', '.join(str(s) for s in shape)})"
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as maps on tokens (Definition 2.3)."""
+"""LayerNorm and RMSNorm as maps on tokens (Definition 2.3 of Castin et al., 2024)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(TokenMap):
-    """N(x) = √d · h / sqrt(|h|² + d ε) ∘ γ + β for each token; ``centred`` says whether h = x − mean(x)."""
+    """The norm layer N(x) = √d · h / √(|h|² + dε) ∘ γ + β, applied to each token x.
+
+    h is x − mean(x) if ``centred`` (LayerNorm), else x (RMSNorm).
+    """
 
     centred: bool
 
@@ -50,7 +53,7 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return h (..., n, d) and s = sqrt(|h|² + d ε) (..., n, 1)."""
+        """Return h (..., n, d) and its regularised length s = √(|h|² + dε), (..., n, 1)."""
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
 
@@ -61,14 +64,14 @@ class _Norm(TokenMap):
 
 
 class LayerNorm(_Norm):
-    """LayerNorm over the last axis.
+    """LayerNorm of each token, over its d entries.
 
     Parameters
     ----------
     weight, bias
         Gain γ and shift β, (d,); ``bias`` may be None.
     eps
-        The ε under the root, added to the mean square.
+        ε >= 0, added to the mean square under the root.
 
     """
 
@@ -78,24 +81,24 @@ class LayerNorm(_Norm):
         super().__init__(weight, bias, eps)
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return "LayerNorm"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerNorm:
-        """Return the same norm with parameters of another dtype or on another device."""
+        """Return the norm with its parameters converted to another dtype or device."""
         bias = None if self.bias is None else self.bias.to(dtype=dtype, device=device)
         return LayerNorm(self.weight.to(dtype=dtype, device=device), bias, self.eps)
 
 
 class RMSNorm(_Norm):
-    """RMSNorm over the last axis.
+    """RMSNorm of each token, over its d entries.
 
     Parameters
     ----------
     weight
-        The gain γ that is applied, (d,); for models that store γ − 1, give 1 + weight.
+        Gain γ, (d,). For models that store γ − 1 (Gemma), pass 1 + weight.
     eps
-        The ε under the root, added to the mean square.
+        ε >= 0, added to the mean square under the root.
 
     """
 
@@ -105,9 +108,9 @@ class RMSNorm(_Norm):
         super().__init__(weight, None, eps)
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return "RMSNorm"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> RMSNorm:
-        """Return the same norm with parameters of another dtype or on another device."""
+        """Return the norm with its parameters converted to another dtype or device."""
         return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)

@@ -1,4 +1,4 @@
-"""Who works with scores ⟨q_i, k_j⟩ and their softmax only must refuse attention that does more to them."""
+"""Checks that an attention has plain scores ⟨q_i, k_j⟩ and known matrices, as bounds and attacks need."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ __all__ = ["require_formula", "require_plain_scores"]
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if an attention within ``f`` changes its scores beyond a mask, or is not a formula.
+    """Raise ArgumentError if an attention in ``f`` has scores other than ⟨q_i, k_j⟩, apart from a mask.
+
+    Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
+    layer is code (:class:`~howsmooth.attention.StagedAttention`).
 
     Parameters
     ----------
     f
-        Anything; attention is looked for in it, within residuals and compositions.
+        Any object. If it is a residual or a composition, its parts are checked.
     what
-        Who asks, the subject of the sentence: "these bounds".
+        The caller, as the subject of the message, for instance "these bounds".
     argument
-        Name of the argument that ``f`` was.
+        Name of the caller's argument, for the message.
 
     """
     match f:
         case StagedAttention():
             raise ArgumentError(
                 argument,
-                expected=f"attention given by its matrices: {what} know no other",
+                expected=f"attention given by its matrices: {what} cannot use any other",
                 got="attention in stages, whose layer is code",
                 remedy="local_lipschitz measures such attention at given tokens.",
             )
         case SelfAttention() if f.feature_names():
             raise ArgumentError(
                 argument,
-                expected=f"attention whose scores are ⟨q_i, k_j⟩: {what} know no others",
+                expected=f"attention whose scores are ⟨q_i, k_j⟩: {what} cannot use any others",
                 got=" and ".join(f.feature_names()),
                 remedy="local_lipschitz measures such attention at given tokens.",
             )
@@ -51,9 +54,9 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if a map within ``f`` is code, such as a model's own module, and not a formula.
+    """Raise ArgumentError if a map in ``f`` is code, such as a model's own module, instead of known matrices.
 
-    Parameters are those of :func:`require_plain_scores`.
+    The parameters are the same as in :func:`require_plain_scores`.
     """
     match f:
         case Residual():
@@ -66,7 +69,7 @@ def require_formula(f: object, what: str, *, argument: str = "attention") -> Non
         case TokenMap():
             raise ArgumentError(
                 argument,
-                expected=f"attention given by its matrices: {what} know no other",
+                expected=f"attention given by its matrices: {what} cannot use any other",
                 got=f.describe(),
                 remedy="local_lipschitz measures such attention at given tokens.",
             )

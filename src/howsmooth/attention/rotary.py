@@ -1,4 +1,4 @@
-"""Rotary position embedding: a rotation of queries and keys that depends on the position."""
+"""Rotary position embedding: a rotation of each query and key by an angle that depends on its position."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Rotary"]
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Rotary positions in the half-split convention of transformers.
+    """Rotary position embedding in the half-split convention of Hugging Face transformers.
 
     The first ``rot_dim`` entries t of each query and key become t∘cos + rotate_half(t)∘sin, with
-    rotate_half(t) = (-t[rot_dim/2:], t[:rot_dim/2]); the others are left alone.
+    rotate_half(t) = (−t[rot_dim/2:], t[:rot_dim/2]). The other entries do not change.
 
     Parameters
     ----------
     cos, sin
-        Tables of shape (n_max, rot_dim), one row a position, rot_dim even.
+        Tables (n_max, rot_dim), float32 or float64, with one row for each position; rot_dim is even.
 
     """
 
@@ -46,22 +46,22 @@ class Rotary:
 
     @property
     def rot_dim(self) -> int:
-        """Number of entries that are rotated."""
+        """Number of entries of a query or key that are rotated."""
         return self.cos.shape[1]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Rotary:
-        """Return the same tables in another dtype or on another device."""
+        """Return the tables converted to another dtype or device."""
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
     def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Rotate queries, keys or their tangents (the map is linear)."""
+        """Return queries, keys or their tangents t (..., n, dim) after the rotation, which is linear."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
         return torch.cat((turned * self.cos[:n] + swapped * self.sin[:n], rest), dim=-1)
 
     def rotate_adjoint(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Apply the adjoint of :meth:`rotate`."""
+        """Return the image of t (..., n, dim) under the adjoint of :meth:`rotate`."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         s = turned * self.sin[:n]

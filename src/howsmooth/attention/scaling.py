@@ -1,4 +1,4 @@
-"""Layer scale: a factor for each channel, on a branch or on the residual (Touvron et al., 2021)."""
+"""Layer scale: multiplication of each channel of the tokens by a learned factor (Touvron et al., 2021)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["LayerScale"]
 
 
 class LayerScale(TokenMap):
-    """X ↦ λ∘X, channel by channel, as after the attention of CaiT, BEiT and DINOv2.
+    """The map X ↦ λ∘X that multiplies each channel by a factor, as in CaiT, BEiT and DINOv2.
 
-    A scaled residual α∘X + λ∘f(X) is ``Compose(LayerScale(α), Residual(Compose(LayerScale(λ / α), f)))``.
+    The scaled residual α∘X + λ∘f(X) is ``Compose(LayerScale(α), Residual(Compose(LayerScale(λ / α), f)))``.
 
     Parameters
     ----------
@@ -50,11 +50,11 @@ class LayerScale(TokenMap):
         return f"LayerScale(d={self.d})"
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return "layer scale"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerScale:
-        """Return the same map with factors of another dtype or on another device."""
+        """Return the map with its factors converted to another dtype or device."""
         return LayerScale(self.weight.to(dtype=dtype, device=device))
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:

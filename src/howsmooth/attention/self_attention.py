@@ -1,4 +1,4 @@
-"""Multi-head self-attention with its parameters: Definitions 2.1, 2.2 and 2.5 of Castin et al. (2024)."""
+"""Multi-head softmax self-attention (Definitions 2.1, 2.2 and 2.5 of Castin et al., 2024)."""
 
 from __future__ import annotations
 
@@ -24,50 +24,51 @@ __all__ = ["SelfAttention"]
 class SelfAttention(HeadsAttention):
     """Multi-head softmax self-attention, X (..., n, d) -> (..., n, d_out).
 
-    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h the row softmax of
-    scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j; these scores may be soft-capped and
-    have a bias, in this order, and a sink may take a part of each row of P. Queries and keys may go through
-    a norm before their product.
+    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O, where P^h is the row softmax of
+    scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩ over the visible keys j. Optionally queries and keys are
+    normalised before their product, the scores are soft-capped and then get a bias, and a sink takes a part
+    of each row of P.
 
     Parameters
     ----------
     query
         (heads, key_dim, d).
     key
-        (kv_heads, key_dim, d); heads must be a multiple of kv_heads, and query head h uses key and
-        value head h // (heads // kv_heads) (grouped-query attention).
+        (kv_heads, key_dim, d), where kv_heads divides heads. Query head h uses key and value head
+        h // (heads // kv_heads) (grouped-query attention).
     value
         (kv_heads, value_dim, d).
     output
-        (d_out, heads * value_dim), or None: the heads are concatenated.
+        (d_out, heads * value_dim), or None for concatenated heads without output projection.
     query_bias, key_bias, value_bias, output_bias
         (heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (d_out,). Without rotary
-        positions, a key norm, softcap and sinks the key bias has no effect (a shift that the softmax
-        forgets).
+        positions, a key norm, softcap and sinks the key bias has no effect: it shifts all scores of a row
+        alike.
     scale
         Factor of the scores; 1/sqrt(key_dim) by default.
     causal
-        Token i sees the tokens j <= i only (masked self-attention, Definition 2.5).
+        If True, token i sees only the tokens j <= i (masked self-attention, Definition 2.5).
     window
-        w >= 1: token i sees the tokens j with |i − j| < w only, so that a causal window holds w tokens, its
-        own among them (sliding-window attention). Time grows with n w, not n².
+        Width w >= 1: token i sees only the tokens j with |i − j| < w (sliding-window attention). A causal
+        window holds w tokens, token i among them. Time grows with n w, not n².
     mask
-        Boolean (n, n), True where query i (row) sees key j (column); combined with ``causal`` and ``window``
-        by "and". It fixes the length to n. Every query must see a key.
+        Boolean (n, n), True where query i (row) may see key j (column). ``causal`` and ``window`` apply as
+        well. The mask fixes the length to n. Every query must see a key.
     rotary
-        Rotary positions of queries and keys; they limit the length to ``rotary.n_max``.
+        Rotary position embedding of queries and keys; it limits the length to ``rotary.n_max``.
     score_bias
-        (heads, n, n), or (1, n, n) for all heads alike: added to the scores of query i (row) and key j
-        (column), as ALiBi and relative position biases are. Finite; it fixes the length to n.
+        Finite numbers (heads, n, n), or (1, n, n) for all heads alike, added to the score of query i (row)
+        and key j (column), such as ALiBi or a relative position bias. They fix the length to n.
     softcap
-        c > 0: a score s becomes c · tanh(s / c), before bias and mask, as in Gemma 2.
+        Soft cap c > 0: a score s becomes c · tanh(s / c), before bias and mask, as in Gemma 2.
     sinks
-        (heads,): in each row of a head the softmax has one further score, this one, of a key without value
-        (gpt-oss): P_ij = e^{S_ij} / (e^{sink} + Σ_l e^{S_il}), rows sum to less than one.
+        Attention sinks (heads,), as in gpt-oss: each row of the softmax contains one further score, the sink
+        of the head, whose key has no value. P_ij = e^{S_ij} / (e^{sink} + Σ_l e^{S_il}), so rows sum to less
+        than one.
     query_norm, key_norm
-        LayerNorm or RMSNorm of the queries and keys, after their biases and before rotary positions: of
-        dimension key_dim, of each head by itself (Qwen 3); or of all heads side by side, heads * key_dim for
-        queries and kv_heads * key_dim for keys (OLMo 2).
+        LayerNorm or RMSNorm of the queries and keys, after their biases and before rotary positions. A norm
+        of dimension key_dim acts on each head separately (Qwen 3). A norm of dimension heads * key_dim for
+        queries, kv_heads * key_dim for keys, acts on the concatenated heads (OLMo 2).
 
     Raises
     ------
@@ -138,7 +139,7 @@ class SelfAttention(HeadsAttention):
         if norm.d not in (self.key_dim, heads * self.key_dim):
             raise ArgumentError(
                 name,
-                expected=f"a norm of each head, dimension {self.key_dim}, or of all, {heads * self.key_dim}",
+                expected=f"dimension {self.key_dim}, of one head, or {heads * self.key_dim}, of all heads",
                 got=f"dimension {norm.d}",
             )
         return norm
@@ -154,16 +155,16 @@ class SelfAttention(HeadsAttention):
         if self.mask is not None and self.mask.shape[0] != bias.shape[1]:
             raise ArgumentError(
                 "score_bias",
-                expected=f"n = {self.mask.shape[0]}, as of the mask",
+                expected=f"n = {self.mask.shape[0]}, the length of the mask",
                 got=f"n = {bias.shape[1]}",
             )
         return bias
 
-    # ---- what it is
+    # ---- description
 
     @property
     def features(self) -> ScoreFeatures:
-        """What is done to the scores beyond a mask, heads grouped by their key head."""
+        """The modifications of the scores other than the mask, with heads grouped by their key head."""
         bias = self.score_bias
         if bias is not None:
             bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
@@ -171,7 +172,7 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return in words what makes scores other than ⟨Q x_i + b, K x_j⟩, for those who must refuse it."""
+        """Return names of the settings that make scores differ from ⟨Q x_i + b, K x_j⟩, for messages."""
         named = {
             "a norm of queries": self.query_norm,
             "a norm of keys": self.key_norm,
@@ -182,7 +183,7 @@ class SelfAttention(HeadsAttention):
         return tuple(name for name, there in named.items() if there is not None)
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         rules = ["causal"] if self.causal else []
         if self.window is not None:
             rules.append(f"sliding window {self.window}")
@@ -205,19 +206,21 @@ class SelfAttention(HeadsAttention):
             )
         if self.rotary is not None and n > self.rotary.n_max:
             raise ArgumentError(
-                "X", expected=f"at most {self.rotary.n_max} tokens, the rotary positions", got=f"n = {n}"
+                "X",
+                expected=f"at most {self.rotary.n_max} tokens, the number of rotary positions",
+                got=f"n = {n}",
             )
 
     # ---- the map
 
     def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return which of n keys the queries see, known block by block.
+        """Return the mask for n tokens, or for the n atoms of a measure, evaluated block by block.
 
         Raises
         ------
         ArgumentError
-            If the map does not act on measures, because of a window, a mask, rotary positions, a score bias
-            or sinks, or is causal and the weighting has no positions.
+            If there is a weighting, and the attention has a window, a mask, rotary positions, a score bias or
+            sinks, with which it does not act on measures; or it is causal and the weighting has no positions.
 
         """
         if weighting is None:
@@ -226,9 +229,9 @@ class SelfAttention(HeadsAttention):
         return weighting.visibility(causal=self.causal)
 
     def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return which keys (columns) each query (row) sees, as one matrix; None if all see all.
+        """Return the mask (n, n), True where the query (row) sees the key (column); None if all see all.
 
-        Errors are those of :meth:`visibility`.
+        Raises the same errors as :meth:`visibility`.
         """
         return self.visibility(n, weighting).whole(self.device)
 
@@ -238,15 +241,15 @@ class SelfAttention(HeadsAttention):
             "a boolean mask": self.mask,
             "rotary positions": self.rotary,
             "a score bias": self.score_bias,
-            "sinks": self.sinks,  # their share depends on how many tokens there are
+            "sinks": self.sinks,  # the weight of a sink depends on the number of tokens
         }
         got = [name for name, there in named.items() if there is not None]
         if got:
             raise ArgumentError(
                 "measure",
-                expected="attention that sees tokens by their place in space, and by causal=True",
+                expected="attention that depends on positions in no other way than by causal=True",
                 got=" and ".join(got),
-                remedy="These belong to a list of tokens: call the map on tokens.",
+                remedy="These settings are defined for sequences: call the map on tokens.",
             )
 
     def projections(
@@ -256,18 +259,18 @@ class SelfAttention(HeadsAttention):
         Float[Tensor, "*batch kv_heads n key_dim"],
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
-        """Return queries, keys and values of tokens X, after biases, norms and rotary positions."""
+        """Return the queries, keys and values of tokens X, after biases, norms and rotary positions."""
         q, k, v = self._project(X)
         return *self._placed(q, k), v
 
     def queries_and_keys(
         self, X: Float[Tensor, "*batch n d"]
     ) -> tuple[Float[Tensor, "*batch heads n key_dim"], Float[Tensor, "*batch kv_heads n key_dim"]]:
-        """Return queries and keys of tokens X, after biases, norms and rotary positions."""
+        """Return the queries and keys of tokens X, after biases, norms and rotary positions."""
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return projected queries and keys after norms and rotary positions."""
+        """Apply norms and rotary positions to projected queries and keys."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
@@ -301,23 +304,23 @@ class SelfAttention(HeadsAttention):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SelfAttention:
-        """Return the same attention with parameters of another dtype or on another device."""
+        """Return the attention with its parameters converted to another dtype or device."""
         return SelfAttention(**self._arguments(dtype, device))
 
     def _rebuilt(self, **changes: object) -> SelfAttention:
         return SelfAttention(**(self._arguments() | changes))
 
     def without_output(self) -> SelfAttention:
-        """Return the same heads concatenated, before the output projection (scope ``heads``)."""
+        """Return the attention with concatenated heads and without output projection (scope ``heads``)."""
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return head ``h`` alone with its value projection only (scope ``head``: the paper's one-head map).
+        """Return head ``h`` with its value projection, the paper's single-head attention (scope ``head``).
 
         Raises
         ------
         ArgumentError
-            If there is no head ``h``, or queries or keys are normed together with those of other heads.
+            If there is no head ``h``, or one norm acts on the queries or keys of all heads together.
 
         """
         if not 0 <= h < self.heads:
@@ -326,9 +329,9 @@ class SelfAttention(HeadsAttention):
             if norm is not None and norm.d != self.key_dim:
                 raise ArgumentError(
                     name,
-                    expected="norms of one head, for a head alone",
+                    expected="norms that act on each head separately, to take one head alone",
                     got="a norm of all heads together",
-                    remedy="Take without_output(), all heads.",
+                    remedy="Take all heads, with without_output().",
                 )
         g = h // (self.heads // self.kv_heads)
 
@@ -354,7 +357,7 @@ class SelfAttention(HeadsAttention):
 def _normed(
     t: Float[Tensor, "*batch heads n key_dim"], norm: LayerNorm | RMSNorm | None
 ) -> Float[Tensor, "*batch heads n key_dim"]:
-    """Return queries or keys after their norm, of each head or of all heads side by side."""
+    """Apply a norm to queries or keys, to each head separately or to the concatenated heads."""
     if norm is None:
         return t
     if norm.d == t.shape[-1]:
@@ -364,7 +367,7 @@ def _normed(
 
 
 def _check_mask(mask: object, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask, after checking that it is boolean, square and leaves each query a key."""
+    """Return the mask after checking that it is boolean and square and that every query sees a key."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
         got = (
             f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -388,6 +391,6 @@ def _check_mask(mask: object, causal: bool, window: int | None, device: torch.de
             "mask",
             expected="at least one visible key for every query",
             got=f"query {int(blind[0])} sees none",
-            remedy="Leave such tokens (padding) out of X.",
+            remedy="Remove such tokens (padding) from X.",
         )
     return mask

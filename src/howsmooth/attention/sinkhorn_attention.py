@@ -1,4 +1,4 @@
-"""Sinkhorn self-attention: probabilities that are doubly stochastic (Sander et al., 2022)."""
+"""Sinkhorn self-attention, whose attention matrix is doubly stochastic (Sander et al., 2022)."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ __all__ = ["SinkhornAttention"]
 class SinkhornAttention(HeadsAttention):
     """Multi-head Sinkhorn self-attention, X (..., n, d) -> (..., n, d_out).
 
-    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O with P^h = diag(α) e^S diag(β) of
-    S_ij = scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩, the limit of Sinkhorn's iterations: each row and each
-    column of P sums to one. On a measure with weights a, Σ_j P_ij = 1 and Σ_i a_i P_ij = a_j: the coupling
-    (a_i P_ij) has both marginals equal to the measure. There is no causal form: a triangular
+    f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O, where P^h = diag(α) e^S diag(β) is the
+    limit of Sinkhorn's iterations for the scores S_ij = scale · ⟨Q_h x_i + b_q,h, K_h x_j + b_k,h⟩: each row
+    and each column of P^h sums to one. On a measure with weights a, Σ_j P_ij = 1 and Σ_i a_i P_ij = a_j, so
+    both marginals of the coupling (a_i P_ij) are the measure. There is no causal form, because a triangular
     doubly stochastic matrix is the identity.
 
-    The iterations run in float64, in logarithms, until the columns sum to one within the tolerance; rows do
-    so to rounding. Where a derivative is asked for, two Newton steps follow that are differentiated with the
-    rest: first and second derivatives are then those of the limit. They solve n × n systems, so that memory
-    is n² a head; without derivatives it is that of the tokens.
+    The iterations run in float64 on logarithms until the columns sum to one within the tolerance; the rows
+    sum to one up to rounding. If a derivative is recorded, two differentiable Newton steps follow, so that
+    first and second derivatives are correct for the limit. Newton steps solve n × n systems and need n²
+    memory for each head; without derivatives memory is O(n d).
 
     Parameters
     ----------
     query, key, value, output, query_bias, key_bias, value_bias, output_bias, scale
-        As for :class:`~howsmooth.attention.SelfAttention`. Neither bias of queries and keys has an effect.
+        As for :class:`~howsmooth.attention.SelfAttention`. The biases of queries and keys have no effect.
     tolerance
         Largest |Σ_i a_i P_ij / a_j − 1| over the columns j.
     max_iterations
-        Number of iterations after which the map refuses to answer. They converge linearly, slowly where
-        scores are large.
+        Number of iterations after which a call raises ArgumentError. Convergence is linear, and slow for
+        large scores.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; and from a call, if the iterations have not converged.
+        If an argument does not fit. A call raises it if the iterations have not converged.
     NonFiniteError
-        If a parameter holds NaN or infinity; and from a call, if the scores do.
+        If a parameter holds NaN or infinity. A call raises it if a score does.
 
     References
     ----------
     Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022.
-    Derivatives: docs/theory/maps-on-measures.md.
+    Derivatives: documentation page "Maps on measures", section "Sinkhorn attention".
 
     """
 
@@ -87,13 +87,13 @@ class SinkhornAttention(HeadsAttention):
         self.max_iterations = max_iterations
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         return self._described("Sinkhorn attention", "unmasked")
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SinkhornAttention:
-        """Return the same attention with parameters of another dtype or on another device."""
+        """Return the attention with its parameters converted to another dtype or device."""
         return SinkhornAttention(
             **self._arguments(dtype, device), tolerance=self.tolerance, max_iterations=self.max_iterations
         )
@@ -118,16 +118,17 @@ class SinkhornAttention(HeadsAttention):
         k: Float[Tensor, "*batch kv_heads n key_dim"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Return g with P_ij ∝ a_j exp(S_ij + g_j) whose columns sum to a within the tolerance.
+        """Return potentials g such that P_ij ∝ a_j e^{S_ij + g_j} satisfies Σ_i a_i P_ij = a_j.
 
-        One iteration is one pass over blocks of rows, which are formed anew each time if there are several.
+        The equation holds within the tolerance. One iteration passes over the scores in blocks of rows; if
+        there are several blocks, each is computed anew in every iteration to save memory.
         """
         if torch._C._functorch.is_batchedtensor(q):
             raise ArgumentError(
                 "X",
                 expected="a batch as leading axes, for Sinkhorn attention",
                 got="a tensor within torch.func.vmap",
-                remedy="Call the map on the whole batch: how long it iterates depends on the values.",
+                remedy="Call the map on the whole batch: the number of iterations depends on the values.",
             )
         group, n = q.shape[-3], q.shape[-2]
         lead = k.shape[:-2]
@@ -149,9 +150,9 @@ class SinkhornAttention(HeadsAttention):
                 violation = float(off.max())
                 if violation <= self.tolerance:
                     break
-                if violation != violation:
+                if violation != violation:  # NaN
                     raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
-                # Each head of each member stops by itself, so that none changes with its company.
+                # A head that has converged is not updated, so its result does not depend on the others.
                 g = torch.where(off > self.tolerance, -columns, g)
             else:
                 raise ArgumentError(
@@ -170,10 +171,10 @@ class SinkhornAttention(HeadsAttention):
         offsets: Float[Tensor, "*batch kv_heads group 1 n"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """One Newton step for c_j = Σ_i a_i P_ij / a_j = 1, from offsets log a + g that all but solve it.
+        """Return the offsets log a + g after one Newton step for the equations Σ_i a_i P_ij / a_j = 1.
 
-        ∂c/∂g = diag(c) − R P with R_ji = a_i P_ij / a_j. Its kernel, a constant added to g, does not change
-        P; the term 1 aᵀ takes it away.
+        With c_j the left side, ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij / a_j. This matrix is singular,
+        since a constant added to g does not change P; adding 1 aᵀ makes it invertible.
         """
         log_p = torch.log_softmax(attention_scores(q.double(), k.double(), self.scale, None, offsets), dim=-1)
         r = (log_p + (log_weights[:, None] - log_weights[None, :])).exp().mT

@@ -1,8 +1,8 @@
-"""Attention of any architecture in three parts: what comes before the softmax, the softmax, what comes after.
+"""Attention layers of any architecture as PyTorch code around one or more softmax cores.
 
-The softmax core is ours, so that its derivative has a closed form; what lies before it (projections, norms
-of queries and keys, positions, windows) and after it (gates, norms, the output projection) is any
-differentiable PyTorch code of cost O(n d²).
+The softmax cores belong to this library, so that their derivatives have a closed form. The code before them
+(projections, norms of queries and keys, positions, windows) and after them (gates, norms, the output
+projection) may be any differentiable PyTorch code of cost O(n d²).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Core", "CoreShape", "Layer", "SoftmaxCore", "StagedAttention"]
 
-# Which softmax of the layer, its queries, keys and values, to the outputs of the heads.
+# A function (index of the softmax in the layer, queries, keys, values) -> outputs of the heads.
 Core = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,27 +32,27 @@ Core = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class SoftmaxCore:
     """One softmax attention as a function of its queries, keys and values.
 
-    P_ij ∝ exp(c tanh(scale ⟨q_i, k_j⟩ / c) + bias_ij) over the keys j that query i sees; heads that share a
-    key head are neighbours. The leading axes may be anything that the layer makes of its tokens, windows for
-    one; there may be another number n of keys than m of queries.
+    P_ij ∝ exp(c tanh(scale ⟨q_i, k_j⟩ / c) + bias_ij) over the keys j that query i sees. Query heads that
+    share a key head are adjacent. There may be leading axes, for instance one of windows of tokens, and the
+    number m of queries may differ from the number n of keys.
 
     Parameters
     ----------
     scale
         Factor of the scores.
     causal
-        Query i sees the keys j <= i only; then m = n.
+        If True, query i sees only the keys j <= i, and m = n.
     window
-        w >= 1: query i sees the keys j with |i − j| < w only; then m = n.
+        Width w >= 1: query i sees only the keys j with |i − j| < w, and m = n.
     mask
-        Boolean, broadcastable to (*lead, heads, m, n), True where the query sees the key; combined with
-        ``causal`` and ``window`` by "and". Without sinks every query must see a key.
+        Boolean, broadcastable to (*lead, heads, m, n), True where the query may see the key. ``causal`` and
+        ``window`` apply as well. Without sinks every query must see a key.
     score_bias
-        Finite numbers, broadcastable likewise, added to the scores.
+        Finite numbers, broadcastable to (*lead, heads, m, n), added to the scores.
     softcap
-        c > 0, applied before bias and mask.
+        Soft cap c > 0, applied before bias and mask.
     sinks
-        (heads,): the score of one further key without value in every row of a head.
+        Attention sinks, (heads,): the score, in every row of a head, of one further key without a value.
 
     Raises
     ------
@@ -100,7 +100,7 @@ class SoftmaxCore:
                     name,
                     expected="finite numbers",
                     got="NaN or infinity",
-                    remedy="Give hidden keys as the mask." if name == "score_bias" else "",
+                    remedy="Pass hidden keys as the mask." if name == "score_bias" else "",
                 )
         if mask is not None and self.sinks is None:
             _check_seen(mask, self.causal, self.window)
@@ -111,7 +111,7 @@ class SoftmaxCore:
         k: Float[Tensor, "*lead kv_heads n key_dim"],
         v: Float[Tensor, "*lead kv_heads n value_dim"],
     ) -> Float[Tensor, "*lead heads m value_dim"]:
-        """Return Σ_j P_ij v_j for each head, in memory O((m + n) d), not m n.
+        """Return the outputs Σ_j P_ij v_j of each head, computed in memory O((m + n) d).
 
         Raises
         ------
@@ -125,7 +125,14 @@ class SoftmaxCore:
         return out.flatten(-4, -3)
 
     def rules(self, q: Tensor, k: Tensor) -> tuple[Visibility, ScoreFeatures]:
-        """Return what ``core.attend`` needs to know besides: which keys are seen, and the features."""
+        """Return the mask and the score features for given queries and keys, as ``core.attend`` takes them.
+
+        Raises
+        ------
+        ArgumentError
+            If a mask, a bias or the sinks do not fit the queries and keys.
+
+        """
         lead, heads, m, kv_heads, n = q.shape[:-3], q.shape[-3], q.shape[-2], k.shape[-3], k.shape[-2]
         if heads % kv_heads:
             raise ArgumentError(
@@ -136,7 +143,7 @@ class SoftmaxCore:
                 "causal" if self.causal else "window",
                 expected="as many queries as keys",
                 got=f"{m} queries, {n} keys",
-                remedy="Give which keys are seen as the mask.",
+                remedy="Pass the visible keys as the mask.",
             )
         if self.sinks is not None and self.sinks.shape[0] != heads:
             raise ArgumentError("sinks", expected=f"one for each of {heads} heads", got=str(len(self.sinks)))
@@ -145,6 +152,7 @@ class SoftmaxCore:
             return None if given is None else _grouped(name, given, lead, heads, kv_heads, m, n)
 
         seen, bias = spread("mask", self.mask), spread("score_bias", self.score_bias)
+        # A mask without head and leading axes is applied by blocks, at no cost where a block is visible.
         common = None
         if seen is not None and seen.numel() == m * n:
             common, seen = seen.reshape(m, n), None
@@ -154,7 +162,7 @@ class SoftmaxCore:
         return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
-        """Return the core of head ``h`` alone, whose q, k and v have one head."""
+        """Return the core of head ``h`` alone, for queries, keys and values of one head."""
 
         def pick(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
@@ -165,14 +173,14 @@ class SoftmaxCore:
         )
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return in words what is done to the scores beyond a mask."""
+        """Return the names of the modifications of the scores other than a mask, for messages."""
         named = {"soft-capped scores": self.softcap, "a score bias": self.score_bias, "sinks": self.sinks}
         return tuple(name for name, there in named.items() if there is not None)
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
-        """Return the same core with its numbers in another dtype or on another device."""
+        """Return the core with its tensors converted to another dtype or device."""
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
@@ -180,9 +188,9 @@ class SoftmaxCore:
 
 
 class CoreShape(NamedTuple):
-    """Sizes of the operands of one core."""
+    """The sizes of the queries, keys and values of one softmax core."""
 
-    lead: int  # of all leading axes together: windows, for one
+    lead: int  # product of the leading axes, for instance the number of windows
     heads: int
     kv_heads: int
     m: int
@@ -193,50 +201,50 @@ class CoreShape(NamedTuple):
 
 @runtime_checkable
 class Layer(Protocol):
-    """The code around the softmaxes of an attention layer, its parameters without gradients."""
+    """The interface of the code around the softmaxes of an attention layer."""
 
     def run(self, x: Tensor, core: Core) -> Tensor:
         """Return the outputs (n_out, d_out) for the tokens ``x`` (n, d) of one sequence.
 
-        In place of its i-th softmax, counted from 0 in the order of the calls, the layer uses
-        ``core(i, q, k, v)``: q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim), v
-        (*lead, kv_heads, n, value_dim) to (*lead, heads, m, value_dim). Nothing of the tokens may be changed
-        in place, and one input has one output.
+        Instead of its i-th softmax attention (i counts from 0 in the order of the calls) the layer calls
+        ``core(i, q, k, v)`` with q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim) and v
+        (*lead, kv_heads, n, value_dim), which returns (*lead, heads, m, value_dim). The layer must be
+        deterministic, must not change the tokens in place, and its parameters have no gradients.
         """
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Layer:
-        """Return the same layer with parameters of another dtype or on another device."""
+        """Return the layer with its parameters converted to another dtype or device."""
 
 
 class StagedAttention(TokenMap):
-    """Self-attention as a layer around softmax cores, X (..., n, d) -> (..., n_out, d_out).
+    """Self-attention given as a PyTorch layer around softmax cores, X (..., n, d) -> (..., n_out, d_out).
 
-    Its Jacobian is in closed form where the work is, in the cores; PyTorch differentiates the layer around
-    them. Cores may depend on the outputs of earlier ones. Members of a batch are run one after the other.
+    The Jacobian of the cores, which take most of the time, has a closed form; PyTorch differentiates the
+    layer around them. A core may depend on the outputs of earlier cores. Members of a batch run one by one.
 
     Parameters
     ----------
     layer
-        What stands before and after the cores.
+        The code before and after the cores.
     cores
-        The softmaxes, in the order of their calls.
+        The softmax cores, in the order in which the layer calls them.
     d, d_out
-        Dimension of an input and of an output token.
+        Dimensions of an input token and of an output token.
     heads
-        Number of heads of one core.
+        Number of heads of a core.
     n
-        The length, which masks and positions inside the layer fix.
+        Number of tokens; masks and positions inside the layer fix it.
     causal
-        Whether an output depends on earlier tokens only; said in reports.
+        Whether an output depends only on its own and earlier tokens; used in reports only.
     dtype, device
-        Of the layer's parameters, and so of the tokens.
+        Data type and device of the layer's parameters and of the tokens.
     description
-        One phrase that says what the layer is.
+        A phrase that describes the layer, for messages and reports.
 
     Raises
     ------
     ArgumentError
-        If there is no core, or a number is not positive; from a call, if the layer breaks its contract.
+        If there is no core or a number is not positive. A call raises it if the layer breaks its contract.
 
     """
 
@@ -268,7 +276,7 @@ class StagedAttention(TokenMap):
         self._sizes = (d, d_out)
         self._placed = (dtype, device)
         self._origin: StagedAttention | None = None
-        self._shapes: list[CoreShape] = []  # once asked for
+        self._shapes: list[CoreShape] = []  # filled by core_shapes
 
     @property
     def d(self) -> int:
@@ -291,7 +299,7 @@ class StagedAttention(TokenMap):
         return self._placed[1]
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map, for messages and reports."""
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
         features = dict.fromkeys(name for core in self.cores for name in core.feature_names())
         return ", ".join((self.description, heads, "causal" if self.causal else "not causal", *features))
@@ -307,7 +315,7 @@ class StagedAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StagedAttention:
-        """Return the same map with parameters of another dtype or on another device."""
+        """Return the map with its parameters converted to another dtype or device."""
         placed = (dtype or self.dtype, torch.device(device or self.device))
         for known in (self, self._origin):
             if known is not None and known._placed == placed:
@@ -316,12 +324,12 @@ class StagedAttention(TokenMap):
         layer = self.layer.to(dtype=dtype, device=device)
         cores = tuple(core.to(dtype=dtype, device=device) for core in self.cores)
         converted = self._rebuilt(layer, cores, dtype=dtype, device=device)
-        converted._origin = self  # so that the way back loses nothing
+        converted._origin = self  # so that converting back returns the same numbers
         converted._shapes = self._shapes
         return converted
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
-        """Run the layer on one sequence around any ``core``.
+        """Return the layer's output (n_out, d_out) for one sequence, with ``core`` in place of its softmaxes.
 
         Raises
         ------
@@ -353,7 +361,7 @@ class StagedAttention(TokenMap):
         raise ArgumentError(
             "layer",
             expected=f"calls of the cores {list(range(len(self.cores)))}, in this order",
-            got=f"{called}",
+            got=f"calls {called}",
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
@@ -361,7 +369,7 @@ class StagedAttention(TokenMap):
         if weighting is not None:
             raise ArgumentError(
                 "measure",
-                expected="a map that is known to act on measures",
+                expected="a map that can act on measures",
                 got="attention in stages, whose layer takes a list of tokens",
                 remedy="Call the map on tokens.",
             )
@@ -402,7 +410,7 @@ class StagedAttention(TokenMap):
         )
 
     def without_output(self) -> StagedAttention:
-        """Return the same heads concatenated, without what follows the softmax (scope ``heads``).
+        """Return the concatenated heads, without the layer after the softmax (scope ``heads``).
 
         Raises
         ------
@@ -419,7 +427,7 @@ class StagedAttention(TokenMap):
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return head ``h`` alone, without what follows the softmax (scope ``head``).
+        """Return head ``h`` alone, without the layer after the softmax (scope ``head``).
 
         Raises
         ------
@@ -437,7 +445,7 @@ class StagedAttention(TokenMap):
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of each core, found by a run of the layer without its softmaxes."""
+        """Return the sizes of each core, found by running the layer once without evaluating its softmaxes."""
         if self._shapes:
             return tuple(self._shapes)
         found: list[CoreShape] = []
@@ -449,14 +457,14 @@ class StagedAttention(TokenMap):
 
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            # Small: the layer may refuse tokens beyond a radius.
+            # The tokens are small because a layer may refuse tokens outside of a ball.
             x = 2**-20 * torch.randn(self.n, self.d, generator=generator)
             self.run(x.to(dtype=self.dtype, device=self.device), shaped)
         self._shapes[:] = found
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return value_dim, after checking that heads of the layer are maps of its tokens."""
+        """Return value_dim, after checking that the layer has one softmax and that it acts on all tokens."""
         if len(self.cores) > 1:
             raise ArgumentError(
                 "scope",
@@ -474,7 +482,7 @@ class StagedAttention(TokenMap):
 
 
 class _UpToCore:
-    """The layer up to its one softmax: the heads side by side, or head ``h``."""
+    """The layer up to the output of its only softmax: all heads concatenated, or head ``h`` alone."""
 
     def __init__(self, layer: Layer, h: int | None) -> None:
         self.layer = layer
@@ -494,7 +502,7 @@ class _UpToCore:
                 k, v = k[..., g : g + 1, :, :], v[..., g : g + 1, :, :]
             o = core(i, q, k, v)
             kept.append(o.reshape(o.shape[-3:]).movedim(0, 1).flatten(1))
-            # What follows is run and dropped: its input is of no consequence.
+            # The layer continues with zeros; what it computes after the softmax is not used.
             return v.new_zeros(whole)
 
         self.layer.run(x, tap)
@@ -502,7 +510,7 @@ class _UpToCore:
 
 
 def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
-    """Return numbers of scores as ScoreFeatures has them: ([lead,] kv_heads or 1, group or 1, m, n)."""
+    """Reshape a mask or bias to the shape of ScoreFeatures, ([lead,] kv_heads or 1, group or 1, m, n)."""
     whole = (*lead, heads, m, n)
     shape = given.shape
     while len(shape) > len(whole) and shape[0] == 1:
@@ -533,5 +541,5 @@ def _check_seen(mask: Tensor, causal: bool, window: int | None) -> None:
             "mask",
             expected="at least one visible key for every query",
             got=f"query {int(blind[0, -1])} sees none",
-            remedy="Leave such tokens (padding) out of X.",
+            remedy="Remove such tokens (padding) from X.",
         )

@@ -1,4 +1,4 @@
-"""Which keys the queries see: causal order, a window, a mask, known block by block without n² of memory."""
+"""The mask of an attention (causal order, window, boolean matrix), computed one block at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ __all__ = ["Visibility", "check_window"]
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Query i sees key j if every rule given allows it.
+    """A mask: query i sees key j if causal order, window and boolean mask, where given, all allow it.
 
     Parameters
     ----------
     n
-        Number of keys; queries are numbered as the keys are.
+        Number of keys.
     causal
-        j <= i.
+        If True, query i sees only keys j <= i.
     window
-        w >= 1: |i − j| < w, so that a causal window holds w keys, the query's own among them.
+        Width w >= 1: query i sees only keys j with |i − j| < w. A causal window holds w keys, the query's own
+        among them.
     mask
-        True where query (row) sees key (column).
+        Boolean matrix, True where the query (row) may see the key (column).
 
     """
 
@@ -37,16 +38,16 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """False if every query sees every key, True if exactly those up to its own, else None."""
+        """True for the causal mask alone, False if every query sees every key, else None."""
         return self.causal if self.window is None and self.mask is None else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
-        """Return what all queries see of all keys; None if everything."""
+        """Return the whole mask, True where the query sees the key; None if all see all."""
         queries = self.n if self.mask is None else self.mask.shape[0]
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def keys(self, rows: slice) -> slice:
-        """Return the smallest range that order and window leave to the queries ``rows``, the mask aside."""
+        """Return the range of keys that order and window let at least one query of ``rows`` see."""
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.stop)
@@ -56,7 +57,7 @@ class Visibility:
         return slice(min(first, last), last)
 
     def shared_keys(self, rows: slice) -> slice:
-        """Return the keys that order and window leave to each of the queries ``rows``, the mask aside."""
+        """Return the range of keys that order and window let every query of ``rows`` see."""
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.start + 1)
@@ -68,7 +69,8 @@ class Visibility:
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return what the queries ``rows`` see of ``keys``; None if all of it."""
+        """Return True where a query of ``rows`` sees a key of ``keys``; None if all see all."""
+        # Order and window are compared only where they cut through the block.
         after_all = not self.causal or keys.stop <= rows.start + 1
         near = self.window is None or max(rows.stop - keys.start, keys.stop - rows.start) <= self.window
         seen = None if self.mask is None else self.mask[rows, keys]
@@ -84,8 +86,8 @@ class Visibility:
         return order if seen is None else order & seen
 
     def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
-        """Write 0 to ``t`` where the queries ``rows`` do not see ``keys``: as :meth:`block` tells."""
-        diagonal = rows.start - keys.start  # j − i of the numbers in the block, for a query and its own key
+        """Set the entries of ``t`` (..., rows, keys) to 0 in place where the query does not see the key."""
+        diagonal = rows.start - keys.start  # offset of the diagonal on which a query meets its own key
         if self.causal and keys.stop > rows.start + 1:
             t.tril_(diagonal)
         if self.window is not None:
@@ -98,7 +100,7 @@ class Visibility:
 
 
 def check_window(window: object) -> int | None:
-    """Return the window of an attention, or None, after checking that it is a whole number >= 1."""
+    """Return ``window`` after checking that it is None or a whole number >= 1."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ArgumentError(
             "window",

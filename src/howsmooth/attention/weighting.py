@@ -1,4 +1,4 @@
-"""How the atoms of a measure stand in a softmax: with their weights, and from their positions."""
+"""Weights and positions of the atoms of a measure, as softmax attention uses them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["EarlierAtoms", "Weighting"]
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """Weights and positions of the n atoms of one measure, which all members of a batch of tokens share.
+    """The weights and positions of the n atoms of a measure; all members of a batch share them.
 
     Parameters
     ----------
     log_weights
-        Natural logarithms of the weights a_j > 0, which sum to one (Definition C.4: P_ij ∝ a_j e^{S_ij}).
-        Logarithms, because a weight such as e^-2000 is no float64.
+        Natural logarithms, (n,), of the weights a_j > 0, which sum to one (Definition C.4:
+        P_ij ∝ a_j e^{S_ij}). Logarithms are kept because a weight such as e^-2000 underflows float64.
     positions
-        Positions s_j in [0, 1], or None: under a causal map the atom i sees the atoms j with s_j <= s_i, ties
-        included (Definition 2.6). Other maps do not look at them.
+        Positions s_j in [0, 1], (n,), or None. Under a causal map atom i sees the atoms j with s_j <= s_i,
+        ties included (Definition 2.6). Other maps ignore positions.
 
     """
 
@@ -38,12 +38,12 @@ class Weighting:
         return self.log_weights.shape[0]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Weighting:
-        """Return the same weighting with logarithms of another dtype, or on another device."""
+        """Return the weighting with its logarithms converted to another dtype, or on another device."""
         positions = None if self.positions is None else self.positions.to(device=device)
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return which atoms each atom sees: all, or under a causal map those of no later position.
+        """Return the mask between atoms: all atoms, or for a causal map those with no later position.
 
         Raises
         ------
@@ -65,20 +65,20 @@ class Weighting:
 
 @dataclass(frozen=True, eq=False)
 class EarlierAtoms:
-    """Which atoms an atom sees under a causal map: those of no later position (Definition 2.6)."""
+    """The causal mask between atoms: atom i sees the atoms j with s_j <= s_i (Definition 2.6)."""
 
     positions: Float[Tensor, " n"]
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of all atoms: positions need not be in order."""
+        """Return the range of all atoms, since positions need not be sorted."""
         return slice(0, self.positions.shape[0])
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"]:
-        """Return which of the atoms ``keys`` the atoms ``rows`` see."""
+        """Return True where an atom of ``rows`` sees an atom of ``keys``."""
         return self.positions[None, keys] <= self.positions[rows, None]
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:
-        """Return what all atoms see of all."""
+        """Return the whole mask (n, n), True where the atom of the row sees the atom of the column."""
         return self.block(slice(None), slice(None))

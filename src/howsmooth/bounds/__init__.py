@@ -1,10 +1,14 @@
-"""Bounds on Lipschitz constants: one function a theorem, each with its side, hypotheses and source.
+"""Bounds on the Lipschitz constant of attention, one function for each theorem.
 
-On a ball, one head: ``theorem_3_3``, ``theorem_3_5``, ``theorem_e_3``, ``theorem_a``, ``n_free`` unmasked;
-``theorem_4_3``, ``theorem_4_4``, ``masked_theorem_a``, ``masked_n_free`` with a causal mask;
-``any_mask_theorem_a``. Several heads: ``lemma_3_8`` and the three ``multi_head`` forms. At given tokens: the
-certificates, ``theorem_c_3`` and the other local ones, ``theorem_3_7``, ``theorem_4_5``. From below:
-``proposition_3_4`` and its successors. ``best`` chooses, ``table`` compares.
+- Upper bounds on a ball, one head: without a mask ``theorem_3_3``, ``theorem_3_5``, ``theorem_e_3``,
+  ``theorem_a`` and ``n_free``; with a causal mask ``theorem_4_3``, ``theorem_4_4``, ``masked_theorem_a`` and
+  ``masked_n_free``; with any mask ``any_mask_theorem_a``.
+- Upper bounds on a ball, several heads: ``lemma_3_8`` and the ``multi_head`` functions.
+- Upper bounds at given tokens: the certificates, ``theorem_c_3`` and the other functions of ``local``. For
+  large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
+- Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``lower`` and ``mean_field_lower``.
+
+``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
 """
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity

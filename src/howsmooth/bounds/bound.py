@@ -1,4 +1,4 @@
-"""What every statement of this room returns: a number, the side it is on, and what it depends on."""
+"""The class ``Bound``: an upper or lower bound on a Lipschitz constant, with its hypotheses and source."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius"]
 
 Side = Literal["upper", "lower"]
 
-# Formulas are evaluated in float64, most of them as logarithms up to a few hundred: this margin covers
-# their rounding, so that an upper bound is never below, and a lower bound never above, its formula.
+# Formulas are evaluated in float64, mostly as logarithms up to a few hundred. This margin of the logarithm
+# exceeds their rounding, so that an upper bound is never below and a lower bound never above its formula.
 _MARGIN = 1e-12
 
 
 class Quantity(StrEnum):
-    """What a bound is a bound of."""
+    """The Lipschitz constant that a bound limits."""
 
-    #: Lipschitz constant of f on all sequences of n tokens in the ball of radius R, Frobenius norm.
+    #: Lipschitz constant of f on all sequences of n tokens in the ball of radius R, in Frobenius norms.
     GLOBAL = "Lip(f on B_R^n)"
-    #: The same for masked (causal) self-attention.
+    #: Lipschitz constant of causal self-attention f^m on these sequences, in Frobenius norms.
     MASKED = "Lip(f^m on B_R^n)"
-    #: Lipschitz constant in W_2 of the mean-field map on measures on B_R; it bounds f for every n.
+    #: Lipschitz constant in W_2 of the mean-field map F on measures on B_R, at least that of f for every n.
     MEAN_FIELD = "Lip_W2(F on P(B_R))"
-    #: For masked attention, in the conditional distance d_2 (Definition 4.1); it bounds f^m for every n.
+    #: Lipschitz constant of the causal mean-field map F^m in the conditional distance d_2 (Definition 4.1),
+    #: at least that of f^m for every n.
     MASKED_MEAN_FIELD = "Lip_d2(F^m on P(B_R))"
-    #: Local Lipschitz constant, the spectral norm of the Jacobian, at the given tokens.
+    #: Local Lipschitz constant at given tokens: the spectral norm of the Jacobian.
     LOCAL = "‖D_X f‖"
-    #: Lipschitz constant on all of R^d, for attentions that have one.
+    #: Lipschitz constant on all tokens in R^d, for maps that have one.
     EVERYWHERE = "Lip(f)"
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A condition of a statement, and whether it holds for the parameters given."""
+    """A condition of a theorem, and whether it holds for the given attention."""
 
     statement: str
     holds: bool
@@ -46,21 +47,21 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on a Lipschitz constant.
+    """An upper or lower bound on a Lipschitz constant, kept as a logarithm.
 
     Attributes
     ----------
     name
-        Of the function that computed it.
+        Name of the function that computed the bound.
     side
         "upper" or "lower".
     quantity
-        What is bounded.
+        The Lipschitz constant that is bounded.
     source
-        Theorem and paper, or where it is derived.
+        Theorem and paper, or the documentation page with the proof.
     log_formula
-        Natural logarithm of what the formula gives, rounded outwards (up for an upper bound): finite where
-        the number itself overflows, −inf where it is zero.
+        Natural logarithm of the formula's value, rounded up for an upper and down for a lower bound. It is
+        finite where the value overflows, and −inf where the value is zero.
     hypotheses
         The conditions under which the formula is a bound.
 
@@ -84,7 +85,7 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Make an upper bound of a formula's value or of its logarithm (give one), rounded up."""
+        """Return an upper bound from the value of a formula or from its logarithm (pass one), rounded up."""
         log = _log(formula, log_formula)
         return cls(name, "upper", quantity, source, log + _MARGIN, hypotheses)
 
@@ -99,30 +100,30 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Make a lower bound of a formula's value or of its logarithm (give one), rounded down."""
+        """Return a lower bound from the value of a formula or from its logarithm (pass one), rounded down."""
         log = _log(formula, log_formula)
         return cls(name, "lower", quantity, source, log - _MARGIN, hypotheses)
 
     @property
     def holds(self) -> bool:
-        """Whether all hypotheses hold."""
+        """Whether all hypotheses hold for the attention."""
         return all(hypothesis.holds for hypothesis in self.hypotheses)
 
     @property
     def log_value(self) -> float:
-        """Natural logarithm of ``value``."""
+        """The natural logarithm of ``value``."""
         if self.holds:
             return self.log_formula
         return math.inf if self.side == "upper" else -math.inf
 
     @property
     def value(self) -> float:
-        """The bound; inf where it overflows. Trivial (inf above, 0 below) where a hypothesis fails."""
+        """The bound, inf if it overflows. If a hypothesis fails: inf for an upper and 0 for a lower bound."""
         return _exp(self.log_value)
 
     @property
     def formula(self) -> float:
-        """What the formula gives, whether or not it is a bound here."""
+        """The value of the formula, also if a hypothesis fails and it bounds nothing."""
         return _exp(self.log_formula)
 
     def __float__(self) -> float:
@@ -157,7 +158,7 @@ def _exp(log: float) -> float:
 
 
 def check_radius(radius: object) -> float:
-    """Return the radius as a float, after checking that it is a finite number > 0."""
+    """Return ``radius`` as a float after checking that it is a finite number > 0."""
     try:
         value = float(radius)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -167,13 +168,13 @@ def check_radius(radius: object) -> float:
             "radius",
             expected="a finite number > 0, the largest norm of a token",
             got=repr(radius),
-            remedy="With a norm layer before the attention, norm_radius(norm) gives it.",
+            remedy="If a norm layer precedes the attention, norm_radius(norm) computes it.",
         )
     return value
 
 
 def check_length(length: object, *, least: int = 1) -> int:
-    """Return the sequence length as an int, after checking that it is a whole number >= ``least``."""
+    """Return ``length`` as an int after checking that it is a whole number >= ``least``."""
     try:
         n = operator.index(length)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""All bounds of an attention beside a measurement: the one module here that measures."""
+"""The table of all bounds for an attention beside its measured local Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def table(
     confidence: float = 0.999,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Tabulate every bound that is a statement about an attention, beside a measurement at X if there is one.
+    """Return a table of all bounds that apply to an attention, and of its measured constant at tokens X.
 
     Parameters
     ----------
     source, X, length, radius
         As for :func:`~howsmooth.bounds.best`.
     rtol, confidence, seed
-        Of the measurement, in float64.
+        Relative tolerance, confidence and seed of the measurement, which runs in float64.
 
     Returns
     -------
     DataFrame
-        Columns ``name, side, value, holds, source``, sorted by value; the index says which quantity is
-        bounded. A row whose hypotheses do not hold has the trivial value (inf above, 0 below) and says
-        in ``source`` what fails. The two rows named ``measured`` are the ends of the interval of
-        :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from`` and, as
-        ``log_values``, natural logarithms in the order of the rows, finite where a value overflows.
+        Columns ``name, side, value, holds, source``, sorted by value; the index is the bounded quantity. If a
+        hypothesis fails, the value is inf for an upper and 0 for a lower bound, and ``source`` says which
+        hypothesis. With tokens X, two rows named ``measured`` are the ends of the interval of
+        :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from``, and as
+        ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
 
     """
     question = Question.of(source, X, length, radius)

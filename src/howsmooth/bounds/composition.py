@@ -1,4 +1,4 @@
-"""Attention after a norm layer: a Lipschitz constant on all of R^d, where attention alone has none."""
+"""An upper bound for attention after a norm layer, which is Lipschitz on all of R^d."""
 
 from __future__ import annotations
 
@@ -17,32 +17,42 @@ __all__ = ["pre_norm_composition"]
 
 
 def pre_norm_composition(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
-    """Bound the Lipschitz constant of X ↦ attention(N(X)), everywhere or at X.
+    """Bound the Lipschitz constant of pre-norm attention X ↦ attention(N(X)), everywhere or at tokens X.
 
-    With u = h/s the normalised tokens, attention(N(X)) = absorbed(u), and D u = (H − u uᵀ)/s has norm at
-    most 1/s: the constant is at most the tightest bound of the absorbed attention on the unit ball, times
-    the largest 1/s_i, which is at most 1/√(dε).
+    With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (:func:`absorb_norm`) of u,
+    and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant is at most the tightest bound
+    for the absorbed attention on the unit ball times the largest 1/s_i, which is at most 1/√(dε).
 
     Parameters
     ----------
     attention
-        A SelfAttention.
+        A :class:`~howsmooth.attention.SelfAttention`.
     norm
-        The LayerNorm or RMSNorm before it.
+        The LayerNorm or RMSNorm before the attention.
     length
         Sequence length n.
     X
-        Tokens (n, d) given to the norm; None for a bound that holds at all tokens.
+        Input tokens (n, d) of the norm, or None for a bound that holds at all tokens.
 
     Returns
     -------
     Bound
-        Upper, on ‖D_X (f∘N)‖ at X, or on Lip(f∘N) over all of (R^d)^n.
+        Upper bound on ‖D_X (f∘N)‖ at X, or on Lip(f∘N) over all of (R^d)^n. Hypothesis: eps > 0, or no
+        centred token of X is zero.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit.
+
+    References
+    ----------
+    Documentation page "Norm layers: radius, ellipsoid, absorption", section "A constant on all tokens".
 
     """
     length = check_length(length)
     absorbed = absorb_norm(attention, norm)
-    assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm has refused all else
+    assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm raises an error for other norms
     inner = best(absorbed, length=length, radius=1.0)
     if X is None:
         quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)
@@ -58,7 +68,7 @@ def pre_norm_composition(attention: object, norm: object, length: int, X: Tensor
     return Bound.upper(
         "pre_norm_composition",
         quantity,
-        f"absorption of the norm, docs/theory/norms-and-radius.md, with {inner.name}",
+        f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {inner.name}',
         log_formula=inner.log_value - math.log(shortest) if shortest > 0 else math.inf,
         hypotheses=(smooth,),
     )

@@ -1,7 +1,9 @@
-"""The columns of heavy tokens in the Jacobian, at tokens z_1..z_c once each and copies of one token w.
+"""Lower bounds on ‖D_X f‖ from the columns of the Jacobian that belong to few heavy tokens.
 
-They are known in closed form (docs/theory/worst-inputs.md, Lemma 1), and their norm is a lower bound of
-‖D_X f‖, for any number of heads and any biases, unmasked or with a causal mask and the heavy tokens first.
+X consists of heavy tokens z_1, …, z_c, once each and first, and of copies of one light token w. The blocks of
+the Jacobian in the columns of the heavy and the rows of the light tokens are known in closed form
+(documentation page "Worst inputs, and lower bounds", Lemma 1). Their norm is a lower bound on ‖D_X f‖ for any
+number of heads and any biases, without a mask or with a causal one.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ __all__ = [
     "total_value",
 ]
 
-# The masked constant does not decrease with n, so a bound for fewer tokens holds for more.
+# The causal constant does not decrease with n, so the bound for this many rows also holds for more tokens.
 MOST_ROWS = 1 << 16
 
 
 def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
-    """Logarithm of the norm of the heavy tokens' columns in the rows of the light ones (docs, Lemma 1)."""
+    """Return the logarithm of Lemma 1's lower bound on ‖D_X f‖ at n tokens: the norm of the heavy columns."""
     c, d = points.heavies.shape
     if n <= c:
         return -math.inf if p.masking != "causal" else log_norm(total_value(p))
@@ -42,7 +44,9 @@ def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
         log_m = torch.tensor([log_int(n - c)], dtype=torch.float64)
     heads = p.heads
     log_p, log_light = log_weights(heads, points.heavies, points.light, log_m)  # (rows, H, c), (rows, H)
-    # M_a = Σ_h p_a U_h + U_h(Σ_b p_a p_b (z_a − z_b) + p_a p_light (z_a − w)) y_hᵀ: rows of coefficients
+    # With U_h = W_h V_h and the weights p of head h in a light row, the block of heavy token a in that row is
+    # M_a = Σ_h p_a U_h + U_h(Σ_b p_a p_b (z_a − z_b) + p_a p_light (z_a − w)) y_hᵀ.
+    # So it is a combination of fixed matrices with the coefficients p_a, p_a p_b and p_a p_light.
     pair = log_p[..., :, None] + log_p[..., None, :]
     coefficients = torch.cat([log_p[..., None], pair, (log_p + log_light[..., None])[..., None]], dim=-1)
     top = float(coefficients.max())
@@ -64,7 +68,7 @@ def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
         first[:, :d] = values.sum(0) * math.exp(-top)
         matrix = torch.cat([first, matrix])
     log = log_norm(matrix)
-    # Shares move by the error of the scores times what is left to move: nothing once a token has all weight.
+    # The relative error of a weight p is about (1 − p) times the error of the scores: none where p is 1.
     undecided = 1 - float(log_p.amax(dim=-1).min().exp())
     allowance = undecided * rounding_of_scores(heads, points) if undecided else 0.0
     return top + log_rows + log - allowance if math.isfinite(log) else -math.inf
@@ -73,7 +77,7 @@ def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return log weights of the heavy tokens (rows, H, c) and of all light ones together (rows, H)."""
+    """Return the log weights of each heavy token (rows, H, c) and of all light tokens together (rows, H)."""
     gaps = _forms(heads, light) @ (heavies - light).mT  # (H, c)
     log_m = torch.as_tensor(log_copies, dtype=torch.float64).reshape(-1, 1)  # (rows, 1)
     total = torch.logaddexp(torch.logsumexp(gaps, dim=1)[None], log_m)  # (rows, H)
@@ -81,22 +85,23 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return y_h = A_h w + b_h, (H, d)."""
+    """Return the vectors y_h = A_h w + b_h of all heads for the light token w, (H, d)."""
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return few rows whose Gram matrix is that of ``table``, or a little less."""
+    """Return a matrix of few rows whose Gram matrix equals that of ``table``, or is slightly smaller."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
     _, s, vh = torch.linalg.svd(factor, full_matrices=False)
+    # Leaving out small singular values subtracts a positive semidefinite matrix: the bound remains valid.
     few: Tensor = (s[:, None] * vh)[s > 1e-13 * s[0]]
     return few
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Return what rounding of the scores may add to the logarithm: a few ulp of |y||z − w| a score."""
+    """Return a bound on the rounding error of the score gaps ⟨y, z − w⟩: some ulps of |y||z − w|."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)
@@ -104,7 +109,7 @@ def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Logarithm of ‖V(aI + x yᵀ)‖, without overflow of |x||y|; −inf where x or y overflowed."""
+    """Return log ‖V(aI + x yᵀ)‖, also where |x||y| overflows; −inf if x or y is not finite."""
     sizes = [max(float(torch.linalg.vector_norm(t)), 1e-300) for t in (x, y)]
     if not all(map(math.isfinite, sizes)):
         return -math.inf
@@ -116,7 +121,7 @@ def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
 
 
 def log_norm(matrix: Tensor) -> float:
-    """Logarithm of the spectral norm, rounded down; −inf for zero, or where it overflowed."""
+    """Return the logarithm of the spectral norm, rounded down; −inf for a zero or not finite matrix."""
     scale = float(matrix.abs().max()) if matrix.numel() else 0.0
     if scale == 0 or not math.isfinite(scale):
         return -math.inf
@@ -127,10 +132,10 @@ def log_norm(matrix: Tensor) -> float:
 
 
 def total_value(p: Parameters) -> Tensor:
-    """Return Σ_h W_h V_h, (d_out, d)."""
+    """Return the total value matrix Σ_h W_h V_h, (d_out, d)."""
     return torch.stack([w @ head.V for w, head in zip(p.outputs, p.heads, strict=True)]).sum(0)
 
 
 def log_int(n: int) -> float:
-    """Return log n, of integers of any size; −inf for 0."""
+    """Return log n for an integer n >= 0 of any size; −inf for 0."""
     return math.log(n) if n > 0 else -math.inf

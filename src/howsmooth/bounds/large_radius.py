@@ -1,6 +1,6 @@
-"""The limit of the local Lipschitz constant for tokens R·X as R → ∞, with an explicit rate.
+"""Bounds on ‖D_{RX} f‖ for tokens R·X of large radius R: its limit as R → ∞, with an explicit rate.
 
-Proofs: docs/theory/large-radius.md.
+Proofs: documentation page "Large radius".
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["LargeRadius", "large_radius", "theorem_3_7", "theorem_4_5"]
 
-_PAGE = "with the rate of docs/theory/large-radius.md"
+_PAGE = 'with the rate of the documentation page "Large radius"'
 
-# Relative error of a spectral norm in float64, which Head rounds up.
+# Head rounds spectral norms up by this relative error of float64 arithmetic.
 _NORM_MARGIN = 1e-12
 
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The Jacobian at tokens R·X beside its limit Π⊗V, Π_ij = 1 where j is the argmax of row i.
+    """The norm of the limit Π⊗V of the Jacobian at tokens R·X, and a bound on the distance from the limit.
+
+    Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
 
     Attributes
     ----------
     log_limit
         Logarithm of ‖Π⊗V‖ = ‖V‖ √(max_j #{i : row i has its argmax at j}).
     log_distance
-        Logarithm of an upper bound of ‖D_{RX}f − Π⊗V‖.
+        Logarithm of an upper bound on ‖D_{RX}f − Π⊗V‖.
     gap
-        The smallest difference, over the rows, of the two largest scores ⟨A x_i, x_j⟩ at R = 1, less what
-        rounding may make of it; not positive where the argmax may not be unique.
+        The smallest difference, over the rows, of the two largest scores ⟨A x_i, x_j⟩ at R = 1, minus a bound
+        on its rounding error. It is positive only if every row has a unique argmax.
 
     """
 
@@ -48,11 +50,11 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ by ‖V‖ √(max_j #{i : m_i = j}) plus, or minus, its distance from this limit.
+    """Bound ‖D_{RX} f‖ by its limit ‖V‖ √(max_j #{i : m_i = j}) plus or minus a distance (Theorem 3.7).
 
-    m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance is at most ‖V‖ η (√(2n)(1 + R² r max|A x_i|) +
-    R² r² ‖A‖), with the smallest score gap δ, r = diam X and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}); it tends
-    to zero as R → ∞.
+    m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most
+    ‖V‖ η (√(2n)(1 + R² r max|A x_i|) + R² r² ‖A‖), where r is the diameter of X, δ the smallest gap between
+    the two largest scores of a row, and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}). It tends to zero as R → ∞.
 
     Parameters
     ----------
@@ -60,16 +62,16 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
         One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` or a
         captured site.
     X
-        Tokens (n, d) that are scaled; the map is taken at ``radius * X``. Float32 or float64.
+        Tokens (n, d), float32 or float64. The bound is for the Jacobian at ``radius * X``.
     radius
         The factor R > 0.
     side
-        Which bound: the limit plus the distance, or minus it.
+        "upper" for the limit plus the distance, "lower" for the limit minus the distance.
 
     Returns
     -------
     Bound
-        Of ‖D_{RX} f‖. Needs: no mask, no query bias, a unique argmax in every row.
+        Bound on ‖D_{RX} f‖. Hypotheses: no mask, no query bias, a unique argmax in every row.
 
     Raises
     ------
@@ -80,8 +82,8 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
     References
     ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 3.7; the rate is of this library,
-    docs/theory/large-radius.md.
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 3.7. The rate is proved
+    on the documentation page "Large radius".
 
     """
     parameters, head = one_head(attention, "theorem_3_7")
@@ -92,7 +94,7 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ for large R: Theorem 3.7 with a causal mask, m_i the argmax over j <= i.
+    """Bound ‖D_{RX} f^m‖ with a causal mask as Theorem 3.7 does without: m_i is the argmax over j <= i.
 
     Parameters
     ----------
@@ -105,7 +107,7 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
     Returns
     -------
     Bound
-        Of ‖D_{RX} f^m‖. Needs: a causal mask and no other, no query bias, a unique argmax in every row.
+        Bound on ‖D_{RX} f^m‖. Hypotheses: only a causal mask, no query bias, a unique argmax in every row.
 
     Raises
     ------
@@ -116,8 +118,8 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
 
     References
     ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 4.5; the rate is of this library,
-    docs/theory/large-radius.md.
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem 4.5. The rate is proved
+    on the documentation page "Large radius".
 
     """
     parameters, head = one_head(attention, "theorem_4_5")
@@ -128,18 +130,18 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
 
 
 def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> LargeRadius:
-    """Return the limit for tokens R·X, R → ∞, and a bound of the distance from it at ``radius``.
+    """Return the norm of the limit Jacobian for R → ∞ and a bound on its distance at ``radius``.
 
     Parameters
     ----------
     head
-        The head; its query bias is left out.
+        The head; its query bias is ignored.
     X
         Tokens (n, d).
     radius
-        R > 0.
+        The factor R > 0.
     masked
-        Whether row i sees the tokens j <= i only.
+        Whether row i sees only the tokens j <= i.
 
     Raises
     ------
@@ -153,7 +155,7 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
     n = x.shape[0]
     keys, queries = x @ head.left, x @ head.right.mT
     y = queries @ head.left.mT  # rows A x_i
-    # |x̂ᵀAx − xᵀAx| of floats: products of (n, d), (d, k), (k, n), each relative to the norms of its factors.
+    # Rounding error of a score x_iᵀAx_j: relative to the same product of absolute values of all factors.
     sizes = (head.left.abs().mT @ x.abs().mT).mT, x.abs() @ head.right.abs().mT
     relative = 2 * (2 * head.d + head.left.shape[1]) * sys.float_info.epsilon
     order = torch.arange(n)
@@ -173,8 +175,10 @@ def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> Large
         return LargeRadius(log_limit, -math.inf, math.inf)
     diameter = largest_distance(x) * (1 + 1e-12)
     longest = float(torch.linalg.vector_norm(y, dim=1).max()) * (1 + 1e-12)
-    # log η, with t = log((n−1) e^{−δR²}): η = 1/(1 + e^{−t})
-    t = math.log(n - 1) - gap * radius * radius  # in this order: no 0·∞
+    # η = 1/(1 + e^{−t}) with t = log((n−1) e^{−δR²})
+    t = (
+        math.log(n - 1) - gap * radius * radius
+    )  # multiplied in this order, because a zero gap times R² = ∞ would be NaN
     log_eta = min(t, 0.0) - math.log1p(math.exp(-abs(t)))
     log_r2 = 2 * math.log(radius)
     outside = log_sum(0.0, log_r2 + log(diameter) + log(longest))
@@ -200,7 +204,7 @@ def _bound(
         )
     if side != "lower":
         raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
-    # limit − distance, the limit less the margin by which ‖V‖ was rounded up
+    # The lower bound needs ‖V‖ rounded down: the margin by which it was rounded up is taken off.
     log_low = found.log_limit - 3 * _NORM_MARGIN
     ratio = found.log_distance - log_low if math.isfinite(log_low) else math.inf
     log_lower = log_low + math.log1p(-math.exp(ratio)) if ratio < 0 else -math.inf

@@ -1,6 +1,7 @@
-"""Upper bounds on ‖D_X f‖ at given tokens, in closed form; one head, any mask, biases included.
+"""Upper bounds on ‖D_X f‖ at given tokens in closed form, for one head with any mask and biases.
 
-Their proofs: docs/theory/certificates.md. The certificates are tighter at all tokens that matter.
+They are cheaper than the certificates, which are tighter for tokens of practical interest. Proofs:
+documentation page "Certificates at given tokens", section "Local bounds in closed form".
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 __all__ = ["theorem_c_3", "theorem_c_3_sharp", "three_terms", "yudin"]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024, {}"
-_OURS = "howsmooth, docs/theory/certificates.md, {}"
+_OURS = 'howsmooth documentation, "Certificates at given tokens", {}'
 
-# Norms and distances of tokens in float64, which for centred tokens err by far less than this
+# Norms and distances of tokens are rounded up by this relative error, far above the error of float64.
 _MARGIN = 1e-12
 
 
 def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
-    """Theorem C.3 in a valid form: ‖V‖ √(R_A² r² (n + 1) + n), R_A = max_i max(|A x_i + b|, |Aᵀ x_i|).
+    """Bound ‖D_X f‖ by ‖V‖ √(R_A² r² (n+1) + n), R_A = max_i max(|A x_i + b|, |Aᵀ x_i|) (Theorem C.3).
 
-    r is the diameter of the tokens. The code published with the paper takes the maximum of |A x_i| alone,
-    which is not a bound: C_i A depends on Aᵀ x_j.
+    r is the diameter of the tokens. The code published with the paper uses the maximum of |A x_i| alone as
+    R_A. That is not a bound, because the Jacobian also contains C_i A, which depends on Aᵀ x_j.
 
     Parameters
     ----------
     attention
-        One head: a ``SelfAttention``, captured site or ``Head``.
+        One head: a :class:`~howsmooth.attention.SelfAttention`, a captured site or a
+        :class:`~howsmooth.bounds.Head`.
     X
-        Tokens (n, d); None: those of the site.
+        Tokens (n, d), or None for the tokens of the site.
 
     Returns
     -------
     Bound
-        On ‖D_X f‖₂.
+        Upper bound on ‖D_X f‖.
 
     Raises
     ------
@@ -73,10 +75,11 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
-    """‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4), t_i = |A x_i + b| r.
+    """Bound ‖D_X f‖ by ‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4).
 
-    r is the diameter of the tokens, r_A that of the Aᵀ x_i, n_i the number of keys that token i sees; rows
-    with n_i = 1 count 1.
+    This sharpens Theorem C.3. t_i is |A x_i + b| r, r is the diameter of the tokens x_i, r_A the diameter of
+    the vectors Aᵀ x_i, n_i the number of keys that token i sees, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}). The
+    term of a row with n_i = 1 is 1.
 
     Parameters
     ----------
@@ -86,7 +89,7 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
     Returns
     -------
     Bound
-        On ‖D_X f‖₂.
+        Upper bound on ‖D_X f‖.
 
     Raises
     ------
@@ -118,9 +121,11 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def three_terms(attention: object, X: Tensor | None = None) -> Bound:
-    """√3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the local bound behind Theorem 3.3.
+    """Bound ‖D_X f‖ by √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½.
 
-    r is the largest distance |x_j − m_i| of a token to an average that sees it.
+    This is the step of the proof of Theorem 3.3 before the radius R replaces the tokens. C_i and m_i are the
+    covariance and the mean of the tokens under row i of P, and r is the largest distance |x_j − m_i| between
+    the mean and a token j that row i sees.
 
     Parameters
     ----------
@@ -130,7 +135,7 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
     Returns
     -------
     Bound
-        On ‖D_X f‖₂.
+        Upper bound on ‖D_X f‖.
 
     Raises
     ------
@@ -141,8 +146,8 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
 
     References
     ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, the proof of Theorem 3.3,
-    kept at the given tokens.
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, the proof of
+    Theorem 3.3.
 
     """
     at = _at(attention, X, "three_terms")
@@ -155,7 +160,7 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
     for i in range(n):
         seen = at.visible[i]
         z, p = at.X[seen] - means[i], P[i, seen]
-        # C_i A = Σ_j (√P_ij z_ij)(√P_ij Aᵀz_ij)ᵀ: ‖ZᵀU‖ from the small triangular factors of Z and U
+        # C_i A = Σ_j (√P_ij z_ij)(√P_ij Aᵀz_ij)ᵀ with z_ij = x_j − m_i is a product of two thin matrices.
         root = p.sqrt()[:, None]
         left, right = root * z, root * _apply_transposed(at.head, z)
         diagonal = max(diagonal, _norm_of_product(left, right))
@@ -172,10 +177,10 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def yudin(attention: object, X: Tensor | None = None) -> Bound:
-    """‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)) with g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎).
+    """Bound ‖D_X f‖ by ‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)), g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎) (Yudin et al.).
 
-    ‖X‖ is the spectral norm of the matrix of tokens, p₍₁₎ ≥ p₍₂₎ the two largest entries of a row.
-    With a query bias b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
+    ‖X‖ is the spectral norm of the matrix of tokens, and p₍₁₎ ≥ p₍₂₎ are the two largest entries of a row of
+    P. With a query bias b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
 
     Parameters
     ----------
@@ -185,7 +190,7 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
     Returns
     -------
     Bound
-        On ‖D_X f‖₂.
+        Upper bound on ‖D_X f‖.
 
     Raises
     ------
@@ -204,7 +209,8 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
     n = len(P)
     two = torch.cat([P, torch.zeros(n, 1, dtype=P.dtype)], dim=1).topk(2, dim=1).values
     g = float((two[:, 0] * (1 - two[:, 0] + two[:, 1])).amax())
-    # Rounded scores move a weight p by some 2 δ p, and 1 − p by n u where p rounds to one
+    # A rounding error δ of the scores changes a weight p by a factor e^{2δ} at most. Where p rounds to one,
+    # 1 − p has an absolute error of n units of rounding.
     largest_score = _largest(at.y) * _largest(at.X)
     moved_by = min(4 * (2 * at.X.shape[1] + 10) * 2.0**-53 * largest_score + _MARGIN, 700.0)
     g = min(1.0, g * math.exp(moved_by) + n * 2.0**-52)
@@ -222,7 +228,7 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class _At:
-    """One head at given tokens: y_i = A x_i + b, Aᵀ x_i, and the keys that each token sees."""
+    """One head at given tokens x_i: the vectors y_i = A x_i + b and Aᵀ x_i, and the mask."""
 
     head: Head
     X: Float[Tensor, "n d"]
@@ -232,7 +238,7 @@ class _At:
 
     @property
     def weights(self) -> Float[Tensor, "n n"]:
-        """The attention weights P."""
+        """The attention weights P, (n, n)."""
         scores = self.y @ (self.X - self.X.mean(dim=0)).mT
         if not bool(torch.isfinite(scores).all()):
             raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
@@ -249,7 +255,7 @@ def _at(attention: object, X: object, name: str) -> _At:
                 "X",
                 expected="one sequence",
                 got=f"a site with {len(X)}",
-                remedy="Give one of them, as X=site.x[0].",
+                remedy="Pass one of the sequences, for instance X=site.x[0].",
             )
         X = X[0]
     if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != head.d:
@@ -273,12 +279,12 @@ def _at(attention: object, X: object, name: str) -> _At:
 
 
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Rows Aᵀ x_i."""
+    """Return the rows Aᵀ x_i."""
     return (x @ head.left) @ head.right
 
 
 def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
-    """‖leftᵀ right‖, through triangular factors where rows are few."""
+    """Return ‖leftᵀ right‖, from triangular QR factors if the matrices have few rows."""
     m = len(left)
     if m < min(left.shape[1], right.shape[1]):
         left = torch.linalg.qr(left.mT, mode="r").R.mT
@@ -287,13 +293,13 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
-    """Largest distance between two rows, from differences: no cancellation; rounded up."""
+    """Return the largest distance between two rows, computed from differences and rounded up."""
     size = float(rows.abs().amax()) or 1.0
     return size * largest_distance(rows / size) * (1 + _MARGIN)
 
 
 def _norms(rows: Float[Tensor, "n d"]) -> list[float]:
-    size = float(rows.abs().amax()) or 1.0  # squares would overflow first
+    size = float(rows.abs().amax()) or 1.0  # scaled because squares of large entries overflow
     return [size * length for length in torch.linalg.vector_norm(rows / size, dim=1).tolist()]
 
 
@@ -306,7 +312,7 @@ def _log(value: float) -> float:
 
 
 def _log_sum(*logs: float) -> float:
-    """Log Σ e^{log}, for numbers that may be zero or overflow."""
+    """Return the logarithm of a sum from the logarithms of its terms."""
     top = max(logs)
     if math.isinf(top):
         return top

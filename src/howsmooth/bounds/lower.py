@@ -1,10 +1,11 @@
-"""Lower bounds on the Lipschitz constant over a ball, one function a statement.
+"""Lower bounds on the Lipschitz constant of attention on the ball of radius R.
 
-All but ``proposition_3_4`` and ``quadratic_growth`` come from one lemma: tokens z_1..z_c once each and
-copies of one token w; the Jacobian's columns of the heavy tokens are known in closed form, and their norm
-is a lower bound of the local constant there, so of the Lipschitz constant over any ball that holds these
-tokens. The tokens are float64 numbers, and the lemma is evaluated at them as they are: no bound depends on
-how well an eigenvector or an optimisation converged. Derivations: docs/theory/worst-inputs.md.
+Each bound but ``proposition_3_4``, ``quadratic_growth`` and ``repeated_token`` evaluates one lemma at tokens
+that make the Jacobian large: some heavy tokens z_1, …, z_c, once each, and copies of one light token w. The
+columns of the Jacobian that belong to the heavy tokens are known in closed form, and their norm is a lower
+bound on ‖D_X f‖, so on the Lipschitz constant on every ball that contains these tokens. The lemma holds for
+the float64 tokens themselves, so an eigenvector or an optimisation that has not converged makes a bound
+smaller, but not wrong. Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
@@ -41,23 +42,26 @@ __all__ = [
 ]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024"
-_PAGE = "docs/theory/worst-inputs.md"
+_PAGE = 'howsmooth documentation, "Worst inputs, and lower bounds"'
 
+# Size up to which the norm of a Cesàro matrix is computed from the dense matrix.
 _MOST_DENSE_CESARO = 512
 
-# Rows of a window whose norm is taken: the rows at its ends have the largest.
+# Under a window only this number of first rows is used. Their norm is a lower bound on the norm of all rows,
+# and rows at the ends of the sequence have the largest weights.
 _DENSE_ROWS = 1024
 
 
 def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
-    """Lip(f|B_R^n) ≥ √(n−1) / (1 + (n−1) e^{−2R²γ}), γ = max(−γ_min, γ_max/8).
+    """Bound Lip(f on B_R^n) from below by √(n−1) / (1 + (n−1) e^{−2R²γ}), γ = max(−γ_min, γ_max/8).
 
-    γ_min and γ_max are the smallest and largest real eigenvalues of A.
+    This is Proposition 3.4. γ_min and γ_max are the smallest and largest real eigenvalues of A.
 
     Parameters
     ----------
     attention
-        One head: a Head, a SelfAttention with one head or a captured site of one.
+        One head: a :class:`~howsmooth.bounds.Head`, a :class:`~howsmooth.attention.SelfAttention` with one
+        head, or a captured site.
     length
         Number of tokens n >= 1.
     radius
@@ -66,7 +70,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the global constant. Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
+        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, V = I, no query bias, a real eigenvalue of A.
 
     Raises
     ------
@@ -86,7 +90,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
         log_p, _ = log_weights([head], points.heavies, points.light, log_int(n - 1))
         share = float(log_p[0, 0, 0])
         error = rounding_of_scores([head], points) if share < 0 else 0.0
-        # Scores that overflow say nothing, and nothing is claimed.
+        # If the scores overflow, the bound is the trivial one, 0.
         log = 0.5 * log_int(n - 1) + share + math.expm1(share) * error if math.isfinite(share) else log
     return Bound.lower(
         "proposition_3_4",
@@ -103,10 +107,11 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
 
 def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
-    """Lip(f|B_R^n) ≥ √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at two clusters on an eigenvector, for any V and bias.
+    """Bound Lip(f on B_R^n) from below by √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖, with tokens on an eigenvector.
 
-    With z = Ru, w = Ru/2 or −Ru, y = Aw + b, p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). Without bias this is
-    √(n−1) p ‖V(I + 2g(1−p)uuᵀ)‖, g = γR². The better of γ_max/8 and −γ_min for the value is taken.
+    u is a unit eigenvector of A for γ_max or γ_min, X consists of z = Ru and n − 1 copies of w = Ru/2 or −Ru,
+    y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger of the two bounds is returned. It holds for any
+    V and query bias, and sharpens Proposition 3.4.
 
     Parameters
     ----------
@@ -120,7 +125,7 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the global constant. Hypotheses: no mask, a real eigenvalue.
+        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, a real eigenvalue of A.
 
     Raises
     ------
@@ -129,8 +134,8 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md; it sharpens Proposition 3.4 of Castin, Ablin, Peyré,
-    ICML 2024.
+    Documentation page "Worst inputs, and lower bounds", section "Two clusters". Proposition 3.4 is from
+    Castin, Ablin, Peyré, ICML 2024.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -143,17 +148,18 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "two_cluster_sharp",
         Quantity.GLOBAL,
-        f"howsmooth, {_PAGE}; sharpens Proposition 3.4, {_PAPER}",
+        f"{_PAGE}; sharpens Proposition 3.4, {_PAPER}",
         log_formula=log,
         hypotheses=(_unmasked(p), _has_real_eigenvalue(points or None)),
     )
 
 
 def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
-    """Lip(f^m|B_R^n) at the two clusters of :func:`two_cluster_sharp` with the heavy token first.
+    """Bound Lip(f^m on B_R^n) of causal attention from below at the tokens of :func:`two_cluster_sharp`.
 
-    With p_i the weight of the heavy token for i visible tokens, and g = γR²: the norm of V and
-    p_i V(I + 2g(1−p_i)uuᵀ), i = 2..n, stacked; at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
+    The heavy token comes first. Without bias, the bound is the norm of the blocks V and
+    p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of the heavy token in row i and
+    g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
     Parameters
     ----------
@@ -167,7 +173,7 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the masked constant. Hypotheses: causal mask, a real eigenvalue.
+        Lower bound on Lip(f^m on B_R^n). Hypotheses: causal mask, a real eigenvalue of A.
 
     Raises
     ------
@@ -176,7 +182,7 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -187,23 +193,24 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "masked_two_cluster",
         Quantity.MASKED,
-        f"howsmooth, {_PAGE}",
+        _PAGE,
         log_formula=log,
         hypotheses=(_causal(p, attention), _has_real_eigenvalue(points or None)),
     )
 
 
 def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
-    """Lip ≥ √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ for any A: z = Ry/|y|, y = Aw + b, |w| ≤ R.
+    """Bound Lip(f on B_R^n) from below by √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖, for any A.
 
-    p = 1/(1 + (n−1)e^{−ER²}), with E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4) without
-    bias, where w attains it. The search for w is local; any w gives a valid bound.
+    z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
+    bound. p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with
+    E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
 
     Parameters
     ----------
     attention
-        One head or several (the points are then sought for each head, and all heads counted), with no mask
-        or causal; with a causal mask the heavy token comes first.
+        One head or several, without a mask or with a causal one. With several heads, tokens are sought for
+        each head, and the bound at them takes all heads into account. With a causal mask, z comes first.
     length
         Number of tokens n >= 1.
     radius
@@ -212,7 +219,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the global constant, masked if the attention is. Hypothesis: no mask, or causal.
+        Lower bound on Lip(f on B_R^n), with the causal mask if there is one. Hypothesis: no mask, or causal.
 
     Raises
     ------
@@ -221,7 +228,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -230,31 +237,32 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "no_real_eigenvalue",
         _quantity(p),
-        f"howsmooth, {_PAGE}",
+        _PAGE,
         log_formula=log,
         hypotheses=(_simple_mask(p),),
     )
 
 
 def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """‖D_X f‖ ≥ √(n−1) ‖M‖ at X = (z, w, …, w), for any tokens z and w.
+    """Bound ‖D_X f‖ from below by √(n−1) ‖M‖ at X = (z, w, …, w), for any heavy token z and light token w.
 
     M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
-    causal mask, z first: the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
+    causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
 
     Parameters
     ----------
     attention
-        Any number of heads, with no mask or causal.
+        Any number of heads, without a mask or with a causal one.
     length
         Number of tokens n >= 1.
     heavy, light
-        z and w, (d,).
+        The tokens z and w, (d,), floating point.
 
     Returns
     -------
     Bound
-        Lower, on the local constant at X; so on the global one for every ball that holds z and w.
+        Lower bound on ‖D_X f‖, and so on the Lipschitz constant on every ball that contains z and w.
+        Hypothesis: no mask, or causal.
 
     Raises
     ------
@@ -265,30 +273,30 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n = parameters_of(attention), check_length(length)
     d = p.heads[0].d
     points = TwoPoints.of(_token("heavy", heavy, d), _token("light", light, d))
     log = log_heavy_columns(p, n, points)
-    return Bound.lower(
-        "heavy_token", Quantity.LOCAL, f"howsmooth, {_PAGE}", log_formula=log, hypotheses=(_simple_mask(p),)
-    )
+    return Bound.lower("heavy_token", Quantity.LOCAL, _PAGE, log_formula=log, hypotheses=(_simple_mask(p),))
 
 
 def tie(attention: object, length: int, radius: float) -> Bound:
-    """Lip(f|B_R^n) ≥ √(2(n−2)) p sinθ |y| R |Vv|: two heavy tokens between which n − 2 rows cannot decide.
+    """Bound Lip(f on B_R^n) from below by √(2(n−2)) p sinθ |y| R |Vv|, with two tokens of equal score.
 
-    Tokens R(cosθ ŷ ± sinθ v) once each and w, |w| ≤ R, n − 2 times, where y = Aw + b, ŷ = y/|y|, v ⊥ ŷ and
-    p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}). It attains the rate R²√n of Theorem 3.3. θ, w and v are
-    sought locally; any of them gives a valid bound. What is returned is the norm of the two heavy
-    columns, at least the formula above.
+    X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b,
+    ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight
+    of each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. The returned
+    bound is the norm of the two heavy columns, which is at least the formula. It attains the rate R²√n of
+    Theorem 3.3.
 
     Parameters
     ----------
     attention
-        One head, or several (then sought for each head, all heads counted).
+        One head or several. With several heads, tokens are sought for each head, and the bound at them takes
+        all heads into account.
     length
         Number of tokens.
     radius
@@ -297,7 +305,7 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the global constant. Hypotheses: no mask, n ≥ 3, d ≥ 2.
+        Lower bound on Lip(f on B_R^n). Hypotheses: no mask, n ≥ 3, d ≥ 2.
 
     Raises
     ------
@@ -306,7 +314,7 @@ def tie(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -314,16 +322,16 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "tie",
         Quantity.GLOBAL,
-        f"howsmooth, {_PAGE}",
+        _PAGE,
         log_formula=log,
         hypotheses=(_unmasked(p), *_tie_hypotheses(n, p.heads[0].d)),
     )
 
 
 def masked_tie(attention: object, length: int, radius: float) -> Bound:
-    """Lip(f^m|B_R^n) ≥ √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| at the tokens of :func:`tie`, heavy ones first.
+    """Bound Lip(f^m on B_R^n) of causal attention from below by √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv|.
 
-    p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
+    The tokens are as in :func:`tie`, heavy tokens first, and p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
     Parameters
     ----------
@@ -337,7 +345,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the masked constant. Hypotheses: causal mask, n ≥ 3, d ≥ 2.
+        Lower bound on Lip(f^m on B_R^n). Hypotheses: causal mask, n ≥ 3, d ≥ 2.
 
     Raises
     ------
@@ -346,7 +354,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
@@ -354,30 +362,32 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     return Bound.lower(
         "masked_tie",
         Quantity.MASKED,
-        f"howsmooth, {_PAGE}",
+        _PAGE,
         log_formula=log,
         hypotheses=(_causal(p, attention), *_tie_hypotheses(n, p.heads[0].d)),
     )
 
 
 def repeated_token(attention: object, length: int, radius: float) -> Bound:
-    """‖D_X f‖ = ‖Σ_h W_h V_h‖ ‖P‖ where all tokens are one: P is uniform over the visible tokens.
+    """Bound Lip(f on B_R^n) from below by ‖Σ_h W_h V_h‖ ‖P‖, the value of ‖D_X f‖ where all tokens are equal.
 
-    Without a mask ‖P‖ = 1. With a causal mask P is the Cesàro matrix, whose norm grows from 1 to 2 (Hardy).
+    There P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal mask P is the Cesàro
+    matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the norm of the first
+    rows of P is used.
 
     Parameters
     ----------
     attention
         Any number of heads, any mask.
     length
-        Number of tokens n >= 1; that of the mask, if there is one that is not causal.
+        Number of tokens n >= 1, which must be the size of a mask that is given as a matrix.
     radius
-        Radius R > 0 of the ball; the value does not depend on it.
+        Radius R > 0 of the ball. The bound does not depend on it.
 
     Returns
     -------
     Bound
-        Lower, on the global constant, masked if the attention is.
+        Lower bound on Lip(f on B_R^n), with the mask of the attention.
 
     Raises
     ------
@@ -386,14 +396,14 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     p, n = parameters_of(attention), check_length(length)
     check_radius(radius)
-    seen, norm = p.visibility(n), 1.0  # what rows that sum to one have at least
+    seen, norm = p.visibility(n), 1.0  # a matrix whose rows sum to one has at least this norm
     wide = p.window is None or p.window > _DENSE_ROWS
-    if seen.causal and p.mask is None and wide:  # the first rows of a window are those of a triangle
+    if seen.causal and p.mask is None and wide:  # a causal window and a causal mask have equal first rows
         norm = _cesaro_norm(min(n, MOST_ROWS if p.window is None else p.window))
     elif p.masking == "other":
         rows = slice(0, n if p.window is None else min(n, _DENSE_ROWS))
@@ -403,19 +413,21 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
             shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
             norm = max(norm, float(torch.linalg.matrix_norm(shares, 2)))
     formula = norm * float(torch.linalg.matrix_norm(total_value(p), 2)) * (1 - 1e-12)
-    return Bound.lower("repeated_token", _quantity(p), f"howsmooth, {_PAGE}", formula=formula)
+    return Bound.lower("repeated_token", _quantity(p), _PAGE, formula=formula)
 
 
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
-    """Lip ≥ ‖V(I + mR²u(Aᵀu)ᵀ)‖/n: tokens 0 and ±Ru, m of them, last a token 0; n − m is 1 or 2, m even.
+    """Bound Lip(f on B_R^n) from below by ‖V(I + mR²u(Aᵀu)ᵀ)‖/n, which grows like R².
 
-    J_nn = V(I/n + C_n A), where row n sees all tokens alike and C_n = (m/n)R²uuᵀ. For A = γI, V = I it is
-    1/n + γR²(n−1)/n for odd n. Any unit u will do; left and right singular vectors of A, V are tried.
+    Half of the m tokens are Ru, the other half −Ru, where m is even and n − m is 1 or 2; the remaining tokens
+    are 0, the last one among them. The last row gives equal weight to all tokens, so the last diagonal block
+    of the Jacobian is V(I/n + C A) with C = (m/n)R²uuᵀ. Any unit vector u gives a valid bound; some singular
+    vectors of A and V are tried. For A = γI, V = I and odd n the bound is 1/n + γR²(n−1)/n.
 
     Parameters
     ----------
     attention
-        One head, with no mask or causal.
+        One head, without a mask or with a causal one.
     length
         Number of tokens n >= 1.
     radius
@@ -424,8 +436,8 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the global constant, masked if the attention is. Hypotheses: no query bias; no mask or
-        causal; n >= 3.
+        Lower bound on Lip(f on B_R^n), with the causal mask if there is one. Hypotheses: no query bias; no
+        mask, or causal; n >= 3.
 
     Raises
     ------
@@ -434,14 +446,15 @@ def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
 
     References
     ----------
-    Kim, Papamakarios, Mnih, ICML 2021, in the form of Castin, Ablin, Peyré, ICML 2024, Appendix C.
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, in the form of Castin,
+    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Appendix C.
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     head = p.one_head("quadratic growth")
     pairs = 2 * ((n - 1) // 2)
     candidates = torch.cat([torch.linalg.svd(head.A).U[:, :2], torch.linalg.svd(head.V).Vh[:2].mT], dim=1).mT
-    # Divided by n first, and R² only where it cannot overflow: 1/n and m/n are at most 1.
+    # 1/n and m/n are formed first and R is multiplied one by one, so that R² cannot overflow.
     share = 0.0 if n < 3 else float(pairs / n)
     log = max(
         log_rank_one(head.V, 1 / n, share * (u * R), (u * R) @ head.left @ head.right) for u in candidates
@@ -474,7 +487,10 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Logarithm of √(2Σp²) sinθ |y| R |Vv|, which needs no equality of two rounded scores: for huge radii."""
+    """Return the logarithm of √(2Σp²) sinθ |y| R |Vv|, for exactly equal scores of the two heavy tokens.
+
+    At huge radii rounding makes the two scores differ, so that the norm of the heavy columns is smaller.
+    """
     y = head.left @ (head.right @ points.light) + head.b
     mean, half = (points.heavy_1 + points.heavy_2) / 2, (points.heavy_1 - points.heavy_2) / 2
     gap = float(y @ (mean - points.light))
@@ -493,13 +509,16 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[TwoPoints]:
-    """Return the points for γ_max and for γ_min; empty without a real eigenvalue."""
+    """Return the pair of tokens for γ_max and the pair for γ_min; empty if A has no real eigenvalue."""
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
 
 
 def _cesaro_norm(n: int) -> float:
-    """Norm of the n × n Cesàro matrix, rounded down; from below for large n, by any vector's image."""
+    """Return a lower bound on the norm of the n × n Cesàro matrix, close to the norm.
+
+    For large n the power method is used: each ratio |Px|/|x| is a lower bound.
+    """
     small = min(n, _MOST_DENSE_CESARO)
     counts = torch.arange(1, small + 1, dtype=torch.float64)
     dense = torch.ones(small, small, dtype=torch.float64).tril() / counts[:, None]
@@ -512,7 +531,7 @@ def _cesaro_norm(n: int) -> float:
         image = vector.cumsum(0) / counts
         ratio = float(image.norm() / vector.norm())
         norm = max(norm, ratio * (1 - 1e-9))
-        # the transposed Cesàro matrix: Σ_{i≥j} image_i / i
+        # Multiply by the transposed Cesàro matrix: entry j is Σ_{i≥j} image_i / i.
         vector = (image / counts).flip(0).cumsum(0).flip(0)
         vector = vector / vector.norm()
     return norm * (1 - 1e-12)

@@ -1,6 +1,8 @@
-"""Bounds for masked (causal) self-attention on the ball of radius R, and for any mask.
+"""Upper bounds on the Lipschitz constant of one attention head with a causal or any other mask, on a ball.
 
-Proofs: docs/theory/bounds-on-a-ball.md. As there, a = ‖A‖R² and a₃ = (‖A‖R + |b|)R.
+Lip(f^m on B_R^n) is the Lipschitz constant of causal attention f^m, in Frobenius norms, on all sequences of n
+tokens of norm at most R. In the formulas a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. Proofs: documentation page "Bounds
+on a ball".
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from howsmooth.bounds.unmasked import (
 
 __all__ = ["any_mask_theorem_a", "masked_n_free", "masked_theorem_a", "theorem_4_3", "theorem_4_4"]
 
-# From here on Theorem 4.4 follows from masked_n_free; see its docstring.
+# The least ‖A‖R² for which Theorem 4.4 follows from masked_n_free; see theorem_4_4.
 _THEOREM_4_4_FROM = 0.4
 
-# Rows up to this one are summed one by one, the others by an integral.
+# Bounds on the rows up to this one are summed; the sum over later rows is bounded by an integral.
 _SUMMED_ROWS = 20_000
 
-# Entries of a mask that are looked at together.
+# Number of entries in a block of a mask.
 _ENTRIES = 1 << 24
 
 
 def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}: Theorem 3.3 with a causal mask.
+    """Bound Lip(f^m on B_R^n) with a causal mask by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2} (Theorem 4.3).
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip(f^m on B_R^n). Needs: a causal mask and no other, no query bias.
+        Upper bound on Lip(f^m on B_R^n). Hypotheses: only a causal mask, no query bias.
 
     Raises
     ------
@@ -84,12 +86,12 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_4_4(attention: object, radius: object) -> Bound:
-    """Bound the masked mean-field map in d₂ by ‖V‖ (1 + 3a) e^{2a}, where that is true: for a >= 0.4.
+    """Bound the causal mean-field map in d₂ by ‖V‖ (1 + 3a) e^{2a}, if a = ‖A‖R² >= 0.4 (Theorem 4.4).
 
-    As printed, for every a, the statement is false. For A = 0 the map is the average over the tokens seen so
-    far, whose norm is 1.14 for two tokens and tends to 2 (Hardy), while the formula gives 1. Copies of one
-    token give the same averages for any A: the formula is no bound as long as it is below 2, for a <= 0.155.
-    From a = 0.4 on it follows from :func:`masked_n_free`.
+    The published theorem claims the bound for every a, which is false for small a. For A = 0, V = I the map
+    averages the tokens seen so far; its norm is 1.14 for two tokens and tends to 2 (Hardy), but the formula
+    gives 1. Copies of one token give the same averages for any A, so the formula is no bound where it is
+    below 2, that is for a <= 0.155. For a >= 0.4 it follows from :func:`masked_n_free`.
 
     Parameters
     ----------
@@ -101,8 +103,8 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip_d2(F^m on P(B_R)) and so of Lip(f^m on B_R^n) for every n. Needs: a causal mask and no
-        other, no query bias, ‖A‖R² >= 0.4.
+        Upper bound on Lip_d2(F^m on P(B_R)), and so on Lip(f^m on B_R^n) for every n. Hypotheses: only a
+        causal mask, no query bias, ‖A‖R² >= 0.4.
 
     Raises
     ------
@@ -111,7 +113,8 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
     References
     ----------
-    Castin, Ablin, Peyré, ICML 2024, Theorem 4.4; docs/theory/bounds-on-a-ball.md for the hypothesis on a.
+    Castin, Ablin, Peyré, ICML 2024, Theorem 4.4. For the hypothesis on a: documentation page "Bounds on a
+    ball", section "Theorem 4.4 as printed is false for small a".
 
     """
     parameters, head = one_head(attention, "theorem_4_4")
@@ -128,7 +131,10 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
 
 def masked_theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) by ‖V‖ (a + √(1 + Σ_{i=2}^n min{h*(a₃), (1 + a₃²) P̄(i, a₃)})).
+    """Bound Lip(f^m on B_R^n) by ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)), which is Theorem A with a causal mask.
+
+    ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R², a₃ = (‖A‖R + |b|)R, the function h* of
+    :func:`h_star`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For n = 1 the bound is ‖V‖.
 
     Parameters
     ----------
@@ -138,7 +144,7 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
     Returns
     -------
     Bound
-        Upper, of Lip(f^m on B_R^n). Needs: a causal mask and no other. For n = 1 it is ‖V‖.
+        Upper bound on Lip(f^m on B_R^n). Hypothesis: only a causal mask.
 
     Raises
     ------
@@ -147,7 +153,7 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Theorem A with a mask.
+    Documentation page "Bounds on a ball", Theorem A with a mask.
 
     """
     parameters, head = one_head(attention, "masked_theorem_a")
@@ -157,32 +163,33 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
     return upper(
         "masked_theorem_a",
         Quantity.MASKED,
-        f"howsmooth, Theorem A with a mask, {OURS}",
+        f"{OURS}, Theorem A with a mask",
         log_product(log(head.V_norm), factor),
         causal(attention, parameters),
     )
 
 
 def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound attention with any mask by ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)).
+    """Bound Lip(f on B_R^n) of a head with any mask by ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)).
 
-    ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i that sees n_i tokens, and 1 where n_i = 1. Without a
-    mask it is Theorem A, with a causal one the masked Theorem A; with a window its width takes the place of
-    n. If every row sees one token, a is left out: the map is linear.
+    ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i that sees n_i tokens, and 1 if n_i = 1, in the
+    notation of :func:`masked_theorem_a`. Without a mask this is Theorem A, and with a causal mask its causal
+    form. Under a window, the width of the window takes the place of n. If every row sees one token, the map
+    is linear and the term a is left out.
 
     Parameters
     ----------
     attention
         One head; a :class:`~howsmooth.bounds.Head` is taken as unmasked.
     length
-        Number n >= 1 of tokens; that of the mask where there is a given one.
+        Number n >= 1 of tokens, which must be the size of a mask that is given as a matrix.
     radius
         Largest norm R > 0 of a token.
 
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n), f with its mask.
+        Upper bound on Lip(f on B_R^n) for the attention f with its mask. It has no hypotheses.
 
     Raises
     ------
@@ -191,7 +198,7 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Theorem A with a mask.
+    Documentation page "Bounds on a ball", Theorem A with a mask.
 
     """
     parameters, head = one_head(attention, "any_mask_theorem_a")
@@ -208,13 +215,13 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
     return upper(
         "any_mask_theorem_a",
         Quantity.MASKED if parameters.masking == "causal" else Quantity.GLOBAL,
-        f"howsmooth, Theorem A with any mask, {OURS}",
+        f"{OURS}, Theorem A with any mask",
         log_product(log(head.V_norm), 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
     )
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return log max_j Σ_{i sees j} ρ(number of keys that i sees), and the largest of these numbers."""
+    """Return log max_j Σ_{i sees j} ρ_i, and the largest number of keys that a row sees."""
     sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
     largest = int(distinct[-1])
@@ -229,7 +236,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Give the mask block by block of rows, with all keys that they see."""
+    """Yield blocks of the mask: slices of rows and of the keys they may see, and the boolean block."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):
@@ -242,10 +249,11 @@ def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
 
 
 def masked_n_free(attention: object, radius: object) -> Bound:
-    """Bound f^m at every length, and the masked mean-field map in d₂, by ‖V‖ (a + e^{a₃}(2 + √6 a₃)).
+    """Bound causal attention on the ball of radius R for every length n by ‖V‖ (a + e^{a₃}(2 + √6 a₃)).
 
-    Half the exponent of Theorem 4.4, and true for every a. For A = 0 it is 2‖V‖, Hardy's constant, which is
-    the supremum over n.
+    a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the causal mean-field map in d₂. Its exponent
+    is half that of Theorem 4.4, and it holds for every a. For A = 0 it is 2‖V‖, which is the supremum of the
+    Lipschitz constant over n (Hardy's inequality).
 
     Parameters
     ----------
@@ -257,8 +265,8 @@ def masked_n_free(attention: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip_d2(F^m on P(B_R)) and so of Lip(f^m on B_R^n) for every n. Needs: a causal mask and no
-        other.
+        Upper bound on Lip_d2(F^m on P(B_R)), and so on Lip(f^m on B_R^n) for every n. Hypothesis: only a
+        causal mask.
 
     Raises
     ------
@@ -267,7 +275,7 @@ def masked_n_free(attention: object, radius: object) -> Bound:
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Theorem B.
+    Documentation page "Bounds on a ball", Theorem B.
 
     """
     parameters, head = one_head(attention, "masked_n_free")
@@ -275,23 +283,24 @@ def masked_n_free(attention: object, radius: object) -> Bound:
     return upper(
         "masked_n_free",
         Quantity.MASKED_MEAN_FIELD,
-        f"howsmooth, Theorem B, {OURS}",
+        f"{OURS}, Theorem B",
         log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(2 + math.sqrt(6) * a3))),
         causal(attention, parameters),
     )
 
 
 def causal(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the mask is causal; a bare head may be used with any mask."""
+    """Return the hypothesis that there is only a causal mask; a bare Head satisfies it."""
     holds = isinstance(attention, Head) or parameters.masking == "causal"
     return Hypothesis("a causal mask and no other", holds)
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return an upper bound of log Σ_{i=1}^n ρ_i, ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}.
+    """Return an upper bound on log Σ_{i=1}^n ρ_i, where ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}.
 
-    Exact up to row 20000. Beyond, ρ_i is bounded by h* up to some row and by (1 + a₃²) P̄(i, a₃) after it,
-    which is convex in i, so that its sum is below the integral with half a step more on each side.
+    The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 + a₃²) P̄(i,
+    a₃) after that row. The latter is convex in i, so its sum is at most its integral from half a step before
+    the first to half a step after the last row.
     """
     log_h, log_b = log_h_star(a3), 2 * math.log(math.hypot(1.0, a3))
     if n > 1 and math.isinf(log_h):
@@ -304,7 +313,8 @@ def log_causal_rows(n: int, a3: float) -> float:
         top = float(log_rho.max())
         terms.append(top + math.log(math.fsum(np.exp(log_rho - top))))
     if n > near:
-        # Row i has m = i − 1; rows with m below the crossing count h*. Any split is valid, this is the best.
+        # With m = i − 1, rows with m below the crossing count h* each. Every split gives a valid bound, and
+        # this one gives the smallest.
         log_crossing = log(math.expm1(log_b - log_h)) + 2 * a3
         if log_crossing >= math.log(n - 1):
             terms.append(math.log(n - near) + log_h)
@@ -320,11 +330,11 @@ def log_causal_rows(n: int, a3: float) -> float:
 
 
 def log_of_half(twice: int) -> float:
-    """Return log(twice / 2) of an integer of any size."""
+    """Return log(twice / 2) for an integer ``twice`` of any size."""
     return math.log(twice) - math.log(2)
 
 
 def _exp_int(log_x: float) -> int:
-    """Return about e^log_x as an integer of any size."""
+    """Return e^log_x rounded to about 17 digits, as an integer of any size."""
     bits = max(0, int(log_x / math.log(2)) - 60)
     return int(math.exp(log_x - bits * math.log(2))) << bits

@@ -1,7 +1,8 @@
-"""Lower bounds on the W_2-Lipschitz constant of mean-field attention, from two Dirac masses.
+"""Lower bounds on the W_2-Lipschitz constant of mean-field attention, from measures with two atoms.
 
-Mass p at Ru and 1 − p at Ru/2 or −Ru, u a unit eigenvector of A for γ. Everything is a function of
-g = γ_max R²/8 or g = −γ_min R², evaluated in logarithms. Derivations: docs/theory/worst-inputs.md.
+The measure has mass p at Ru and mass 1 − p at Ru/2 or −Ru, where u is a unit eigenvector of A for its largest
+or smallest real eigenvalue, γ_max or γ_min. The bounds are functions of g = γ_max R²/8 or g = −γ_min R²,
+evaluated in logarithms. Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
@@ -24,34 +25,36 @@ __all__ = [
 ]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024"
-_PAGE = "docs/theory/worst-inputs.md"
+_PAGE = 'howsmooth documentation, "Worst inputs, and lower bounds"'
 
-# Beyond this g float64 does not hold e^g's exponent to 1e-4. A smaller radius gives a valid bound too.
+# A larger g is replaced by this value, for which the float64 logarithm g still has an error below 1e-4. The
+# bound remains valid, because it is the bound for a smaller radius.
 _LARGEST_G = 1e12
 
 
 def two_dirac(attention: object, radius: float, weight: float | None = None, cluster: str = "paper") -> Bound:
-    """Local W_2-Lipschitz constant along u at two Diracs, exactly: max(‖M‖, |γ|v_1, |γ|v_2) · |Vu|.
+    """Bound the W_2-Lipschitz constant from below by the local constant along u at a measure with two atoms.
 
-    With positions s_i on the line Ru, weights a_i, P_ij ∝ a_j e^{γ s_i s_j}, m_i and v_i mean and variance of
-    s under P_i: M_ij = √(a_i/a_j) [P_ij (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i].
+    The local constant is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij (1 + γ s_i
+    (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights, P_ij ∝ a_j e^{γ
+    s_i s_j}, and m_i and v_i the mean and the variance of s under row i of P.
 
     Parameters
     ----------
     attention
-        One head, with a real eigenvalue and no query bias; or a number γ for A = γI, V = I.
+        One head, or a number γ for A = γI, V = I.
     radius
         Radius R > 0.
     weight
-        Mass p of the Dirac at Ru, 0 < p < 1; 1/(1 + 3e^{2g}) by default.
+        Mass p of the atom at Ru, 0 < p < 1; default 1/(1 + 3e^{2g}).
     cluster
-        "half": the other Dirac at Ru/2, u for γ_max. "opposite": at −Ru, u for γ_min. "paper": the first
-        if γ_max/8 >= −γ_min.
+        Position of the other atom: "half" for Ru/2 with u for γ_max, "opposite" for −Ru with u for γ_min,
+        "paper" for "half" if γ_max/8 >= −γ_min and "opposite" otherwise.
 
     Returns
     -------
     Bound
-        Lower, on the mean-field constant. Hypotheses: no mask, no query bias, a real eigenvalue.
+        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, no query bias, a real eigenvalue.
 
     Raises
     ------
@@ -60,8 +63,8 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md; the configuration is that of Proposition 3.6, Castin,
-    Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
+    Documentation page "Worst inputs, and lower bounds", section "Mean field: two Diracs". The measure is the
+    one of Proposition 3.6 of Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024.
 
     """
     case = _Case.of(attention, radius, cluster)
@@ -69,20 +72,16 @@ def two_dirac(attention: object, radius: float, weight: float | None = None, clu
         log_p, log_rest = _shares(math.log(3) + 2 * case.g)
     else:
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1:
-            raise ArgumentError(
-                "weight", expected="a mass between 0 and 1, neither of them", got=repr(weight)
-            )
+            raise ArgumentError("weight", expected="a number p with 0 < p < 1", got=repr(weight))
         log_p, log_rest = math.log(weight), math.log1p(-weight)
     log = case.log_strength + _log_two_dirac(case, log_p, log_rest) - 4e-15 * abs(case.g)
-    return Bound.lower(
-        "two_dirac", Quantity.MEAN_FIELD, f"howsmooth, {_PAGE}", log_formula=log, hypotheses=case.hypotheses()
-    )
+    return Bound.lower("two_dirac", Quantity.MEAN_FIELD, _PAGE, log_formula=log, hypotheses=case.hypotheses())
 
 
 def proposition_3_6(attention: object, radius: float) -> Bound:
-    """Lip ≥ √((1−p)/p)/(2−p) · (1 + 2g(1−p)/(2−p)), p = e^{−2g}, g = R² max(−γ_min, γ_max/8).
+    """Bound the W_2-Lipschitz constant from below for V = I by the finite-R form of Proposition 3.6.
 
-    The finite-R form of the proposition, for V = I.
+    The bound is √((1−p)/p)/(2−p) · (1 + 2g(1−p)/(2−p)) with p = e^{−2g} and g = R² max(−γ_min, γ_max/8).
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the mean-field constant. Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
+        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
 
     Raises
     ------
@@ -103,8 +102,8 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
     References
     ----------
-    Proposition 3.6 and Lemma C.8, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; the
-    finite-R form is derived in docs/theory/worst-inputs.md.
+    Proposition 3.6 and Lemma C.8, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The
+    finite-R form is derived on the documentation page "Worst inputs, and lower bounds".
 
     """
     case = _Case.of(attention, radius, "paper")
@@ -123,7 +122,9 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
 
 def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
-    """Lip ≥ (√3/4) e^g (1 + 3g/2) |Vu|: the two Diracs with p = 1/(1 + 3e^{2g}), optimal as g grows.
+    """Bound the W_2-Lipschitz constant from below by (√3/4) e^g (1 + 3g/2) |Vu|, g = R² max(−γ_min, γ_max/8).
+
+    The measure is the one of Proposition 3.6 with p = 1/(1 + 3e^{2g}), the optimal weight as g → ∞.
 
     Parameters
     ----------
@@ -135,7 +136,7 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the mean-field constant. Hypotheses: no mask, no query bias, a real eigenvalue.
+        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, no query bias, a real eigenvalue.
 
     Raises
     ------
@@ -144,7 +145,7 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds", section "Mean field: two Diracs".
 
     """
     case = _Case.of(attention, radius, "paper")
@@ -153,16 +154,16 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     return Bound.lower(
         "proposition_3_6_better_weight",
         Quantity.MEAN_FIELD,
-        f"howsmooth, {_PAGE}",
+        _PAGE,
         log_formula=log,
         hypotheses=case.hypotheses(),
     )
 
 
 def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
-    """Lip ≥ (g/2) e^g, g = R² max(−γ_min, γ_max/8): the proposition's equivalent, a bound at every R.
+    """Bound the W_2-Lipschitz constant from below by (g/2) e^g, g = R² max(−γ_min, γ_max/8), for V = I.
 
-    The proposition states the rate as R → ∞; that it holds for all R > 0 is shown on the page.
+    This is the asymptotic rate of Proposition 3.6 as R → ∞, and it is a lower bound for every R > 0.
 
     Parameters
     ----------
@@ -174,7 +175,7 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
     Returns
     -------
     Bound
-        Lower, on the mean-field constant. Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
+        Lower bound on Lip_W2(F on P(B_R)). Hypotheses: no mask, V = I, no query bias, a real eigenvalue.
 
     Raises
     ------
@@ -183,8 +184,8 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
 
     References
     ----------
-    Proposition 3.6, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; for all R:
-    docs/theory/worst-inputs.md.
+    Proposition 3.6, Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The proof
+    for every R is on the documentation page "Worst inputs, and lower bounds".
 
     """
     case = _Case.of(attention, radius, "paper")
@@ -200,12 +201,13 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """An eigenvalue with its two positions, in units of R, and what the statements depend on."""
+    """The chosen eigenvalue, the positions of the two atoms, and the hypotheses of the bounds."""
 
-    #: γ R²
+    #: γ R².
     curvature: float
-    #: Position of the light Dirac over that of the heavy one: 1/2 or −1.
+    #: Position of the second atom in units of the first: 1/2 or −1.
     ratio: float
+    #: log |Vu|, rounded down.
     log_strength: float
     unmasked: bool
     identity: bool
@@ -214,7 +216,7 @@ class _Case:
 
     @property
     def g(self) -> float:
-        """Half the gap of scores ⟨A x_light, x_heavy − x_light⟩."""
+        """Half the score gap ⟨A x_2, x_1 − x_2⟩ between the two atoms: γ_max R²/8 or −γ_min R²."""
         return self.curvature * self.ratio * (1 - self.ratio) / 2
 
     def hypotheses(self, *, needs_identity: bool = False) -> tuple[Hypothesis, ...]:
@@ -251,7 +253,7 @@ class _Case:
             unmasked, identity, biased = parameters.masking == "none", _is_identity(head), bool(head.b.any())
         half = cluster == "half" or (cluster == "paper" and high / 8 >= -low)
         gamma, size, ratio = (high, sizes[1], 0.5) if half else (low, sizes[0], -1.0)
-        # log γ R²: R² may overflow
+        # γR² is formed from logarithms because R² may overflow.
         log = -math.inf if gamma == 0 else math.log(abs(gamma)) + 2 * math.log(R)
         curvature = math.copysign(math.exp(min(log, math.log(_LARGEST_G))), gamma)
         log_strength = math.log(size) - 1e-12 if size > 0 else -math.inf
@@ -259,20 +261,20 @@ class _Case:
 
 
 def _shares(log_odds: float) -> tuple[float, float]:
-    """Logarithms of 1/(1+e^t) and of 1/(1+e^{−t})."""
+    """Return the logarithms of 1/(1+e^t) and of 1/(1+e^{−t}) for log odds t."""
     tail = math.log1p(math.exp(-abs(log_odds)))
     return -max(log_odds, 0.0) - tail, min(log_odds, 0.0) - tail
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Logarithm of max(‖M‖, |γ|v_1, |γ|v_2), positions in units of R (γ then stands for γR²)."""
+    """Return log max(‖M‖, |γ|v_1, |γ|v_2) for :func:`two_dirac`, with positions in units of R."""
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]
     log_a = (log_p, log_rest)
     entries: list[tuple[float, float]] = []  # (factor, log scale) of M_11, M_12, M_21, M_22
     spreads = []
     for i in range(2):
-        # log odds of the second atom against the first, for a query at s_i
+        # Log odds of the second against the first atom in row i of P.
         odds = (log_rest + gamma * s[i] * s[1]) - (log_p + gamma * s[i] * s[0])
         log_weights = _shares(odds)
         share = [math.exp(t) for t in log_weights]
@@ -287,7 +289,7 @@ def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
             entries.append((factor, log_scale))
     top = max(scale for _, scale in entries)
     a, b, c, d = (factor * math.exp(scale - top) for factor, scale in entries)
-    # σ_max of a 2 × 2 matrix, as (|E| + |F|)/2 of its conformal parts
+    # The norm of a 2 × 2 matrix is half the sum of the lengths of its conformal and anticonformal parts.
     norm = (math.hypot(a + d, b - c) + math.hypot(a - d, b + c)) / 2
     log = top + math.log(norm) if norm > 0 else -math.inf
     return max(log, *(math.log(t) if t > 0 else -math.inf for t in spreads))

@@ -1,7 +1,8 @@
-"""From bounds on the heads to a bound on multi-head attention f(X) = Σ_h W_h f_h(X).
+"""Upper bounds on the Lipschitz constant of multi-head attention f(X) = Σ_h W_h f_h(X) on a ball.
 
-Each function takes the bound L_h of head h, with its own value matrix V_h, from ``head_bound``, any function
-of (attention, length, radius) for one head. Proofs: docs/theory/bounds-on-a-ball.md.
+Each function combines upper bounds L_h on the heads f_h, which include their value matrices V_h. They come
+from ``head_bound``, a function of (attention, length, radius) for one head. Proofs: documentation page
+"Bounds on a ball", section "Several heads".
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HeadBound = Callable[[object, int, float], Bound]
 
 
 def best_head_bound(attention: object, length: object, radius: object) -> Bound:
-    """Return the smallest upper bound for one head that holds with the mask it has.
+    """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ def best_head_bound(attention: object, length: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Theorem A with the head's mask, or the bound that is free of n.
+        Theorem A with the head's mask, or the bound that does not depend on n, whichever is smaller.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def best_head_bound(attention: object, length: object, radius: object) -> Bound:
 def lemma_3_8(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by Σ_h ‖W_h‖ L_h.
+    """Bound multi-head attention by Σ_h ‖W_h‖ L_h, with an upper bound L_h on each head (Lemma 3.8).
 
     Parameters
     ----------
@@ -77,12 +78,12 @@ def lemma_3_8(
     radius
         Largest norm R > 0 of a token.
     head_bound
-        Upper bound L_h of one head with its own value matrix V_h; by default the smallest that holds.
+        Function that bounds one head with its value matrix V_h; default: :func:`best_head_bound`.
 
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
 
     Raises
     ------
@@ -105,7 +106,7 @@ def lemma_3_8(
 def multi_head_output(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, W_O = [W_1 … W_H].
+    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with W_O = [W_1 … W_H] and bounds L_h on heads.
 
     Parameters
     ----------
@@ -115,7 +116,7 @@ def multi_head_output(
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
 
     Raises
     ------
@@ -124,7 +125,7 @@ def multi_head_output(
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+    Documentation page "Bounds on a ball", section "Several heads".
 
     """
     parameters = parameters_of(attention)
@@ -133,7 +134,7 @@ def multi_head_output(
     return upper(
         "multi_head_output",
         _quantity(parameters),
-        f"howsmooth, {OURS}",
+        f"{OURS}, Several heads",
         log_product(log(spectral_norm(parameters.W)), 0.5 * squares),
         *hypotheses,
     )
@@ -142,7 +143,7 @@ def multi_head_output(
 def multi_head_gram(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, never above Lemma 3.8.
+    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, which is at most Lemma 3.8.
 
     Parameters
     ----------
@@ -152,7 +153,7 @@ def multi_head_gram(
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
 
     Raises
     ------
@@ -161,7 +162,7 @@ def multi_head_gram(
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+    Documentation page "Bounds on a ball", section "Several heads".
 
     """
     parameters = parameters_of(attention)
@@ -169,7 +170,7 @@ def multi_head_gram(
     return upper(
         "multi_head_gram",
         _quantity(parameters),
-        f"howsmooth, {OURS}",
+        f"{OURS}, Several heads",
         _log_quadratic_form(list(parameters.outputs), logs),
         *hypotheses,
     )
@@ -180,9 +181,9 @@ def multi_head_folded(
 ) -> Bound:
     """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h.
 
-    c_h bounds head h with a value matrix of orthonormal rows in the place of V_h, whose other factor has gone
-    to the output map. For bounds proportional to ‖V‖, which all of this library are, it is never above
-    :func:`multi_head_gram`.
+    V_h is factorised into a triangular matrix, which moves to the output map, and a matrix of orthonormal
+    rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds proportional to ‖V‖,
+    as all of this library are, the result is at most :func:`multi_head_gram`.
 
     Parameters
     ----------
@@ -192,7 +193,7 @@ def multi_head_folded(
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Its hypotheses are those of the heads' bounds.
+        Upper bound on Lip(f on B_R^n), with the hypotheses of the bounds on the heads.
 
     Raises
     ------
@@ -201,7 +202,7 @@ def multi_head_folded(
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Several heads.
+    Documentation page "Bounds on a ball", section "Several heads".
 
     """
     parameters = parameters_of(attention)
@@ -215,14 +216,14 @@ def multi_head_folded(
     return upper(
         "multi_head_folded",
         _quantity(parameters),
-        f"howsmooth, {OURS}",
+        f"{OURS}, Several heads",
         _log_quadratic_form(maps, logs),
         *hypotheses,
     )
 
 
 def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2}."""
+    """Return log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and logarithms l_h."""
     terms = []
     for h, M in enumerate(maps):
         terms.append(log_product(2 * log(spectral_norm(M)), 2 * logs[h]))
@@ -235,7 +236,7 @@ def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 def _bounds_of_heads(
     parameters: Parameters, length: object, radius: object, head_bound: HeadBound
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
-    """Return the logarithms of what the heads' bounds give, and their hypotheses, each once."""
+    """Return the logarithms of the upper bounds on the heads, and the union of their hypotheses."""
     n, R = check_length(length), check_radius(radius)
     logs: list[float] = []
     holds: dict[str, bool] = {}

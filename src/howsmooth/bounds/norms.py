@@ -1,8 +1,9 @@
-"""The norm layer before an attention: the ellipsoid and ball that its outputs lie in, and its absorption.
+"""The ellipsoid and ball that contain the outputs of a norm layer, and its absorption into an attention.
 
-N(x) = √d Γ u + β with u = h/s in the unit ball, mean-zero for LayerNorm (Definition 2.3). So the tokens that
-an attention sees after a norm layer lie in an ellipsoid whatever the model is given, and the gain Γ and the
-shift β can be moved into the attention's parameters. Derivation: docs/theory/norms-and-radius.md.
+A norm layer computes N(x) = √d Γ u + β with u = h/s in the unit ball, mean-zero for LayerNorm (Definition 2.3
+of Castin et al., 2024). So its outputs lie in an ellipsoid for all inputs, and its gain Γ and shift β can be
+moved into the parameters of the attention that follows. Derivation: documentation page "Norm layers: radius,
+ellipsoid, absorption".
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["absorb_norm", "ellipsoid", "norm_radius"]
 
-# Relative allowance for rounding in the eigenvalues and in the dual function.
+# Radii are rounded up by this relative error of the eigenvalues and of the dual function.
 _MARGIN = 1e-10
 
 
 def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
-    """Return centre and half-axes of the ellipsoid in which the outputs of a norm layer lie.
+    """Return the centre and the axes of the ellipsoid that contains all outputs of a norm layer.
 
     Parameters
     ----------
     norm
-        A LayerNorm or RMSNorm of dimension d, or a captured site whose tokens come out of one.
+        A LayerNorm or RMSNorm of dimension d, or a captured site whose tokens are outputs of a norm layer.
 
     Returns
     -------
     centre, axes
-        β (d,) and the matrix √d Γ H (d, d), float64, with H the centring for LayerNorm and the identity for
-        RMSNorm: the outputs are centre + axes @ u with |u| <= 1 (Definition 2.3 of Castin et al., 2024).
+        β (d,) and the matrix √d Γ H (d, d), both float64, where H subtracts the mean for LayerNorm and is the
+        identity for RMSNorm. The outputs are centre + axes @ u with |u| <= 1.
+
+    Raises
+    ------
+    ArgumentError
+        If ``norm`` is neither a norm layer nor a site with one.
 
     """
     norm = _checked(norm)
@@ -49,17 +55,20 @@ def ellipsoid(norm: object) -> tuple[Tensor, Tensor]:
 
 
 def norm_radius(norm: object) -> float:
-    """Return the radius R of the smallest centred ball that holds all outputs of a norm layer, rounded up.
+    """Return the radius of the smallest ball around 0 that contains all outputs of a norm layer, rounded up.
 
-    Takes a norm layer, or a captured site whose tokens come out of one.
+    R² = max over |u| <= 1 of |β + D u|² with D = √d Γ H is a trust-region problem. For every λ above
+    λ_max(DᵀD), λ + |β|² + βᵀD (λ I − DᵀD)⁻¹ Dᵀβ is an upper bound, and the least of these bounds is R².
 
-    R² = max over |u| <= 1 of |β + D u|², D = √d Γ H, is a trust-region problem. For every λ above
-    λ_max(DᵀD), λ + |β|² + βᵀD (λ I − DᵀD)⁻¹ Dᵀβ is an upper bound, and the least of them is R².
+    Parameters
+    ----------
+    norm
+        A LayerNorm or RMSNorm, or a captured site whose tokens are outputs of a norm layer.
 
     Raises
     ------
     ArgumentError
-        If ``norm`` is no norm layer, and no site with one.
+        If ``norm`` is neither a norm layer nor a site with one.
 
     """
     centre, axes = ellipsoid(norm)
@@ -77,37 +86,35 @@ def norm_radius(norm: object) -> float:
         excess = scale * math.exp(log_excess)
         return largest + excess + shift + float((weights / (gaps + excess)).sum())
 
-    # The minimiser has an excess of at most |Dᵀβ|; below e⁻⁴⁰ of the scale nothing is left to gain.
+    # The best λ exceeds λ_max(DᵀD) by at most |Dᵀβ|. An excess below e⁻⁴⁰ of the scale changes no digit.
     found = minimize_scalar(dual, bounds=(-40.0, 1.0), method="bounded", options={"xatol": 1e-10})
     return math.sqrt(float(found.fun)) * (1 + _MARGIN)
 
 
 def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
-    """Move the gain and the shift of a norm layer into the attention that follows it.
+    """Return the attention with the gain and the shift of the preceding norm layer moved into its matrices.
 
-    With u_i = h_i/s_i the normalised tokens, attention(N(X)) = absorbed(u): queries, keys and values are
-    applied to √d Γ H u + β. In the paper's notation A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b),
-    b_v' = Vβ + b_v, each restricted to mean-zero vectors for LayerNorm; the tokens of the absorbed
-    attention lie in the unit ball.
+    The absorbed attention of the normalised tokens u_i = h_i/s_i, which lie in the unit ball, equals
+    attention(N(X)). In the paper's notation its parameters are A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b) and
+    b_v' = Vβ + b_v, for LayerNorm restricted to mean-zero vectors.
 
     Parameters
     ----------
     attention
-        A SelfAttention on tokens of dimension d with any heads, mask, biases, rotary positions and scores; or
-        a captured site of one.
+        A :class:`~howsmooth.attention.SelfAttention` on tokens of dimension d, with any heads, mask, biases,
+        positions and scores; or a captured site whose map is a SelfAttention.
     norm
-        The LayerNorm or RMSNorm that gives its tokens; by default that of the site.
+        The LayerNorm or RMSNorm before the attention; by default the norm layer of the site.
 
     Returns
     -------
     SelfAttention
-        In float64, on the CPU.
+        The absorbed attention, in float64 on the CPU.
 
     Raises
     ------
     ArgumentError
-        If the attention is not given by its matrices, its tokens come out of no norm layer, or the two do not
-        fit together.
+        If the attention is not a SelfAttention, there is no norm layer, or their dimensions differ.
 
     """
     if isinstance(attention, SiteLike) and not isinstance(attention, SelfAttention):
@@ -139,7 +146,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the attention of a site, or say why there is no such thing."""
+    """Return the SelfAttention of a site; raise ArgumentError if the map of the site is another one."""
     if isinstance(site.map, SelfAttention):
         return site.map
     require_formula(site.map, "absorbed parameters")
@@ -157,8 +164,8 @@ def _checked(norm: object) -> LayerNorm | RMSNorm:
             raise ArgumentError(
                 "norm",
                 expected="a site whose tokens come out of a norm layer",
-                got=f"{norm!r}, whose do not",
-                remedy="In a pre-norm model the input of a whole block does not; take scope 'attention'.",
+                got=f"{norm!r}, whose tokens do not",
+                remedy="In a pre-norm model, capture with scope 'attention' instead of 'block'.",
             )
         norm = norm.norm
     if isinstance(norm, LayerNorm | RMSNorm):
@@ -167,5 +174,5 @@ def _checked(norm: object) -> LayerNorm | RMSNorm:
         "norm",
         expected="a howsmooth LayerNorm or RMSNorm",
         got=type(norm).__name__,
-        remedy="A captured site carries its own as site.norm; a module's is hs.LayerNorm(weight, bias, eps).",
+        remedy="Pass site.norm of a captured site, or hs.LayerNorm(weight, bias, eps) for a PyTorch module.",
     )

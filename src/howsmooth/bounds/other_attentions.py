@@ -1,6 +1,7 @@
-"""Lipschitz constants of other attentions: L2, scaled cosine, Sinkhorn, LipschitzNorm; and of softmax.
+"""Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention, and for the softmax.
 
-All but Sinkhorn's hold on the whole space. Proofs: docs/theory/other-attentions.md.
+All bounds hold on the whole space, except those for Sinkhorn attention, which hold on a ball. Proofs:
+documentation page "Other attentions".
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ __all__ = [
     "softmax_temperature",
 ]
 
-_OURS = "docs/theory/other-attentions.md"
+_OURS = 'howsmooth documentation, "Other attentions"'
 
 
 # ---- L2 attention
 
 
 def l2_attention(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound L2 attention by √N/√k (4Φ+1) √(Σ_h ‖Q_h‖⁴‖V_h‖²) ‖W_O‖, Φ e^{Φ+1} = N − 1.
+    """Bound Lip(f) of L2 attention by √N/√k (4Φ+1) √(Σ_h ‖Q_h‖⁴‖V_h‖²) ‖W_O‖, where Φ e^{Φ+1} = N − 1.
 
-    Head h has P_ij ∝ exp(−|Q_h x_i − Q_h x_j|²/√k) and gives V_h Q_hᵀQ_h Σ_j P_ij x_j / √k (query and key are
-    tied). The usual printed form has ‖Q_h‖² in the place of ‖Q_h‖⁴ and is false: for one token, k = 2,
-    V = I and Q = 10 I the constant is 70.7, the printed form gives 7.07.
+    Head h has the weights P_ij ∝ exp(−|Q_h x_i − Q_h x_j|²/√k), with the same matrix for queries and keys,
+    and the output V_h Q_hᵀQ_h Σ_j P_ij x_j / √k. The published formula has ‖Q_h‖² instead of ‖Q_h‖⁴ and is no
+    bound: for one token, k = 2, V = I and Q = 10 I the Lipschitz constant is 70.7, the published formula
+    7.07.
 
     Parameters
     ----------
@@ -62,7 +64,7 @@ def l2_attention(query: object, value: object, output: object, length: object) -
     Returns
     -------
     Bound
-        Upper, of Lip(f) on all of R^{N×d}.
+        Upper bound on Lip(f) on all of R^{N×d}.
 
     Raises
     ------
@@ -73,8 +75,8 @@ def l2_attention(query: object, value: object, output: object, length: object) -
 
     References
     ----------
-    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, Theorem 3.2, corrected
-    in docs/theory/other-attentions.md.
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021, Theorem 3.2. The
+    correction is proved on the documentation page "Other attentions".
 
     """
     q, v, log_output = _l2_parameters(query, value, output)
@@ -92,7 +94,9 @@ def l2_attention(query: object, value: object, output: object, length: object) -
 
 
 def l2_attention_sharp(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound L2 attention by ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), Φ e^{Φ+1} = N − 1.
+    """Bound Lip(f) of L2 attention by ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), Φ e^{Φ+1} = N − 1.
+
+    The attention is defined in :func:`l2_attention`.
 
     Parameters
     ----------
@@ -102,7 +106,7 @@ def l2_attention_sharp(query: object, value: object, output: object, length: obj
     Returns
     -------
     Bound
-        Upper, of Lip(f) on all of R^{N×d}; never above :func:`l2_attention`.
+        Upper bound on Lip(f) on all of R^{N×d}; it is at most :func:`l2_attention`.
 
     Raises
     ------
@@ -111,7 +115,7 @@ def l2_attention_sharp(query: object, value: object, output: object, length: obj
 
     References
     ----------
-    This library: docs/theory/other-attentions.md.
+    Documentation page "Other attentions".
 
     """
     q, v, log_output = _l2_parameters(query, value, output)
@@ -125,13 +129,13 @@ def l2_attention_sharp(query: object, value: object, output: object, length: obj
     return upper(
         "l2_attention_sharp",
         Quantity.EVERYWHERE,
-        f"howsmooth, {_OURS}",
+        _OURS,
         log_product(log_output, -0.5 * math.log(q.shape[1]), 0.5 * log_sum(*heads), core),
     )
 
 
 def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor, Tensor, float]:
-    """Return Q and V in float64 and log ‖W_O‖, after checking them."""
+    """Return Q and V in float64 and log ‖W_O‖ after checking the arguments."""
     q = as_parameter("query", query, ("heads", "key_dim", "d"))
     v = as_parameter("value", value, (q.shape[0], "value_dim", q.shape[2]))
     if output is None:
@@ -141,7 +145,7 @@ def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor
 
 
 def _phi(n: int) -> float:
-    """Return the Φ with Φ e^{Φ+1} = n − 1, which is W₀((n−1)/e), for n of any size."""
+    """Return the solution Φ = W₀((n−1)/e) of Φ e^{Φ+1} = n − 1, for n of any size."""
     return 0.0 if n == 1 else float(wrightomega(math.log(n - 1) - 1.0))
 
 
@@ -158,10 +162,10 @@ def scaled_cosine(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound scaled cosine attention by νε^{-1/2} (2N(N−1)τ‖W_K‖ + 2(N−1)τ‖W_Q‖ + 2N‖W_V‖).
+    """Bound Lip(f) of scaled cosine attention by νε^{-1/2} (2N(N−1)τ‖W_K‖ + 2(N−1)τ‖W_Q‖ + 2N‖W_V‖).
 
-    Queries, keys and values are normalised rows u/√(|u|² + ε) of W_Q x, W_K x, W_V x; the map is
-    ν softmax(τ q kᵀ) v.
+    The attention is f(X) = ν softmax(τ q kᵀ) v. Its queries, keys and values are the vectors u = W_Q x, W_K x
+    and W_V x after the normalisation u/√(|u|² + ε).
 
     Parameters
     ----------
@@ -172,16 +176,16 @@ def scaled_cosine(
     length
         Number N >= 1 of tokens.
     temperature
-        τ, the factor of the cosines in the scores.
+        Factor τ of the scores.
     gain
-        ν, the factor of the output.
+        Factor ν of the output.
     eps
-        ε > 0 under the roots.
+        ε > 0 of the normalisation.
 
     Returns
     -------
     Bound
-        Upper, of Lip(f) on all of R^{N×d}.
+        Upper bound on Lip(f) on all of R^{N×d}.
 
     Raises
     ------
@@ -193,7 +197,7 @@ def scaled_cosine(
     References
     ----------
     Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*, ICLR
-    2023; proof: docs/theory/other-attentions.md.
+    2023. Proof: documentation page "Other attentions", section "Scaled cosine attention".
 
     """
     n = check_length(length)
@@ -222,9 +226,10 @@ def scaled_cosine_sharp(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound scaled cosine attention by νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖).
+    """Bound Lip(f) of scaled cosine attention by νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖).
 
-    c = √(N P̄(N, τ)) <= min(√N, e^τ), so it is free of N once N exceeds e^{2τ}. For one token it is
+    The attention is defined in :func:`scaled_cosine`. c = √(N P̄(N, τ)) <= min(√N, e^τ) with
+    P̄(N, τ) = 1/(1 + (N−1)e^{−2τ}), so the bound stays below a limit as N grows. For one token it is
     νε^{-1/2}‖W_V‖.
 
     Parameters
@@ -235,7 +240,7 @@ def scaled_cosine_sharp(
     Returns
     -------
     Bound
-        Upper, of Lip(f) on all of R^{N×d}; never above :func:`scaled_cosine`.
+        Upper bound on Lip(f) on all of R^{N×d}; it is at most :func:`scaled_cosine`.
 
     Raises
     ------
@@ -244,20 +249,20 @@ def scaled_cosine_sharp(
 
     References
     ----------
-    This library: docs/theory/other-attentions.md.
+    Documentation page "Other attentions".
 
     """
     n = check_length(length)
     log_q, log_k, log_v, tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
     log_c = 0.5 * (math.log(n) + log_p_bar(n, tau))
     terms = [log_product(log_c, log_v)]
-    if n > 1:  # one token has weight 1, whatever the score
+    if n > 1:  # a single token has weight 1 for all scores
         log_rows = min(0.5 * (math.log(n) - math.log(2)), log_c)
         terms += [log_product(log(tau), log_q), log_product(log_rows, log(tau), log_k)]
     return upper(
         "scaled_cosine_sharp",
         Quantity.EVERYWHERE,
-        f"howsmooth, {_OURS}",
+        _OURS,
         log_product(log_factor, log_sum(*terms)),
     )
 
@@ -265,7 +270,7 @@ def scaled_cosine_sharp(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Return the logarithms of ‖W_Q‖, ‖W_K‖ and ‖W_V‖, then τ and log ν/√ε, after checking them."""
+    """Return log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, τ and log(ν/√ε) after checking the arguments."""
     q = as_parameter("query", query, ("key_dim", "d"))
     k = as_parameter("key", key, tuple(q.shape))
     v = as_parameter("value", value, ("value_dim", q.shape[1]))
@@ -275,7 +280,7 @@ def _cosine(
             "eps",
             expected="a number > 0",
             got=repr(eps),
-            remedy="Without it the normalisation of a vector is not Lipschitz at zero.",
+            remedy="With eps = 0 the normalisation is not Lipschitz at zero.",
         )
     return (
         log(spectral_norm(q)),
@@ -290,15 +295,16 @@ def _cosine(
 
 
 def sinkhorn(attention: object, radius: object) -> Bound:
-    """Bound converged Sinkhorn attention on the ball by ‖V‖ (1 + 2‖A‖R²), whatever n and the query bias.
+    """Bound Lip(f on B_R^n) of converged Sinkhorn attention by ‖V‖ (1 + 2‖A‖R²), for every n.
 
-    Its P is the doubly stochastic matrix diag(α) e^S diag(β), the limit of Sinkhorn's iterations on the
-    scores S. It is not valid for a few iterations.
+    The attention matrix is the doubly stochastic matrix diag(α) e^S diag(β), the limit of Sinkhorn's
+    iterations for the scores S. The bound does not hold for few iterations. It does not depend on the query
+    bias.
 
     Parameters
     ----------
     attention
-        One head, whose A and V are used: a :class:`~howsmooth.bounds.Head`, an unmasked
+        One head that gives A and V: a :class:`~howsmooth.bounds.Head`, an unmasked
         :class:`~howsmooth.attention.SelfAttention` or a captured site.
     radius
         Largest norm R > 0 of a token.
@@ -306,7 +312,7 @@ def sinkhorn(attention: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n) of the attention with the doubly stochastic P, for every n. Needs: no mask.
+        Upper bound on Lip(f on B_R^n) for every n. Hypothesis: no mask.
 
     Raises
     ------
@@ -315,7 +321,7 @@ def sinkhorn(attention: object, radius: object) -> Bound:
 
     References
     ----------
-    This library: docs/theory/other-attentions.md. The attention is that of Sander, Ablin, Blondel, Peyré,
+    Documentation page "Other attentions". The attention is from Sander, Ablin, Blondel, Peyré,
     *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022.
 
     """
@@ -324,7 +330,7 @@ def sinkhorn(attention: object, radius: object) -> Bound:
     return upper(
         "sinkhorn",
         Quantity.GLOBAL,
-        f"howsmooth, {_OURS}",
+        _OURS,
         log_product(log(head.V_norm), math.log1p(2 * a)),
         unmasked(attention, parameters),
     )
@@ -334,21 +340,22 @@ def sinkhorn(attention: object, radius: object) -> Bound:
 
 
 def lipschitz_norm(queries: object, keys: object) -> Bound:
-    """Bound attention with LipschitzNorm, jointly in Q, K and V, by e^{√3} √(m/n) + 2√6.
+    """Bound the Lipschitz constant of LipschitzNorm attention (Q, K, V) ↦ f by e^{√3} √(m/n) + 2√6.
 
-    Its scores are ⟨q_i, k_j⟩ / max{uv, uw, vw}, with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
+    The scores are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|. There are
+    m queries and n keys.
 
     Parameters
     ----------
     queries
-        Their number m >= 1.
+        Number m >= 1 of queries.
     keys
-        Their number n >= 1, which is that of the values.
+        Number n >= 1 of keys and of values.
 
     Returns
     -------
     Bound
-        Upper, of the Lipschitz constant of (Q, K, V) ↦ f in Frobenius norms.
+        Upper bound on the Lipschitz constant of (Q, K, V) ↦ f in Frobenius norms.
 
     Raises
     ------
@@ -358,7 +365,7 @@ def lipschitz_norm(queries: object, keys: object) -> Bound:
     References
     ----------
     Dasoulas, Scaman, Virmaux, *Lipschitz Normalization for Self-Attention Layers with Application to Graph
-    Neural Networks*, ICML 2021; proof: docs/theory/other-attentions.md.
+    Neural Networks*, ICML 2021. Proof: documentation page "Other attentions", section "LipschitzNorm".
 
     """
     m, n = _count("queries", queries), _count("keys", keys)
@@ -371,9 +378,10 @@ def lipschitz_norm(queries: object, keys: object) -> Bound:
 
 
 def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
-    """Bound attention with LipschitzNorm by √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²}, κ = √(m P̄(n, 1)).
+    """Bound LipschitzNorm attention by √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²} with κ = √(m P̄(n, 1)).
 
-    κ <= e √(m/n). For one key it is √m, the constant itself.
+    The attention is defined in :func:`lipschitz_norm`, P̄(n, 1) = 1/(1 + (n−1)e^{−2}), and κ <= e √(m/n). For
+    one key the bound is √m, which is the Lipschitz constant.
 
     Parameters
     ----------
@@ -383,7 +391,8 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of the Lipschitz constant of (Q, K, V) ↦ f in Frobenius norms; below :func:`lipschitz_norm`.
+        Upper bound on the Lipschitz constant of (Q, K, V) ↦ f in Frobenius norms, below
+        :func:`lipschitz_norm`.
 
     Raises
     ------
@@ -392,7 +401,7 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
 
     References
     ----------
-    This library: docs/theory/other-attentions.md.
+    Documentation page "Other attentions".
 
     """
     m, n = _count("queries", queries), _count("keys", keys)
@@ -404,7 +413,7 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
     return upper(
         "lipschitz_norm_sharp",
         Quantity.EVERYWHERE,
-        f"howsmooth, {_OURS}",
+        _OURS,
         log_kappa if n == 1 else 0.5 * squares,
     )
 
@@ -413,18 +422,18 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
 
 
 def softmax_temperature(inverse_temperature: object) -> Bound:
-    """Bound x ↦ softmax(λx) by λ/2, in every norm ℓ_p, 1 <= p <= ∞.
+    """Bound the Lipschitz constant of x ↦ softmax(λx) by |λ|/2, in every norm ℓ_p, 1 <= p <= ∞.
 
     Parameters
     ----------
     inverse_temperature
-        λ; of a negative one the absolute value counts.
+        The factor λ; its absolute value is used.
 
     Returns
     -------
     Bound
-        Upper, of its Lipschitz constant on all of R^n, for every n. Attained for n >= 2 in the limit, for
-        n = 2 at x = 0.
+        Upper bound on the Lipschitz constant on all of R^n, for every n. It is the exact constant for n >= 2:
+        for n = 2 the derivative at x = 0 attains it, for n > 2 a limit of points.
 
     Raises
     ------
@@ -433,7 +442,7 @@ def softmax_temperature(inverse_temperature: object) -> Bound:
 
     References
     ----------
-    Nair, *Softmax is 1/2-Lipschitz*, 2025; proof: docs/theory/other-attentions.md.
+    Nair, *Softmax is 1/2-Lipschitz*, 2025. Proof: documentation page "Other attentions", section "Softmax".
 
     """
     size = abs(_number("inverse_temperature", inverse_temperature))

@@ -1,8 +1,9 @@
-"""L2, scaled cosine, Sinkhorn and LipschitzNorm attention with several heads and masks, on a ball.
+"""Differentiable bounds on a ball for layers of L2, scaled cosine, Sinkhorn and LipschitzNorm attention.
 
-The whole layer X ↦ W_O · concat_h(head h) + b_O, from the parameters of a layer. For one head, without a mask
-and for R → ∞, the constants are those of ``other_attentions``. Each formula is a function of tensors, through
-which derivatives pass: layers that are divided by their bound need them. Proofs: docs/theory/enforce.md.
+A layer is X ↦ W_O · concat_h(head h) + b_O with several heads and a mask. For one head without a mask and for
+R → ∞ the bounds are the ones of ``other_attentions``. They are differentiable functions of the parameters,
+because ``howsmooth.nn`` divides layers by their bounds during training. Proofs: documentation page "Enforce:
+layers with a constant that is proved", section "Other attentions as layers".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from howsmooth.bounds.visible_rows import VisibleRows
 
 __all__ = ["l2_layer", "lipschitz_norm_layer", "scaled_cosine_layer", "sinkhorn_layer", "value_radius"]
 
-# Norms are rounded up by it, as in ``parameters``.
+# Norms are rounded up by this relative error, as in ``parameters``.
 _NORM_MARGIN = 1e-12
 
 
@@ -28,13 +29,18 @@ def l2_layer(
     rows: VisibleRows,
     radius: float,
 ) -> Float[Tensor, ""]:
-    """Bound multi-head L2 attention with tied query and key on the ball of radius R (∞: everywhere).
+    """Bound the Lipschitz constant of multi-head L2 attention on the ball of radius R.
 
-    With a = ‖Q_h‖²R²/√k, and for a row that sees m keys, its own among them, Φ e^{Φ+1} = m − 1 (else Φ = ∞):
-    var = min(a, Φ), dist = min(4a, Φ), p = 1/(1 + (m−1)e^{−4a}),
-    L_h = √(max_j Σ_{i sees j} r_i²) + 2 max_i var_i,  r = √p + 2 min{√(var·dist), √(4a·var·p), a√2}.
-    The layer has min{‖[L_h O_h]_h‖ ‖[Q_h]_h‖, ‖W_O‖ (Σ_h ‖V_h Q_hᵀ‖²‖Q_h‖²L_h²/k)^{1/2}},
-    where O_h = W_h V_h Q_hᵀ/√k.
+    R = ∞ stands for the whole space. Query and key matrices Q_h are equal. Let a = ‖Q_h‖²R²/√k. For a row
+    that sees m keys, its own among them, let Φ e^{Φ+1} = m − 1; for a row that does not see its own key,
+    Φ = ∞. With
+
+    - var = min(a, Φ), dist = min(4a, Φ), p = 1/(1 + (m−1)e^{−4a}),
+    - r = √p + 2 min{√(var·dist), √(4a·var·p), a√2},
+    - L_h = √(max_j Σ_{i sees j} r_i²) + 2 max_i var_i and O_h = W_h V_h Q_hᵀ/√k,
+
+    the bound is min{‖[L_h O_h]_h‖ ‖[Q_h]_h‖, ‖W_O‖ (Σ_h ‖V_h Q_hᵀ‖²‖Q_h‖²L_h²/k)^{1/2}}, a scalar float64
+    tensor.
     """
     heads, key_dim, _ = query.shape
     q, v, w = query.double(), value.double(), output.double()
@@ -48,13 +54,15 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return L_h, the constant of U ↦ P U for the u_i = Q_h x_i."""
+    """Return L_h of :func:`l2_layer`, an upper bound for the map U ↦ P(U) U with u_i = Q_h x_i."""
     m, phi = rows.counts, rows.phi
     if phi is None:
         phi = torch.where(m > 1, torch.inf, 0.0)
     if not math.isfinite(radius):
         return rows.heaviest((1 + 2 * phi).square()).sqrt() + 2 * phi.max()
-    root = key_dim**-0.25 * radius * size  # √a, since a root has no derivative at 0, where a weight may be
+    root = (
+        key_dim**-0.25 * radius * size
+    )  # √a, formed without a root because the root of a zero weight has no derivative
     deviation, distance = torch.minimum(root, phi.sqrt()), torch.minimum(2 * root, phi.sqrt())
     largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-4 * root.square()))
     products = torch.stack(
@@ -81,11 +89,13 @@ def scaled_cosine_layer(
     gain: float,
     eps: float,
 ) -> Float[Tensor, ""]:
-    """Bound multi-head scaled cosine attention on the ball of radius R (∞: everywhere).
+    """Bound the Lipschitz constant of multi-head scaled cosine attention on the ball of radius R.
 
-    ‖W_O‖ |ν| ε^{-1/2} ( c‖W_V‖ + |τ|ρ_k ρ_v‖W_Q‖ + c'|τ|ρ_q ρ_v‖W_K‖ ), the matrices of all heads stacked,
-    c² = max_j Σ_{i sees j} p_i, c'² = max_j Σ_{i sees j} min(½, p_i)[m_i > 1],
-    p = 1/(1 + (m−1)e^{−2|τ|ρ_qρ_k}), ρ the largest norm of a normalised row on the ball.
+    R = ∞ stands for the whole space. The bound is ‖W_O‖ |ν| ε^{-1/2} (c‖W_V‖ + |τ|ρ_k ρ_v‖W_Q‖ + c'|τ|ρ_q
+    ρ_v‖W_K‖), where W_Q, W_K and W_V stack the matrices of all heads, ρ_q, ρ_k and ρ_v are the largest norms
+    of a normalised query, key and value on the ball, c² = max_j Σ_{i sees j} p_i, and c'² = max_j Σ min(½,
+    p_i) over the rows i that see j and other keys. p_i = 1/(1 + (m_i−1)e^{−2|τ|ρ_qρ_k}) bounds a weight in a
+    row that sees m_i keys.
     """
     tau = abs(temperature)
     parts = (query.double(), key.double(), value.double())
@@ -106,7 +116,7 @@ def scaled_cosine_layer(
 def _cosine_radii(
     weight: Float[Tensor, "heads dim d"], bias: Tensor | None, radius: float, eps: float
 ) -> Float[Tensor, "heads"]:
-    """Return the largest |u|/√(|u|² + ε) on the ball, u = W_h x + b_h."""
+    """Return the largest |u|/√(|u|² + ε) of u = W_h x + b_h for x in the ball, one for each head."""
     if not math.isfinite(radius):
         return torch.ones(len(weight), dtype=torch.float64, device=weight.device)
     sizes = _reach(weight, bias, radius)
@@ -122,12 +132,14 @@ def sinkhorn_layer(
     *,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound multi-head converged Sinkhorn attention on the ball, whatever n and the biases.
+    """Bound the Lipschitz constant of multi-head converged Sinkhorn attention on a ball, for every n.
 
-    With O_h = W_h V_h and ν_h = ‖V_h‖, and matrices stacked over the heads, it is c₁ + R²c₂,
-    c₁ = min{‖W_O‖‖[V_h]‖, (Σ_{h,g} ‖O_hᵀO_g‖)^{1/2}},
-    c₂ = min{‖W_O‖(‖[ν_h A_h]‖ + ‖[ν_h A_hᵀ]‖), ‖[O_h]‖(‖[A_h]‖ + ‖[A_hᵀ]‖)}.
-    For one head it is ‖O‖(1 + 2‖A‖R²).
+    With O_h = W_h V_h, ν_h = ‖V_h‖ and matrices [·] stacked over the heads, the bound is c₁ + R²c₂, where
+
+    - c₁ = min{‖W_O‖‖[V_h]‖, (Σ_{h,g} ‖O_hᵀO_g‖)^{1/2}},
+    - c₂ = min{‖W_O‖(‖[ν_h A_h]‖ + ‖[ν_h A_hᵀ]‖), ‖[O_h]‖(‖[A_h]‖ + ‖[A_hᵀ]‖)}.
+
+    For one head it is ‖O‖(1 + 2‖A‖R²). It does not depend on biases.
     """
     v, w = value.double(), output.double()
     a = scale * (key.double().mT @ query.double())
@@ -148,11 +160,12 @@ def lipschitz_norm_layer(
     output: Float[Tensor, "d_out v_width"],
     rows: VisibleRows,
 ) -> Float[Tensor, ""]:
-    """Bound multi-head attention with LipschitzNorm, each head with its own divisor, everywhere.
+    """Bound the Lipschitz constant of multi-head LipschitzNorm attention on the whole space.
 
-    ‖W_O‖ min{ L ‖[W_Q; W_K; W_V]‖, 2‖W_Q‖ + (1+√½)‖W_K‖ + (κ+1)‖W_V‖ },
-    L² = max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²}, κ² = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2}).
-    If every row sees one key, ‖W_O‖κ‖W_V‖.
+    Each head divides its scores by its own normaliser. The bound is ‖W_O‖ min{L ‖[W_Q; W_K; W_V]‖,
+    2‖W_Q‖ + (1+√½)‖W_K‖ + (κ+1)‖W_V‖}, where L² = max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²} and κ² = max_j Σ_{i
+    sees j} 1/(1 + (m_i−1)e^{−2}) for rows that see m_i keys. If every row sees one key, the bound is
+    ‖W_O‖κ‖W_V‖.
     """
     q, k, v, w = (t.double() for t in (query, key, value, output))
     m = rows.counts
@@ -169,7 +182,7 @@ def lipschitz_norm_layer(
 def value_radius(
     value: Float[Tensor, "heads value_dim d"], bias: Tensor | None, radius: float
 ) -> Float[Tensor, "heads"]:
-    """Return the largest norm of a value of each head on the ball."""
+    """Return an upper bound on |V_h x + b_v,h| over the ball |x| <= R, one for each head."""
     return _reach(value.double(), bias, radius)
 
 
@@ -179,6 +192,6 @@ def _reach(weight: Tensor, bias: Tensor | None, radius: float) -> Tensor:
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms, rounded up; derivatives pass."""
+    """Return differentiable spectral norms of a batch of matrices, rounded up."""
     norm: Tensor = torch.linalg.matrix_norm(matrix, 2) * (1 + _NORM_MARGIN)
     return norm

@@ -1,7 +1,8 @@
-"""What bounds see of an attention: for each head A, V, b as in the paper, and the output maps.
+"""The parameters of an attention in the paper's notation: A, V and b of each head, and the output maps W_h.
 
-Scores are ⟨A x_i + b, x_j⟩ with A = scale · Kᵀ Q and b = scale · Kᵀ b_q; values are V x_j. The key bias
-shifts every score of a row alike and has no effect; value and output biases have none on a derivative.
+Scores are ⟨A x_i + b, x_j⟩ with A = scale · Kᵀ Q and b = scale · Kᵀ b_q, and values are V x_j. The key bias
+is left out because it shifts all scores of a row alike. Value and output biases are left out because they do
+not change the derivative.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = [
     "spectral_norm",
 ]
 
-# Relative error that a float64 spectral norm may have, for matrices of up to some thousands of rows: with
-# it norms are rounded up. LAPACK's own bound has a factor of the dimension, which errors never reach.
+# Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
+# thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
 _NORM_MARGIN = 1e-12
-# Pairs of tokens that are looked at together: of long sequences no n × n matrix is formed.
+# Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
 _PAIRS = 1 << 22
 
 
@@ -48,31 +49,31 @@ def spectral_norm(matrix: Tensor) -> float:
 
 
 def row_blocks(n: int) -> Iterator[slice]:
-    """Cut n rows of an n × n matrix into blocks of a bounded number of entries."""
+    """Yield slices of the rows of an n × n matrix such that each block has a bounded number of entries."""
     length = max(1, _PAIRS // n)
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))
 
 
 def largest_distance(x: Tensor) -> float:
-    """Return the largest distance between two rows of x (n, d), from differences: no cancellation."""
+    """Return the largest distance between two rows of x (n, d), computed from differences of entries."""
     exact = "donot_use_mm_for_euclid_dist"
     return max(float(torch.cdist(x[rows], x, compute_mode=exact).amax()) for rows in row_blocks(len(x)))
 
 
 class Head:
-    """One attention head as the paper writes it: scores ⟨A x_i + b, x_j⟩, values V x_j.
+    """One attention head in the paper's notation: scores ⟨A x_i + b, x_j⟩ and values V x_j.
 
-    A, V and b are kept in float64 on the CPU.
+    A, V and b are stored in float64 on the CPU.
 
     Parameters
     ----------
     A
-        (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
+        Matrix of the scores, (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
     V
-        (d_out, d).
+        Value matrix, (d_out, d).
     b
-        (d,), or None for zero.
+        Query bias of the scores, (d,), or None for zero.
 
     Raises
     ------
@@ -119,14 +120,15 @@ class Head:
 
     @cached_property
     def A(self) -> Tensor:
-        """The bilinear form of the scores, (d, d)."""
+        """The matrix A of the scores, (d, d)."""
         return self.left @ self.right
 
     @cached_property
     def A_norm(self) -> float:
-        """‖A‖₂, rounded up."""
+        """The spectral norm of A, rounded up."""
         rank = self.left.shape[1]
-        if rank < self.d:  # ‖L R‖ = ‖R_L Rᵀ_R‖ with the triangular factors of L and Rᵀ: small matrices
+        if rank < self.d:
+            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
             left = torch.linalg.qr(self.left, mode="r").R
             right = torch.linalg.qr(self.right.mT, mode="r").R
             return spectral_norm(left @ right.mT)
@@ -134,12 +136,12 @@ class Head:
 
     @cached_property
     def V_norm(self) -> float:
-        """‖V‖₂, rounded up."""
+        """The spectral norm of V, rounded up."""
         return spectral_norm(self.V)
 
     @cached_property
     def b_norm(self) -> float:
-        """|b|, rounded up."""
+        """The Euclidean norm of b, rounded up."""
         return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
 
     def __repr__(self) -> str:
@@ -164,22 +166,23 @@ Masking = Literal["none", "causal", "other"]
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The heads of an attention and how they are put together: f(X) = Σ_h W_h f_h(X).
+    """The parameters of a multi-head attention f(X) = Σ_h W_h f_h(X): its heads, output maps and mask.
 
     Attributes
     ----------
     heads
-        With their values V_h as they enter the heads (key/value heads repeated for grouped queries).
+        One :class:`Head` for each query head; grouped queries repeat the key/value heads.
     outputs
-        W_h (d_out, value_dim) for each head: columns of the output projection; blocks of the identity
-        for concatenated heads.
+        The maps W_h (d_out, value_dim): blocks of columns of the output projection, or of the identity if
+        the heads are concatenated.
     masking
         "none", "causal" (token i sees the tokens j <= i), or "other".
     mask
-        Which keys (columns) each query (row) sees, for "other"; it fixes the length.
+        For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
+        the length.
     window, causal
-        For "other" without a mask: token i sees the tokens j with |i − j| < ``window`` at every length, those
-        j <= i only if ``causal``.
+        For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only those with
+        j <= i if ``causal``.
 
     """
 
@@ -191,7 +194,7 @@ class Parameters:
     causal: bool = False
 
     def visibility(self, n: int) -> Visibility:
-        """Return which of n tokens each token sees.
+        """Return the mask for n tokens.
 
         Raises
         ------
@@ -211,7 +214,7 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the only head, with V its value and output maps together.
+        """Return the head of a single-head attention, with value matrix W_1 V_1; errors name ``needed_by``.
 
         Raises
         ------
@@ -224,52 +227,51 @@ class Parameters:
                 "attention",
                 expected=f"one head: {needed_by} is a statement about single-head attention",
                 got=f"{len(self.heads)} heads",
-                remedy="Give attention.head(h), or combine heads with lemma_3_8, multi_head or best.",
+                remedy="Pass attention.head(h), or use best or a bound for several heads, such as lemma_3_8.",
             )
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head h with the value W_h V_h: the map W_h f_h."""
+        """Return head h with value matrix W_h V_h, which is the map W_h f_h."""
         head = self.heads[h]
         return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
 
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """What is needed of a captured site (``howsmooth.Site``): its map, its tokens, the norm before it."""
+    """The interface of a captured site (``howsmooth.Site``): its map, its tokens and the norm before it."""
 
     @property
     def map(self) -> object:
-        """The map."""
+        """The captured map."""
 
     @property
     def x(self) -> Tensor:
-        """Tokens (batch, n, d)."""
+        """The tokens (batch, n, d) at which the map was captured."""
 
     @property
     def norm(self) -> object:
-        """The norm layer whose outputs the tokens are, or None."""
+        """The norm layer that outputs the tokens, or None."""
 
 
 Attention = Head | Parameters | SelfAttention | SiteLike
-"""What functions of this room take for an attention."""
+"""The types that functions of ``howsmooth.bounds`` accept as an attention."""
 
 
 def parameters_of(attention: object) -> Parameters:
-    """Read the parameters of an attention in float64.
+    """Return the parameters A, V, b of all heads of an attention, in float64 on the CPU.
 
     Parameters
     ----------
     attention
-        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a
-        captured site whose
-        map is one.
+        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a captured
+        site whose map is a SelfAttention.
 
     Raises
     ------
     ArgumentError
-        If it is none of these, or has rotary positions, a score bias, soft-capped scores or sinks: scores
-        are then no bilinear form of the tokens, or P not their softmax.
+        If ``attention`` is none of these. Also if it has rotary positions, a score bias, soft-capped scores,
+        sinks or norms of queries or keys, since scores are then not ⟨A x_i + b, x_j⟩ or P not their softmax.
 
     """
     if isinstance(attention, Parameters):
@@ -290,7 +292,7 @@ def parameters_of(attention: object) -> Parameters:
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
             got="rotary positions, with which A depends on the distance of the tokens",
-            remedy="The certificates at given tokens (certificate_n and the others) take rotary positions.",
+            remedy="The certificates at given tokens (certificate_n and the others) accept rotary positions.",
         )
     f = attention.to(dtype=torch.float64, device="cpu")
     group = f.heads // f.kv_heads
@@ -323,7 +325,7 @@ def _of_site(site: SiteLike) -> Parameters:
 
 
 def log_p_bar(n: int | float, a: float) -> float:
-    """Return log P̄(n, a) = −log(1 + (n − 1) e^{−2a}), the largest that one of n attention weights can be."""
+    """Return log P̄(n, a) = −log(1 + (n−1) e^{−2a}): one of n weights with scores in [−a, a] is at most P̄."""
     if n <= 1:
         return 0.0
     exponent = math.log(n - 1) - 2 * a

@@ -1,4 +1,4 @@
-"""Of what attention, at which tokens or on which ball, a Lipschitz constant is asked for."""
+"""The class ``Question``: the attention and the tokens or ball for which bounds are asked."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Question"]
 
-# Tokens that are all zero lie in every ball; statements want one.
+# The radius used when all tokens are zero, since the theorems need a positive one.
 _LEAST_RADIUS = 1e-150
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Of what attention, where, the Lipschitz constant is asked for.
+    """The attention whose Lipschitz constant is asked for, and the tokens or the ball where it is asked.
 
     Attributes
     ----------
     attention
         A Head, Parameters or SelfAttention.
     X
-        Tokens (n, d), or None for all tokens in the ball.
+        Tokens (n, d), float64 on the CPU, or None for all tokens in the ball.
     length
-        Sequence length, or None for every length at once.
+        Sequence length n, or None for a bound that holds for every length.
     radius
-        Of the ball.
+        Radius R of the ball.
     radius_from
-        Where the radius comes from, in words.
+        A phrase that says how the radius was found.
 
     """
 
@@ -49,14 +49,23 @@ class Question:
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
     ) -> Question:
-        """Read the arguments of :func:`best` and :func:`~howsmooth.bounds.table`."""
+        """Return the question asked by the arguments of :func:`best` or :func:`~howsmooth.bounds.table`.
+
+        Raises
+        ------
+        ArgumentError
+            If an argument does not fit, or there is nothing to take the radius from.
+        NonFiniteError
+            If an entry of X is NaN or infinite.
+
+        """
         attention, norm = source, None
         if isinstance(source, SiteLike) and not isinstance(source, SelfAttention):
             attention, norm = source.map, source.norm
             if X is None and length is None:
                 X = _single(source.x)
         if not isinstance(attention, Head | Parameters | SelfAttention):
-            attention = parameters_of(source)  # which says what is wrong with it
+            attention = parameters_of(source)  # raises an error for other types
         require_plain_scores(attention, "these bounds")
         n = None if length is None else check_length(length)
         farthest = 0.0
@@ -67,7 +76,7 @@ class Question:
             n = X.shape[0]
             farthest = float(torch.linalg.vector_norm(X, dim=-1).max())
         R, words = _radius(radius, norm, X is not None, farthest)
-        # A float32 token may be longer than its norm layer allows by a rounding error.
+        # By rounding, a float32 token may be slightly longer than the radius of its norm layer.
         return cls(attention, X, n, max(R, farthest), words)
 
 
@@ -99,7 +108,7 @@ def _single(x: Tensor) -> Tensor:
         "X",
         expected="one sequence",
         got=f"a site with {x.shape[0]}",
-        remedy="Give one of them, as X=site.x[0].",
+        remedy="Pass one of the sequences, for instance X=site.x[0].",
     )
 
 

@@ -1,8 +1,9 @@
-"""Softmax attention as a layer, with several heads and masks, on a ball: bounds with derivatives.
+"""Differentiable upper bounds on a ball for layers of multi-head softmax attention with a mask.
 
-``softmax_layer`` is Theorem A for several heads, ``query_key_norm_layer`` a bound for normalised queries and
-keys. Each formula is a function of tensors, through which derivatives pass: layers that are divided by their
-bound need them. Proofs: docs/theory/enforce.md.
+``softmax_layer`` is Theorem A for several heads, and ``query_key_norm_layer`` is for attention with
+normalised queries and keys. They are differentiable functions of the parameters, because ``howsmooth.nn``
+divides layers by their bounds during training. Proofs: documentation page "Enforce: layers with a constant
+that is proved".
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ from howsmooth.bounds.visible_rows import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
-# Norms are rounded up by it, as in ``parameters``.
+# Norms are rounded up by this relative error, as in ``parameters``.
 _NORM_MARGIN = 1e-12
-# Beyond this size one eigenvector is computed instead of all.
+# For larger matrices only the leading eigenvector is computed, instead of all.
 _LARGE = 96
-
-Maps = Float[Tensor, "heads rows columns"]
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the worst rows of all boolean masks of n tokens, which may differ between the heads.
+    """Return rows for which the bounds of this module hold for every boolean mask of n tokens.
 
-    Of the bounds on a row here that of two visible keys is the largest, or that of one.
+    The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
+    only these two kinds are returned.
     """
     counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
     return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
@@ -47,12 +47,16 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound multi-head softmax attention on the ball of radius R: Theorem A for several heads.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball by Theorem A for several heads.
 
-    With a_h = ‖A_h‖R², ρ_h,i the bound on row i of Theorem A, O_h = W_h V_h, O = Σ_h O_h, and
-    M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}, the smaller of
-    M(a_h + √(max_j Σ_{i sees j} ρ_h,i)) and M(a_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_h,i − 1/m_i))²)),
-    m_i the number of keys that row i sees. For one head the two are Theorem A.
+    Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
+    sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
+    bound, a scalar float64 tensor, is the smaller of
+
+    - M(a_h + √(max_j Σ_{i sees j} ρ_h,i)) and
+    - M(a_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_h,i − 1/m_i))²)).
+
+    For one head both are Theorem A.
     """
     q, k = query.double(), key.double()
     a = scale * products_norms(k.mT, q) * radius * radius
@@ -87,12 +91,15 @@ def query_key_norm_layer(
     temperature: Tensor,
     eps: float,
 ) -> Float[Tensor, ""]:
-    """Bound softmax attention with scores τ⟨q̂, k̂⟩, û = u/√(|u|² + ε), on the ball of radius R.
+    """Bound the Lipschitz constant of multi-head attention with normalised queries and keys on a ball.
 
-    With ρ_q, ρ_k the largest |q̂|, |k̂| of a head on the ball, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row
-    that sees m_i keys, s_h = ε^{-1/2} τR (ρ_k‖Q_h‖ + ρ_q‖K_h‖ √(max_j Σ_{i sees j} min(½, p_i))), where rows
-    that see one key count 0, and M, O_h, O as in :func:`softmax_layer`: the smaller of
-    M(s_h + √(max_j Σ_{i sees j} p_i)) and M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
+    The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε). Let ρ_q and ρ_k be the largest |q̂| and |k̂| of head h on
+    the ball of radius R, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row that sees m_i keys, and s_h = ε^{-1/2}
+    τR (ρ_k‖Q_h‖ + ρ_q‖K_h‖ √(max_j Σ min(½, p_i))), with the sum over the rows i that see j and other keys.
+    With M and O of :func:`softmax_layer`, the bound is the smaller of
+
+    - M(s_h + √(max_j Σ_{i sees j} p_i)) and
+    - M(s_h) + √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(p_i − 1/m_i))²)).
     """
     tau = temperature.double().abs()
     norm_q, reach_q = _normalised(query.double(), query_bias, radius, eps)
@@ -121,7 +128,7 @@ def softmax_output_radius(
     output_bias: Tensor | None,
     radius: float,
 ) -> float:
-    """Bound the norm of W_O [Σ_j P^h_ij (V_h x_j + b_v,h)]_h + b_O, rows of P probabilities, |x_j| <= R."""
+    """Return an upper bound on the norm of an output token if the input tokens have norm at most R."""
     heads = _Heads.of(value.double(), output.double())
     largest = radius * float(heads.together(torch.ones(len(value), dtype=torch.float64)))
     shift = torch.zeros(output.shape[0], dtype=torch.float64)
@@ -137,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the output maps of heads: what is known of Σ_h O_h F_h, ‖F_h‖ <= c_h.
+    """The norms of the output maps O_h = W_h V_h that bound sums Σ_h O_h F_h with ‖F_h‖ <= c_h.
 
     Attributes
     ----------
@@ -166,13 +173,13 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two forms of M(c)² for c (heads, ...)."""
+        """Return the two terms of which M(c)² is the minimum, for c (heads, ...)."""
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return M(c)."""
+        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ if ‖F_h‖ <= c_h."""
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
@@ -184,7 +191,10 @@ class _Heads:
 
 
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return ‖O_hᵀ O_g‖, O_h = W_h V_h, from k × k matrices; singular vectors held fixed for the gradient."""
+    """Return the norms ‖O_hᵀ O_g‖ of O_h = W_h V_h, (heads, heads), computed from k × k matrices.
+
+    The gradient is taken with the singular vectors held fixed.
+    """
     count = len(value)
     h, g = torch.triu_indices(count, count, device=value.device)
     with torch.no_grad():
@@ -200,7 +210,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Whether all heads see the same keys, so that their means can be taken together."""
+    """Return whether all heads have the same known mask, so that the bound around the mean applies."""
     return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
 
 
@@ -208,22 +218,22 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Which rows see several keys, as far as is known."""
+    """Return True for each kind of row that may see several keys."""
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return 1/(1 + (m−1)e^{−2a}), the largest that one of m weights can be, (heads, rows)."""
+    """Return the upper bound 1/(1 + (m−1)e^{−2a}) on one of m attention weights, (heads, rows)."""
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return max_j Σ_{i sees j} of each head."""
+    """Return max_j Σ_{i sees j} w_i for the weights w of each head, (heads,)."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a), with the derivative at the maximiser held fixed."""
+    """Return h*(a) for each head, with a gradient that holds the maximiser fixed."""
     w = torch.tensor(
         [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
         dtype=a.dtype,
@@ -235,7 +245,7 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return ‖W_h‖ and the largest |û| on the ball, u = W_h x + b_h."""
+    """Return ‖W_h‖ and the largest |û| of a normalised vector u = W_h x + b_h on the ball, for each head."""
     norms = _norm(weight)
     reach = radius * norms
     if bias is not None:
@@ -249,11 +259,11 @@ def _normalised(
 def products_norms(
     left: Float[Tensor, "*lead m k"], right: Float[Tensor, "*lead k d"]
 ) -> Float[Tensor, "*lead"]:
-    """Return the spectral norms of left @ right, rounded up, with a gradient.
+    """Return differentiable spectral norms of the products left @ right, rounded up.
 
-    ‖L R‖ is the norm of the product of the triangular factors of L and Rᵀ, which are small. The singular
-    vectors u, v go back through the orthogonal factors and are held fixed: the gradient of ⟨Lᵀu, R v⟩. Where
-    the largest singular value is multiple it is one of the subgradients; zero at the zero matrix.
+    Leading singular vectors u and v are computed from the product of the triangular QR factors, which is
+    small. The norm is ⟨Lᵀu, R v⟩, differentiated with u and v held fixed. If the largest singular value is
+    multiple, the gradient is one of the subgradients; at the zero matrix it is zero.
     """
     with torch.no_grad():
         q_left, r_left = torch.linalg.qr(left)
@@ -264,13 +274,13 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of q_left @ small @ q_rightᵀ; the left one 0 for a zero matrix."""
+    """Return the leading singular vectors u, v of q_left @ small @ q_rightᵀ, with u = 0 for a zero matrix."""
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms, rounded up, with the gradient of ⟨u, M v⟩."""
+    """Return differentiable spectral norms ⟨u, M v⟩, rounded up, with the singular vectors held fixed."""
     with torch.no_grad():
         u, v = _singular_vectors(matrix)
     norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)
@@ -280,10 +290,10 @@ def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]
 def _singular_vectors(
     matrix: Float[Tensor, "*lead rows columns"],
 ) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
-    """Return the leading singular vectors u, v; u = 0 for a zero matrix, NaN where entries are not finite.
+    """Return leading singular vectors u, v of M; u = 0 if M = 0, and NaN if an entry is not finite.
 
-    From the Gram matrix, scaled so that it neither overflows nor vanishes: its largest eigenvalue has a
-    relative error of a few units of rounding, and |Mv| that of its root.
+    v is an eigenvector of the Gram matrix, scaled so that it neither overflows nor underflows, and
+    u = Mv/|Mv|. The norm |Mv| has a relative error of a few units of rounding.
     """
     scale = matrix.abs().amax(dim=(-2, -1), keepdim=True)
     scaled = matrix / torch.where(scale > 0, scale, 1.0)
@@ -303,22 +313,22 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of the largest eigenvalue, by inverse iteration: cheaper than all of them."""
+    """Return an eigenvector of the largest eigenvalue, by inverse iteration: cheaper than ``eigh``."""
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factors, pivots, _ = torch.linalg.lu_factor_ex(gram - shift * identity)
-    # A start without symmetries, which are what could make it orthogonal to the eigenvector.
+    # The start has no symmetry by which it could be orthogonal to the eigenvector.
     v = torch.cos(torch.arange(1.0, len(gram) + 1, dtype=gram.dtype, device=gram.device).square())
     for _ in range(3):
         v = torch.linalg.lu_solve(factors, pivots, v[:, None])[:, 0]
         v = v / torch.linalg.vector_norm(v)
-    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or another eigenvalue
+    if not bool(v @ gram @ v >= largest * (1 - 1e-13 * len(gram))):  # NaN, or converged to another eigenvalue
         v = torch.linalg.eigh(gram)[1][:, -1]
     return v
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the root; 0, with derivative 0, where a zero weight or rounding leaves no positive number."""
+    """Return the square root, or 0 with derivative 0 where the argument is not positive."""
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

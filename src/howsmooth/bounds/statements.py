@@ -1,4 +1,4 @@
-"""Every statement that applies to an attention, and the tightest of them that holds."""
+"""The list of all bounds that apply to an attention, and the choice of the tightest one."""
 
 from __future__ import annotations
 
@@ -51,19 +51,20 @@ __all__ = ["Statement", "all_bounds", "best", "statements_about"]
 
 
 Statement = Callable[[], Bound]
-"""A bound that is not evaluated yet."""
+"""A function without arguments that computes a bound."""
 
 
 def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
-    """Return every bound that is a statement about this attention, whether or not its hypotheses hold.
+    """Return all bounds that apply to the attention of a question, also those whose hypotheses fail.
 
-    Local ones if there is an X, on the ball if there is a length, and those that hold for every length.
+    They are local bounds at tokens X if X is given, bounds on the ball for n tokens if a length is given, and
+    bounds on the ball for every length.
     """
     return [evaluate() for _, evaluate in statements_about(question, side=side)]
 
 
 def statements_about(question: Question, *, side: str | None = None) -> list[tuple[str, Statement]]:
-    """Return the bounds of :func:`all_bounds` by name, each to be evaluated by a call."""
+    """Return the bounds of :func:`all_bounds` without computing them, as pairs (name, function)."""
     found: list[tuple[str, Statement]] = []
     rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
     if side != "lower":
@@ -158,24 +159,24 @@ def best(
     radius: object = None,
     side: str = "upper",
 ) -> Bound:
-    """Return the tightest bound that holds.
+    """Return the tightest bound whose hypotheses hold: the smallest upper or the largest lower bound.
 
     Parameters
     ----------
     source
-        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site (then ``X`` is
-        its tokens
-        unless a length is given).
+        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site. For a site, ``X``
+        defaults to its tokens if no length is given.
     X
-        Tokens (n, d): the bound is one on ‖D_X f‖. None: on the Lipschitz constant on B_R^n.
+        Tokens (n, d) for a bound on ‖D_X f‖; None for a bound on the Lipschitz constant on B_R^n.
     length
-        Sequence length n; None, without ``X``, for a bound that holds for every length (mean-field).
+        Sequence length n. If both ``length`` and ``X`` are None, the bound holds for every length
+        (mean-field).
     radius
-        R, the largest norm of a token. By default that of the norm layer of a site, else of the longest
-        token of X.
+        R, the largest norm of a token. Default: the radius of the norm layer before the attention of a site,
+        else the norm of the longest token of X.
     side
-        "upper" or "lower". Lower bounds are on the Lipschitz constant on B_R^n: at given tokens,
-        ``local_lipschitz(attention, X).lower`` is one.
+        "upper" or "lower". Lower bounds are on the Lipschitz constant on B_R^n only; at given tokens,
+        ``local_lipschitz(attention, X).lower`` is a lower bound.
 
     Returns
     -------
@@ -184,8 +185,10 @@ def best(
     Raises
     ------
     ArgumentError
-        If an argument is not of this kind, or no statement applies (rotary positions without X, several
-        heads without a length, a lower bound at X).
+        If an argument does not fit, or no bound applies: with rotary positions and no X, several heads and no
+        length, or ``side="lower"`` with X.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
 
     """
     if side not in ("upper", "lower"):
@@ -196,13 +199,13 @@ def best(
             "side",
             expected="'upper' with X",
             got="'lower'",
-            remedy="local_lipschitz(attention, X).lower is a lower limit at X; "
-            "for one on B_R^n give a length instead of X.",
+            remedy="local_lipschitz(attention, X).lower is a lower bound at X; "
+            "for a bound on B_R^n, pass a length instead of X.",
         )
     candidates = [bound for bound in all_bounds(question, side=side) if bound.holds]
     if not candidates:
         if isinstance(question.attention, SelfAttention) and question.attention.rotary is not None:
-            parameters_of(question.attention)  # raises, saying why not
+            parameters_of(question.attention)  # raises an error about rotary positions
         raise ArgumentError(
             "length",
             expected=f"a number of tokens, as no {side} bound for this attention holds for every length",

@@ -1,7 +1,9 @@
-"""Bounds for unmasked self-attention on the ball of radius R (docs/theory/bounds-on-a-ball.md).
+"""Upper bounds on the Lipschitz constant of one unmasked attention head on the ball of radius R.
 
-In all of them a = ‖A‖R² and a₃ = (‖A‖R + |b|)R, which is a without a query bias. Sums of many orders of
-magnitude are formed from logarithms, so that e^{2a} may overflow and lengths may have hundreds of digits.
+Lip(f on B_R^n) is the Lipschitz constant of f, in Frobenius norms, on all sequences of n tokens of norm at
+most R. In the formulas a = ‖A‖R² and a₃ = (‖A‖R + |b|)R, which equals a without a query bias b. Formulas are
+evaluated in logarithms, so that e^{2a} may overflow and lengths may have hundreds of digits. Proofs:
+documentation page "Bounds on a ball".
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from howsmooth.bounds.parameters import Head, Parameters, log_p_bar, parameters_
 __all__ = ["h_star", "n_free", "theorem_3_3", "theorem_3_5", "theorem_a", "theorem_e_3"]
 
 PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
-OURS = "docs/theory/bounds-on-a-ball.md"
+OURS = 'howsmooth documentation, "Bounds on a ball"'
 
 
 def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, of order R²√n.
+    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, which grows like R²√n (Theorem 3.3).
 
     Parameters
     ----------
@@ -36,7 +38,7 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Needs: no mask, no query bias.
+        Upper bound on Lip(f on B_R^n). Hypotheses: no mask, no query bias.
 
     Raises
     ------
@@ -61,7 +63,7 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_3_5(attention: object, radius: object) -> Bound:
-    """Bound the W₂-Lipschitz constant of the mean-field map by ‖V‖ (1 + 3a) e^{2a}, whatever n.
+    """Bound the W₂-Lipschitz constant of the mean-field map by ‖V‖ (1 + 3a) e^{2a}, a = ‖A‖R² (Theorem 3.5).
 
     Parameters
     ----------
@@ -73,7 +75,8 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip_W2(F on P(B_R)) and so of Lip(f on B_R^n) for every n. Needs: no mask, no query bias.
+        Upper bound on Lip_W2(F on P(B_R)), and so on Lip(f on B_R^n) for every n. Hypotheses: no mask, no
+        query bias.
 
     Raises
     ------
@@ -99,7 +102,7 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
 
 
 def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) with a query bias by √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}.
+    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}, b the query bias (Theorem E.3).
 
     Parameters
     ----------
@@ -109,7 +112,7 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Needs: no mask.
+        Upper bound on Lip(f on B_R^n). Hypothesis: no mask.
 
     Raises
     ------
@@ -135,10 +138,11 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})), biases included.
+    """Bound Lip(f on B_R^n) by ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})) with a query bias (Theorem A).
 
-    h* is :func:`h_star` and P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest that one attention weight can be.
-    It is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, the constant itself.
+    a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is :func:`h_star`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single
+    attention weight. Theorem A is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖,
+    which is the Lipschitz constant.
 
     Parameters
     ----------
@@ -148,7 +152,7 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip(f on B_R^n). Needs: no mask.
+        Upper bound on Lip(f on B_R^n). Hypothesis: no mask.
 
     Raises
     ------
@@ -157,7 +161,7 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Theorem A.
+    Documentation page "Bounds on a ball", Theorem A.
 
     """
     parameters, head = one_head(attention, "theorem_a")
@@ -167,16 +171,17 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
     return upper(
         "theorem_a",
         Quantity.GLOBAL,
-        f"howsmooth, Theorem A, {OURS}",
+        f"{OURS}, Theorem A",
         log_product(log(head.V_norm), factor),
         unmasked(attention, parameters),
     )
 
 
 def n_free(attention: object, radius: object) -> Bound:
-    """Bound f at every length, and the mean-field map in W₂, by ‖V‖ (a + e^{a₃} √(1 + a₃²)).
+    """Bound the Lipschitz constant on the ball of radius R for every length n by ‖V‖ (a + e^{a₃} √(1 + a₃²)).
 
-    Half the exponent of Theorem 3.5.
+    a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the mean-field map in W₂, and its exponent is
+    half that of Theorem 3.5.
 
     Parameters
     ----------
@@ -188,7 +193,7 @@ def n_free(attention: object, radius: object) -> Bound:
     Returns
     -------
     Bound
-        Upper, of Lip_W2(F on P(B_R)) and so of Lip(f on B_R^n) for every n. Needs: no mask.
+        Upper bound on Lip_W2(F on P(B_R)), and so on Lip(f on B_R^n) for every n. Hypothesis: no mask.
 
     Raises
     ------
@@ -197,7 +202,7 @@ def n_free(attention: object, radius: object) -> Bound:
 
     References
     ----------
-    This library: docs/theory/bounds-on-a-ball.md, Corollary of Theorem A.
+    Documentation page "Bounds on a ball", section "For all lengths: the mean-field map".
 
     """
     parameters, head = one_head(attention, "n_free")
@@ -205,7 +210,7 @@ def n_free(attention: object, radius: object) -> Bound:
     return upper(
         "n_free",
         Quantity.MEAN_FIELD,
-        f"howsmooth, Theorem A for all n, {OURS}",
+        f"{OURS}, Theorem A for all n",
         log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
         unmasked(attention, parameters),
     )
@@ -217,8 +222,9 @@ def n_free(attention: object, radius: object) -> Bound:
 def h_star(a: float) -> float:
     """Return h*(a) = max over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)².
 
-    It is 1 for a <= 1/2, and at most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² over all probabilities P and
-    all t with Σ_j P_j t_j = 0 in an interval of length 2a (docs/theory/bounds-on-a-ball.md, Lemma 2).
+    It is 1 for a <= 1/2, and at most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and
+    all numbers t_j in an interval of length 2a with Σ_j P_j t_j = 0 (documentation page "Bounds on a ball",
+    Lemma 2).
 
     Parameters
     ----------
@@ -228,7 +234,7 @@ def h_star(a: float) -> float:
     Returns
     -------
     float
-        The maximum; inf where it overflows.
+        The maximum h*(a), inf if it overflows.
 
     """
     if a > 1e8:  # h* = 1 + a²/2 up to the last digit
@@ -238,70 +244,71 @@ def h_star(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return w = 2p − 1 at the maximum that h*(a) is; 1 for a <= 1/2, 0 up to the last digit for huge a."""
+    """Return w = 2p − 1 for the p at which the maximum h*(a) is attained; 0 for a > 1e8 and for NaN."""
     if a <= 0.5:
         return 1.0
-    if not a <= 1e8:  # where a is no number, neither is what is made of it
+    if not a <= 1e8:  # also true for NaN
         return 0.0
-    # With w = 2p − 1 it is 1 + (1 − w²)(a² − (1 − aw)²)/2: a quartic, whose derivative is this cubic.
+    # In terms of w = 2p − 1 the function is 1 + (1 − w²)(a² − (1 − aw)²)/2. The cubic below is its
+    # derivative up to a factor, so the maximum is at one of its roots or at w = 0.
     roots = np.roots([2.0, -3.0 / a, 1.0 / (a * a) - 2.0, 1.0 / a])
     candidates = [min(max(float(root.real), 0.0), 1.0) for root in roots] + [0.0]
     return max(candidates, key=lambda w: (1 - w) * (1 + w) * (a - 1 + a * w) * (a + 1 - a * w))
 
 
 def log_h_star(a: float) -> float:
-    """Return log h*(a), finite where h* overflows."""
+    """Return log h*(a), also where h*(a) overflows."""
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(h_star(a))
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, which bounds ‖T_i‖² for a row that sees n tokens."""
+    """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}: Theorem A's bound on a row that sees n tokens."""
     if n <= 1:
-        return 0.0  # one token: P = 1, z = 0, and the row is the identity
+        return 0.0  # a row that sees one token is the identity
     return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))
 
 
-# ---- shared with the other bounds
+# ---- helpers shared with the other modules
 
 
 def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
-    """Return the parameters of an attention, and its only head."""
+    """Return the parameters and the only head of an attention; raise ArgumentError for several heads."""
     parameters = parameters_of(attention)
     return parameters, parameters.one_head(needed_by)
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return a = ‖A‖R² and a₃ = (‖A‖R + |b|)R."""
-    # In this order, so that ‖A‖ = 0 gives 0 where R² overflows.
+    """Return a = ‖A‖R² and a₃ = (‖A‖R + |b|)R for a head and the radius R of the ball."""
+    # R is multiplied one by one, so that ‖A‖ = 0 gives 0 where R² overflows.
     return head.A_norm * radius * radius, (head.A_norm * radius + head.b_norm) * radius
 
 
 def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
-    """Return the logarithm of √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}."""
+    """Return the logarithm of the bound √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2} of Theorem 3.3."""
     a, _ = score_sizes(head, radius)
     inside = log_sum(2 * log(a) + math.log(4 * n + 1), math.log(n))
     return log_product(log(head.V_norm), 0.5 * (math.log(3) + inside))
 
 
 def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that there is no mask."""
+    """Return the hypothesis that the attention has no mask; a bare Head satisfies it."""
     return Hypothesis("no mask", isinstance(attention, Head) or parameters.masking == "none")
 
 
 def no_query_bias(head: Head) -> Hypothesis:
-    """Return the hypothesis that there is no query bias (none that the scores feel)."""
+    """Return the hypothesis that the head has no query bias that changes its scores."""
     return Hypothesis("no query bias", head.b_norm == 0)
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Make an upper bound; the rounding of a logarithm of many digits is added to it."""
+    """Return an upper bound whose logarithm is rounded up by a few ulps, for logarithms with many digits."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)
 
 
 def log(x: float) -> float:
-    """Return log x, −inf at 0."""
+    """Return log x for x > 0, and −inf for x = 0."""
     return math.log(x) if x > 0 else -math.inf
 
 
@@ -311,12 +318,12 @@ def softplus(t: float) -> float:
 
 
 def log_product(*logs: float) -> float:
-    """Return the logarithm of a product of numbers given by logarithms; zero times infinity is zero."""
+    """Return the logarithm of a product from the logarithms of its factors; zero times infinity is zero."""
     return -math.inf if -math.inf in logs else math.fsum(logs)
 
 
 def log_sum(*logs: float) -> float:
-    """Return the logarithm of a sum of numbers given by logarithms."""
+    """Return the logarithm of a sum from the logarithms of its terms."""
     largest = max(logs)
     if math.isinf(largest):
         return largest

@@ -1,7 +1,8 @@
-"""What bounds with a mask need of it: how many keys each row sees, and the column that weighs most.
+"""The number of keys that each row of a mask sees, and the column sums that bounds with a mask need.
 
-If row i of blocks has a squared norm of at most r_i, and is zero at the tokens that i does not see, the norm
-of the whole is at most the root of max_j Σ_{i sees j} r_i (docs/theory/enforce.md).
+If row i of a block matrix has a squared norm of at most r_i and is zero in the columns j that i does not see,
+the norm of the matrix is at most √(max_j Σ_{i sees j} r_i) (documentation page "Enforce: layers with a
+constant that is proved", section "Masks").
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ Mask = Literal["none", "causal", "any"] | Tensor
 
 @dataclass(frozen=True, eq=False)
 class VisibleRows:
-    """The rows of an attention with a mask.
+    """The number of keys visible to each row of an attention with a mask, grouped into kinds of rows.
 
     Attributes
     ----------
     counts
-        Number of keys that a row sees, float64, one entry for each kind of row.
+        Number of visible keys, float64, one entry for each kind of row.
     own
-        Whether it sees its own token, one entry for each kind of row.
+        Whether the row sees its own token, one entry for each kind of row.
     free
-        Whether weights may be anything: numbers are added to the scores of which only that is known.
+        True if arbitrary numbers may be added to the scores, so that the weights may be arbitrary.
     seen
-        (..., n, n), True where query (row) sees key (column), if the mask was given as a tensor.
+        The mask (..., n, n), True where query (row) sees key (column), if it was given as a tensor.
     length
         Number n of tokens.
     kind
         "none", "causal", "any" or "given".
     phi
-        Φ with Φ e^{Φ+1} = m − 1 for a row that sees m keys, its own among them; 0 if m = 1, else ∞. None: not
-        computed.
+        The solution Φ of Φ e^{Φ+1} = m − 1 for a row that sees m keys, its own among them. Φ is 0 if m = 1,
+        and ∞ if the row does not see its own token. None if it was not computed.
 
     """
 
@@ -56,7 +57,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_{i sees j} r_i for numbers r >= 0, one for each kind of row."""
+        """Return max_j Σ_{i sees j} r_i for numbers r_i >= 0, given one for each kind of row."""
         if self.kind == "causal":  # every row sees the first token
             return rows.sum()
         if self.seen is None:
@@ -65,21 +66,21 @@ class VisibleRows:
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
-    """Return what a bound needs to know of a mask.
+    """Return the rows of a mask and the number of keys that each of them sees.
 
     Parameters
     ----------
     length
         Number n >= 1 of tokens.
     mask
-        "none"; "causal", each token sees those up to its own; a boolean tensor (..., n, n), True where query
-        (row) sees key (column), of which the worst counts; or "any": any mask whatever, also numbers that
-        are added to the scores.
+        "none"; "causal", each token sees the tokens up to its own; a boolean tensor (..., n, n), True where
+        query (row) sees key (column), with several masks for the worst of them; or "any", for all boolean
+        masks and all numbers added to the scores.
 
     Raises
     ------
     ArgumentError
-        If the mask is none of these, or leaves a query without keys.
+        If the mask is none of these, or a query sees no key.
 
     """
     n = check_length(length)
@@ -109,7 +110,7 @@ def _given(n: int, mask: Tensor) -> VisibleRows:
             "mask",
             expected="a key for every query",
             got=f"none for query {int(np.argwhere(counts == 0)[0, -1])}",
-            remedy="Let a query that shall see nothing see its own token.",
+            remedy="Let this query see its own token.",
         )
     return _rows(counts, seen.diagonal(axis1=-2, axis2=-1), mask.cpu(), n, "given")
 
@@ -117,7 +118,7 @@ def _given(n: int, mask: Tensor) -> VisibleRows:
 def _rows(
     counts: np.ndarray, own: np.ndarray, seen: Bool[Tensor, "*batch n n"] | None, n: int, kind: str
 ) -> VisibleRows:
-    # In NumPy: within PyTorch's function transforms tensors have no numbers to take out.
+    # NumPy is used because tensors have no readable values within PyTorch's function transforms.
     with np.errstate(divide="ignore"):
         phi = np.where(own, wrightomega(np.log(counts - 1) - 1.0), np.inf)
     phi[counts <= 1] = 0.0

@@ -1,7 +1,7 @@
-"""Tokens at which attention is provably steep: one or two heavy tokens among many copies of a light one.
+"""Tokens at which ‖D_X f‖ is provably large: one or two heavy tokens and many copies of one light token.
 
-The lower bounds of this room evaluate a lemma at such tokens; ``howsmooth.adversarial`` turns the same
-witnesses into inputs. Derivations: docs/theory/worst-inputs.md.
+The lower bounds in ``howsmooth.bounds.lower`` evaluate a lemma at these tokens, and ``howsmooth.adversarial``
+uses them as inputs. Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """Heavy tokens, once each and first in the sequence, and copies of one light token for the rest."""
+    """A sequence of heavy tokens, once each, followed by copies of one light token."""
 
     heavies: Float64[Tensor, "c d"]
     light: Float64[Tensor, " d"]
 
     def tokens(self, length: int) -> Float64[Tensor, "n d"]:
-        """Return X (length, d): the heavy tokens, then the copies of the light one."""
+        """Return the sequence X (length, d) of the heavy tokens and copies of the light token."""
         copies = length - len(self.heavies)
         if copies < 1:
             raise ArgumentError(
@@ -47,11 +47,11 @@ class Witness:
 
 
 class TwoPoints(Witness):
-    """One heavy token."""
+    """A sequence of one heavy token and copies of one light token."""
 
     @classmethod
     def of(cls, heavy: Tensor, light: Tensor) -> TwoPoints:
-        """Make the witness of two vectors (d,)."""
+        """Return the sequence of a heavy and a light token, both (d,)."""
         return cls(heavy[None], light)
 
     @property
@@ -61,11 +61,11 @@ class TwoPoints(Witness):
 
 
 class Tie(Witness):
-    """Two heavy tokens with equal scores for the light one."""
+    """A sequence of two heavy tokens with equal scores for a light token, and copies of the light token."""
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
-        """Make the witness of three vectors (d,)."""
+        """Return the sequence of two heavy tokens and a light token, all (d,)."""
         return cls(torch.stack([heavy_1, heavy_2]), light)
 
     @property
@@ -82,8 +82,8 @@ class Tie(Witness):
 def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
     """Return the real eigenvalues of A in ascending order, each with a unit eigenvector (d,).
 
-    With k < d the nonzero ones come from the k × k matrix right @ left, which has the same ones
-    (if right left w = λ w, then A left w = λ left w), and zero is one, since A is singular.
+    For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left, since
+    right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is singular.
     """
     k = head.left.shape[1]
     small = head.right @ head.left if k < head.d else head.A
@@ -106,9 +106,9 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
 def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> TwoPoints | None:
     """Return the two tokens of Proposition 3.4, or None where A has no real eigenvalue.
 
-    Ru against copies of Ru/2 with u for γ_max, or Ru against copies of −Ru with u for γ_min. ``choice``:
-    "paper" takes the larger of γ_max/8 and −γ_min, "max" and "min" force one. Of u and −u, which a query
-    bias distinguishes, the one that gives the heavy token more weight is taken.
+    The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
+    "paper" compares γ_max/8 with −γ_min and takes the larger; "max" and "min" prescribe the eigenvalue. With
+    a query bias, u and −u differ, and the one that gives the heavy token more weight is used.
     """
     pairs = real_eigenpairs(head)
     if not pairs:
@@ -123,10 +123,10 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> TwoP
 
 
 def steepest_pairs(head: Head, radius: float, *, steps: int = 200) -> list[TwoPoints]:
-    """Return local maximisers of the gap ⟨y, z − w⟩, y = A w + b, over tokens |z|, |w| ≤ ``radius``.
+    """Return pairs of tokens z, w in the ball that locally maximise the score gap ⟨A w + b, z − w⟩.
 
-    For a given w the best z is radius · y/|y|. Projected gradient ascent over w from singular vectors of A,
-    eigenvectors of its symmetric part and its real eigenvectors; best first.
+    For a given w the best z is radius · y/|y|. w is found by projected gradient ascent from singular vectors
+    of A, eigenvectors of its symmetric part, and its real eigenvectors. Pairs are sorted, best first.
     """
     w = radius * _starts(head)
     size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
@@ -147,10 +147,11 @@ def steepest_pairs(head: Head, radius: float, *, steps: int = 200) -> list[TwoPo
 
 
 def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Return ties of large certified value, best first; empty where d = 1 or there is no score to use.
+    """Return sequences with two heavy tokens of equal score that give a large lower bound, best first.
 
-    The value is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the light token w, heavy tokens
-    R(cosθ ŷ ± sinθ v), v ⊥ ŷ. It is raised over w, θ and v by Adam from deterministic starts.
+    The lower bound of ``howsmooth.bounds.tie`` is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the
+    light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over w, θ and v from
+    deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
     """
     if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
         return []
@@ -159,7 +160,7 @@ def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: in
     w0 = radius * torch.cat([scale * _starts(head) for scale in (1.0, 0.5)])
     v0 = torch.cat([v.expand_as(w0) for v in values[:2]])
     w0 = w0.repeat(len(v0) // len(w0), 1)
-    # A fixed deterministic perturbation: v0 may be parallel to ŷ, whose part is projected out.
+    # v0 may be parallel to ŷ, which is projected out of it: a small fixed perturbation avoids v = 0.
     generator = torch.Generator().manual_seed(0)
     v0 = v0 + 0.05 * torch.randn(v0.shape, generator=generator, dtype=torch.float64) / math.sqrt(head.d)
     w = (w0 / radius).requires_grad_()
@@ -207,7 +208,7 @@ def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: in
 
 @dataclass(frozen=True)
 class _Copies:
-    """How many light tokens the light rows see: logarithms of the numbers, and of how many rows see each."""
+    """Log numbers of light tokens that a light row sees, and log numbers of rows that see so many."""
 
     log_copies: Tensor
     log_weights: Tensor
@@ -221,7 +222,7 @@ def _copies(length: int, masked: bool) -> _Copies:
     if m <= 512:
         counts = torch.arange(1, m + 1, dtype=torch.float64)
         return _Copies(counts.log(), torch.zeros(m, dtype=torch.float64))
-    # Rows in groups of equal logarithm: it guides the search, the bound itself counts every row.
+    # Rows are grouped by their logarithm to make the search fast; the bound itself sums over every row.
     edges = torch.linspace(0.0, math.log(m), 129, dtype=torch.float64)
     middle = (edges[1:] + edges[:-1]) / 2
     return _Copies(middle, edges[1:] + torch.log(-torch.expm1(edges[:-1] - edges[1:])))
@@ -240,7 +241,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return unit vectors, both signs: where |Aw| is large, where ⟨Aw, w⟩ is small, eigenvectors."""
+    """Return unit vectors w, with both signs, for which |Aw| is large or ⟨Aw, w⟩ small, and eigenvectors."""
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
     both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q
@@ -269,5 +270,5 @@ def _into_ball(x: Tensor, radius: float) -> Tensor:
 
 
 def _within(x: Tensor, radius: float) -> Tensor:
-    """Shrink a vector whose norm rounding took above ``radius``."""
+    """Return the vector scaled into the ball if rounding took its norm above ``radius``."""
     return _into_ball(x[None], radius)[0]

@@ -16,7 +16,8 @@ from howsmooth.models.inputs.images import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
+from howsmooth.scopes import SCOPES
 
 __all__ = [
     "SCOPES",

@@ -15,9 +15,10 @@ from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import borrowed, implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.scopes import SCOPES
 
 __all__ = ["capture", "module_of"]
 

@@ -20,9 +20,10 @@ from howsmooth.models.inputs.submodels import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import borrowed, implementation
-from howsmooth.models.site import SCOPES, Site
+from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import Passed, forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.scopes import SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
 

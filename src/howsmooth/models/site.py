@@ -10,10 +10,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
 
-__all__ = ["SCOPES", "Site"]
-
-#: What may be called "attention", from the narrowest to the widest.
-SCOPES = ("head", "heads", "attention", "residual", "block")
+__all__ = ["Site"]
 
 
 @dataclass(frozen=True, eq=False)

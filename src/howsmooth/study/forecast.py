@@ -22,8 +22,9 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
+from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.pace import Pace
-from howsmooth.study.plan import ATTENTION_SCOPES, Plan
+from howsmooth.study.plan import Plan
 from howsmooth.study.records import Row
 from howsmooth.study.sequences import bounded_lengths
 from howsmooth.study.subjects import OpenStudy, opened_study

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
+from howsmooth.scopes import ATTENTION_SCOPES, SCOPES
 from howsmooth.study.names import encodable
 from howsmooth.study.options import (
     HOW,
@@ -42,13 +43,10 @@ from howsmooth.study.options import (
 from howsmooth.study.ranges import Ranges
 
 __all__ = [
-    "ATTENTION_SCOPES",
     "BOUNDS",
     "DEFAULT_TEXT",
     "KINDS",
     "PUBLISHED_ITEMS",
-    "SCOPES",
-    "SCOPE_MEANINGS",
     "AttackPlan",
     "BoundPlan",
     "CertificationPlan",
@@ -69,12 +67,6 @@ __all__ = [
     "source_option",
     "text_option",
 ]
-
-SCOPES = ("head", "heads", "attention", "residual", "block")
-"""The scopes a measurement can have; what each means is said in :data:`SCOPE_MEANINGS`."""
-
-ATTENTION_SCOPES = SCOPES[:3]
-"""The scopes that are attention alone: the only ones that the theorems speak of."""
 
 BOUNDS = ("auto", "all", "none")
 """Which bounds are computed beside constants: as far as they take little of the time, all, or none."""
@@ -109,15 +101,6 @@ _MOST_WORKERS = 1024
 
 _MOST_RADII = 100
 _MOST_INPUTS = 2**31
-
-SCOPE_MEANINGS = {
-    "head": "one attention head with its value projection only, the paper's single-head map",
-    "heads": "all heads side by side, before the output projection",
-    "attention": "all heads and the output projection, the paper's multi-head map",
-    "residual": "the input plus the attention of the input",
-    "block": "attention with its residual connection and normalisation, as the architecture has them",
-}
-"""What each scope means, in words for a report."""
 
 
 def derive_seed(**axes: str | int | None) -> int:

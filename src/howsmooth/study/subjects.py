@@ -346,7 +346,7 @@ def capture_sites(
     inputs
         Input ids (batch, n), or what else the model takes.
     scope
-        Of :data:`howsmooth.study.plan.SCOPES`.
+        Of :data:`howsmooth.scopes.SCOPES`.
     layers
         Which ones.
     n

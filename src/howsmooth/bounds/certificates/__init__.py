@@ -1,4 +1,4 @@
-"""Certificates: proved upper bounds on ‖D_X f‖ at given tokens, without the Jacobian's spectrum."""
+"""Certificates: upper bounds on ‖D_X f‖ at given tokens, proved including all floating-point rounding."""
 
 from howsmooth.bounds.certificates.certificate import Certificate
 from howsmooth.bounds.certificates.joint import certificate_cheap, certificate_joint, certificate_n

@@ -1,4 +1,4 @@
-"""What a certificate is: a proved upper bound on ‖D_X f‖ at given tokens."""
+"""The class ``Certificate``, and the steps that all certificates share: checks, evaluation, rounding."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["Certificate", "certify", "one_head", "the_question"]
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Upper bounds on ‖D_X f‖₂, one for each member of a batch, valid in exact arithmetic.
+    """Upper bounds on ‖D_X f‖, one for each sequence of a batch, proved including rounding.
 
     Attributes
     ----------
     value
-        At least ‖D_X f‖₂ of the exact map at the given floating-point numbers; float64, shape (...).
+        The upper bounds on ‖D_X f‖ of the exact map at the given floating-point tokens; float64, shape (...).
     rounding
-        The share of ``value`` that allows for rounding, shape (...): the formula in plain floating point
-        gives value · (1 − rounding).
+        The fraction of ``value`` that allows for rounding, shape (...): without allowances, the formula
+        evaluates to value · (1 − rounding).
     name
-        Of the function.
+        Name of the function that computed the certificate.
     source
-        Where it is derived.
+        Theorem, with the documentation page that proves it.
 
     """
 
@@ -47,12 +47,12 @@ class Certificate:
     source: str
 
     def bound(self, *index: int) -> Bound:
-        """Return the bound of one member of the batch.
+        """Return the bound for one sequence of the batch.
 
         Raises
         ------
         ArgumentError
-            If the index does not name one member.
+            If the index does not select one sequence.
 
         """
         shape = tuple(self.value.shape)
@@ -60,7 +60,7 @@ class Certificate:
             -size <= i < size for i, size in zip(index, shape, strict=True)
         ):
             raise ArgumentError(
-                "index", expected=f"the index of one member of a batch of shape {shape}", got=str(index)
+                "index", expected=f"the index of one sequence in a batch of shape {shape}", got=str(index)
             )
         return Bound.upper(self.name, Quantity.LOCAL, self.source, formula=float(self.value[index]))
 
@@ -74,7 +74,19 @@ class Certificate:
 
 
 def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
-    """Return the attention and the tokens in float64 on the CPU, after checking both."""
+    """Return the attention and the tokens in float64 on the CPU after checking both.
+
+    For a captured site, X = None stands for the tokens of the site.
+
+    Raises
+    ------
+    ArgumentError
+        If ``attention`` is no SelfAttention with plain scores, site of one, Head or Parameters, or X does not
+        fit.
+    NonFiniteError
+        If an entry of X is NaN or infinite.
+
+    """
     f = attention
     if isinstance(f, SiteLike) and not isinstance(f, SelfAttention):
         X = f.x if X is None else X
@@ -112,7 +124,10 @@ def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Write heads ⟨A x_i + b, x_j⟩ as queries and keys: A = left · right, and b is one more key row."""
+    """Return a SelfAttention with the given heads ⟨A x_i + b, x_j⟩.
+
+    Query and key matrices are the factors of A. One more key row b with query bias 1 adds ⟨b, x_j⟩.
+    """
     if isinstance(heads, Head):
         heads = Parameters((heads,), (torch.eye(heads.V.shape[0], dtype=torch.float64),), "none", None)
     ranks = [head.left.shape[1] + 1 for head in heads.heads]
@@ -140,18 +155,18 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
 
 
 def one_head(f: SelfAttention, name: str) -> None:
-    """Raise ArgumentError if there are several heads."""
+    """Raise ArgumentError if the attention has several heads; ``name`` is the certificate that needs one."""
     if f.heads != 1:
         raise ArgumentError(
             "attention",
             expected=f"one head: {name} is a statement about single-head attention",
             got=f"{f.heads} heads",
-            remedy="Use certificate_joint, or give attention.head(h).",
+            remedy="Use certificate_joint, or pass attention.head(h).",
         )
 
 
 def check_iterations(iterations: object) -> int:
-    """Return the number of iterations, after checking that it is a whole number >= 0."""
+    """Return ``iterations`` after checking that it is a whole number >= 0."""
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
     return iterations
@@ -160,13 +175,18 @@ def check_iterations(iterations: object) -> int:
 def certify(
     name: str, source: str, f: SelfAttention, x: Tensor, evaluate: Callable[[HeadsAt], Enclosed]
 ) -> Certificate:
-    """Evaluate a certificate for each member; add the distance of the exact Jacobian, and scale back."""
+    """Return a certificate from the function ``evaluate``, which bounds the Jacobian J̃ of one sequence.
+
+    J̃ is formed from rounded weights, values and queries. ``distance`` adds a bound on ‖J − J̃‖, and the
+    scaling by a power of two is undone.
+    """
     uppers, plains = [], []
     for member in x.reshape(-1, *x.shape[-2:]):
         at = heads_at(f, member)
         found = evaluate(at)
         upper = (found.upper + distance(at)) * (1 + 8 * U)
-        # A power of two: exact, but for underflow, which the smallest of numbers outweighs
+        # Multiplication by a power of two is exact unless it underflows; the added smallest number covers
+        # this.
         power = torch.tensor(at.exponent)
         uppers.append(torch.ldexp(upper, power) + 5e-324)
         plains.append(torch.ldexp(found.plain, power))
@@ -177,7 +197,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Bound ‖J − J̃‖ over all heads."""
+    """Return an upper bound on ‖J − J̃‖, the error of the Jacobian by rounded data, summed over all heads."""
     total = torch.tensor(0.0, dtype=torch.float64)
     for head, w in zip(at.heads, at.W, strict=True):
         total = total + norm(w[None]).upper[0] * head.error

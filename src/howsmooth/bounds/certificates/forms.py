@@ -1,8 +1,9 @@
-"""Sums that certificates are made of, their largest eigenvalues proved, row by row.
+"""The quadratic forms in Theorem N and Theorem R, and proved upper bounds on their largest eigenvalues.
 
-Each is λ_max of Σ_h O_h B_i^h O_hᵀ for given blocks B_i^h ≥ 0: ``sandwich``. Rounding: the blocks are sums
-of nonnegative multiples of w wᵀ with an error of γ times their trace, and a product O B Oᵀ has an error
-of γ ‖O‖_F² tr B (docs/theory/certificates.md, "Rounding").
+For each row i of the attention, ``sandwich`` bounds λ_max(Σ_h O_h B_i^h O_hᵀ) for given positive semidefinite
+blocks B_i^h. The blocks are sums of nonnegative multiples of w wᵀ, with a rounding error of γ times their
+trace, and a product O B Oᵀ has a rounding error of γ ‖O‖_F² tr B (documentation page "Certificates at given
+tokens", section "Rounding").
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from howsmooth.bounds.certificates.verified import Rule, largest_eigenvalue, shr
 from howsmooth.roundoff import U, gamma, up
 
 FULL_SPECTRUM = 128
-"""Eigenvalues of larger matrices are guessed by power steps and then proved, which is faster."""
+"""Size of matrices above which eigenvalues are estimated by power iteration before they are proved."""
 
 __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Σ_j P_ij q_j w_ij w_ijᵀ for each i, with relative error γ_{n+8} of the trace."""
+    """Return Σ_j P_ij q_j w_ij w_ijᵀ, w_ij = v_j − o_i, for each row i.
+
+    The rounding error is at most γ_{n+8} times the trace.
+    """
     n, width = head.v.shape
     sums = torch.empty(n, width, width, dtype=q.dtype)
     for rows in row_blocks(n, n * width):
@@ -35,7 +39,10 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Σ_i P_ij c_i q_i q_iᵀ for each j, with relative error γ_{n+8} of the trace."""
+    """Return Σ_i P_ij c_i q_i q_iᵀ, with the queries q_i, for each key j.
+
+    The rounding error is at most γ_{n+8} times the trace.
+    """
     n, k = head.q.shape
     outer = (head.q[:, :, None] * head.q[:, None, :]).reshape(n, k * k)
     return ((head.P * c[:, None]).mT @ outer).reshape(n, k, k)
@@ -48,9 +55,10 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Bound λ_max(Σ_h O_h B^h O_hᵀ); ``slack`` bounds the norm of an entrywise bound of the errors of B^h.
+    """Return upper bounds on λ_max(Σ_h O_h B^h O_hᵀ), one for each member of the batch of blocks B^h.
 
-    ``guess`` says what the eigenvalues may be; without it they are computed.
+    ``slack`` bounds the norm of a matrix that bounds the errors of B^h entry by entry. ``guess`` is an
+    estimate of the eigenvalues; without it they are computed.
     """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
@@ -71,7 +79,7 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Bound max_i ‖Σ_h W_h F_i^h Q_h‖: the part of the Jacobian that is block diagonal."""
+    """Return an upper bound on max_i ‖Σ_h W_h F_i^h Q_h‖, the norm of the Jacobian's block-diagonal part."""
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
@@ -92,7 +100,7 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""
         plain = torch.linalg.matrix_norm(product)
         size = plain.square() * (1 + 2 * gamma(rows * columns + 4))
         upper = size.sqrt() * (1 + 4 * U)
-        # Where the Frobenius norm is below the largest spectral norm, it is bound enough
+        # The Frobenius norm suffices for blocks where it is below the estimated largest spectral norm.
         long = torch.ones_like(plain, dtype=torch.bool) if target is None else plain > target
         if bool(long.any()):
             matrices = product[long]

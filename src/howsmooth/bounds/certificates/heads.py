@@ -1,12 +1,13 @@
-"""What the certificates are evaluated on: weights, values and queries of each head as float64 numbers.
+"""The float64 weights, values and queries of each head from which certificates are computed, with errors.
 
 The Jacobian of one head, before its output map, is
 
     (J E)_i = Σ_j P_ij [ V e_j + w_ij ⟨y_ij, e_j⟩ ] + F_i Q e_i,
     w_ij = v_j − o_i,  y_ij = Kᵀ R_jᵀ q_i,  F_i = s Σ_j P_ij w_ij (k_j − c_i)ᵀ R_i  (any c_i),
 
-with q_i = s R_i (Q x_i + b_q). The floats below define an operator J̃ of the same form, and ``error`` bounds
-‖J − J̃‖ where J is the Jacobian in exact arithmetic. Derivation: docs/theory/certificates.md.
+where q_i = s R_i (Q x_i + b_q), s is the scale of the scores and R_i the rotary map at position i. The
+rounded weights, values and queries define an operator J̃ of the same form, and ``error`` bounds ‖J − J̃‖,
+where J is the Jacobian in exact arithmetic. Derivation: documentation page "Certificates at given tokens".
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from howsmooth.roundoff import UNDERFLOW, U, gamma, up
 
 __all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
 
-_BLOCK = 1 << 22  # numbers in a block of rows
+_BLOCK = 1 << 22  # number of entries in a block of rows
 
 
 @dataclass(frozen=True, eq=False)
 class HeadAt:
-    """One head at given tokens.
+    """The weights, values, queries and matrices of one head at given tokens.
 
     Attributes
     ----------
     P
         Attention weights.
     v, o
-        Values, and their averages o_i, centred and scaled.
+        Values v_j and their averages o_i = Σ_j P_ij v_j, for centred tokens and the scaled V.
     q
-        Queries with the scale s, after rotary positions.
+        Queries q_i, multiplied by the scale s and rotated.
     F
-        The factors F_i of the diagonal blocks, with scale and rotary positions.
+        The factors F_i of the diagonal blocks F_i Q.
     V, K, Q
-        The projections, exact; V scaled by a power of two.
+        The projection matrices without rounding error; V is divided by a power of two.
     error
-        Bound on ‖J − J̃‖.
+        Upper bound on ‖J − J̃‖.
 
     """
 
@@ -63,7 +64,10 @@ class HeadAt:
 
 @dataclass(frozen=True, eq=False)
 class HeadsAt:
-    """All heads, their output maps W_h (scaled by a power of two), and the power of two of the result."""
+    """All heads of an attention at given tokens, with their output maps W_h.
+
+    V and W are divided by powers of two; certificates must be multiplied by 2 ** ``exponent``.
+    """
 
     heads: tuple[HeadAt, ...]
     W: tuple[Float[Tensor, "d_out value_dim"], ...]
@@ -77,30 +81,32 @@ class HeadsAt:
 
     @property
     def turn_norm(self) -> float:
-        """Bound on the norms of the rotary maps R_j (√2 for rotations: from the Frobenius norm)."""
+        """Upper bound on the norms of the rotary maps R_j: √2 for rotations, from the Frobenius norm."""
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return R_jᵀ g_j R_j."""
+        """Return R_jᵀ g_j R_j for the rotary maps R_j and given blocks g_j."""
         if self.rotary is None:
             return g
-        turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(-2, 0)  # rows, then columns
+        turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(
+            -2, 0
+        )  # rotates rows; the next line rotates columns
         return self.rotary.rotate_adjoint(turned.mT.movedim(0, -2)).movedim(-2, 0).mT
 
 
 def row_blocks(n: int, width: int) -> list[slice]:
-    """Cut n rows of ``width`` numbers each into blocks that fit in a cache-friendly piece of memory."""
+    """Return slices of n rows of ``width`` entries each, so that a block has a bounded number of entries."""
     step = max(1, min(n, _BLOCK // max(1, width)))
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
-    """Evaluate all heads of ``f`` (float64, CPU) at tokens ``x`` (float64).
+    """Return the weights, values and queries of all heads of ``f`` (float64, CPU) at tokens ``x`` (float64).
 
     Raises
     ------
     NonFiniteError
-        If numbers on the way overflow, or exceed 2^200.
+        If queries, keys, values or scores overflow or exceed 2^200.
 
     """
     n = x.shape[0]
@@ -115,7 +121,7 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
 
 
 def _scaled(t: Tensor) -> tuple[Tensor, int]:
-    """Divide by a power of two so that the largest entry is in [1/2, 1); return the power too."""
+    """Return the tensor divided by a power of two, with largest entry in [1/2, 1), and the exponent."""
     largest = float(t.abs().amax())
     if largest == 0:
         return t, 0
@@ -137,7 +143,8 @@ def _head_at(
     n, d = x.shape
     k = f.key_dim
     Q, K, V = f.query[h], f.key[g], value[g]
-    # Values, and keys where positions are not rotary, may be shifted: differences alone matter.
+    # Only differences of values matter, and of keys if there are no rotary positions. So tokens are centred,
+    # which makes rounding errors smaller.
     centred = x - x.mean(dim=0)
     q_bias = torch.zeros(k, dtype=x.dtype) if f.query_bias is None else f.query_bias[h]
     k_bias = torch.zeros(k, dtype=x.dtype)
@@ -183,7 +190,8 @@ def _head_at(
     if f.rotary is not None:
         F = f.rotary.rotate_adjoint(F.movedim(0, -2)).movedim(-2, 0)
 
-    # |P w qᵀ − P̂ ŵ q̂ᵀ| and |P w κᵀ − P̂ ŵ κ̂ᵀ|, for each pair of tokens
+    # Errors |P w qᵀ − P̂ ŵ q̂ᵀ| and |P w κᵀ − P̂ ŵ κ̂ᵀ| for each pair of tokens, where hats are rounded
+    # numbers.
     turn = _turn_norm(f.rotary)
     d_w = _norms(d_v)[None] + _norms(d_o)[:, None] + 2 * U * w_norm
     d_kappa = _norms(d_k)[None] + 2 * U * key_norm
@@ -203,7 +211,7 @@ def _head_at(
 def _projected(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the projected tokens, and the same sums with absolute values, which bound their errors."""
+    """Return the projected and rotated tokens, and the same sums of absolute values for error bounds."""
     t = x @ weight.mT + bias
     size = x.abs() @ weight.abs().mT + bias.abs()
     if rotary is None:
@@ -220,9 +228,10 @@ def _projected(
 def _weight_errors(
     P: Float[Tensor, "n n"], d_scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
 ) -> Float[Tensor, "n n"]:
-    """Bound |P̂ − P| from errors of the scores, at most δ in a row: 2 δ e^{2δ} P (1 − P), and rounding.
+    """Return upper bounds on |P̂ − P| for the rounded weights P̂, from the errors of the scores.
 
-    A row with one visible key is exact.
+    If the scores of a row have errors of at most δ, a weight has an error of at most 2δ e^{2δ} P (1 − P),
+    plus rounding. The weight in a row with one visible key is exact.
     """
     rounding = gamma(P.shape[0] + 20)
     moved = 2 * d_scores.amax(dim=1, keepdim=True)

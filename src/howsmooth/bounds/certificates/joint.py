@@ -1,4 +1,4 @@
-"""Certificate N for one head, and the joint one for several: three parts of the Jacobian, each bounded."""
+"""Certificate N for one head and for several: three parts of the Jacobian, each bounded separately."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_cheap", "certificate_joint", "certificate_n"]
 
-_SOURCE = "howsmooth, docs/theory/certificates.md, {}"
+_SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
 def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Certificate N: ‖D_X f‖ ≤ ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, for one head, any mask and biases.
+    """Bound ‖D_X f‖ of one head with any mask and biases by ‖V‖‖P‖ + ν + max_i ‖V C_i A‖ (Theorem N).
 
-    ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ), c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), for every q > 0.
+    ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ),
+    z_ij = x_j − m_i and weights q > 0. Every q gives a valid bound; a search chooses q.
 
     Parameters
     ----------
     attention
-        A one-head ``SelfAttention`` (any mask, rotary positions, output map), a captured
-        site whose map is one, or a ``Head``.
+        A :class:`~howsmooth.attention.SelfAttention` with one head (any mask, rotary positions and output
+        map), a captured site whose map is one, or a :class:`~howsmooth.bounds.Head`.
     X
-        Tokens (..., n, d), float32 or float64, taken as exact; None: the tokens of the site.
+        Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
     iterations
-        Steps of the search for q; 0 takes q = 1.
+        Number of steps of the search for q; with 0, q = 1.
 
     Returns
     -------
     Certificate
-        Of shape (...), float64.
+        Certificate of shape (...), float64.
 
     Raises
     ------
     ArgumentError
         If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
     NonFiniteError
-        If numbers are not finite, or too large for float64.
+        If an entry is not finite, or scores are too large for float64.
 
     """
     f, x = the_question(attention, X)
@@ -61,29 +62,29 @@ def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int
 
 
 def certificate_joint(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Joint certificate of several heads: ‖D_X f‖ ≤ t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖.
+    """Bound ‖D_X f‖ of several heads by t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖ (Theorem N for several heads).
 
-    As :func:`certificate_n`, with the sums of c_i and ν taken over all heads before their eigenvalues, and
+    ν and c_i are defined as in :func:`certificate_n`, with sums over all heads inside λ_max, and
     t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖, ‖[W_1V_1 … W_HV_H]‖ √λ_max(Σ_h P^hᵀP^h)}.
 
     Parameters
     ----------
     attention
-        Of any number of heads, grouped or not; else as for :func:`certificate_n`.
+        As for :func:`certificate_n`, with any number of heads, also with grouped queries.
     X, iterations
         As for :func:`certificate_n`.
 
     Returns
     -------
     Certificate
-        Of shape (...), float64.
+        Certificate of shape (...), float64.
 
     Raises
     ------
     ArgumentError
         If an argument does not fit.
     NonFiniteError
-        If numbers are not finite, or too large for float64.
+        If an entry is not finite, or scores are too large for float64.
 
     """
     f, x = the_question(attention, X)
@@ -98,9 +99,9 @@ def certificate_joint(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
-    """Certificate N with Frobenius norms of Gram matrices for their eigenvalues: λ_max(G) ≤ √tr G².
+    """Bound ‖D_X f‖ of one head by Theorem N with eigenvalues replaced by Frobenius norms, λ_max(G) ≤ √tr G².
 
-    No eigenvalue and no factorisation is computed. For one head; for several, use :func:`certificate_joint`.
+    It is cheaper than :func:`certificate_n`, because no eigenvalue and no factorisation is computed.
 
     Parameters
     ----------
@@ -110,14 +111,14 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
     Returns
     -------
     Certificate
-        Of shape (...), float64.
+        Certificate of shape (...), float64.
 
     Raises
     ------
     ArgumentError
-        If there are several heads or an argument does not fit.
+        If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
     NonFiniteError
-        If numbers are not finite, or too large for float64.
+        If an entry is not finite, or scores are too large for float64.
 
     """
     f, x = the_question(attention, X)
@@ -128,7 +129,7 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Evaluate Theorem N on the floats of ``at``."""
+    """Return the bound of Theorem N on the norm of the operator J̃ of ``at``."""
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), tokens_moved(at, weights, rule), diagonal)
@@ -140,13 +141,13 @@ def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
-    """t₁: the norm of Σ_h P^h ⊗ W_h V_h, where the weights are held fixed."""
+    """Return an upper bound on ‖Σ_h P^h ⊗ W_h V_h‖, the part of the Jacobian with fixed attention weights."""
     p = [perron_norm(head.P, rule) for head in at.heads]
     W = [shrink(torch.cat(at.W, dim=1))]
     W = list(W[0].split([w.shape[1] for w in at.W], dim=1))
     V_squares = [(head.V @ head.V.mT)[None] for head in at.heads]
     slack = [up(gamma(head.V.shape[1] + 2) * head.V.square().sum())[None] for head in at.heads]
-    folded = sandwich(W, V_squares, slack).root()  # one matrix: its eigenvalue costs nothing
+    folded = sandwich(W, V_squares, slack).root()  # a single matrix, so its eigenvalue is cheap
     if len(at.heads) == 1:
         return Enclosed(folded.upper[0] * p[0].upper * (1 + 4 * U), folded.plain[0] * p[0].plain)
     stacked_p = norm(torch.cat([head.P for head in at.heads])[None])
@@ -165,7 +166,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def tokens_moved(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """ν: the part where a token moves as a key, with the Cauchy–Schwarz weights q."""
+    """Return ν, an upper bound on the part of the Jacobian in which the keys change, for given weights q."""
     q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]

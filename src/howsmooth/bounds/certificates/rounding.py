@@ -1,4 +1,4 @@
-"""Constants of floating-point error analysis; every certificate accounts for its rounding with them."""
+"""Constants for the floating-point error analysis of certificates, and the class ``Enclosed``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from howsmooth.roundoff import U
 
 __all__ = ["LARGEST", "TINY", "Enclosed"]
 
-#: Data are scaled so that no number in a certificate exceeds this ...
+#: No number in a certificate may exceed this: larger data raise an error.
 LARGEST = 2.0**200
 
-#: ... so that all underflows together, each at most 2^-1022 and multiplied by a few such numbers, move no
-#: eigenvalue by more than this.
+#: All underflows together change no eigenvalue by more than this. Each of them is at most 2^-1022, multiplied
+#: by a few numbers up to ``LARGEST``.
 TINY = 2.0**-560
 
 
 class Enclosed(NamedTuple):
-    """A number that is proved to be an upper bound, and what the formula gives without allowances."""
+    """A proved upper bound, and the value of the same formula without allowances for rounding."""
 
     upper: Tensor
     plain: Tensor
 
     def root(self) -> Enclosed:
-        """Return the square root."""
+        """Return the square root, with the upper bound rounded up."""
         return Enclosed(self.upper.sqrt() * (1 + 4 * U), self.plain.sqrt())

@@ -1,4 +1,4 @@
-"""Certificate R: the Jacobian of one head by block rows, without splitting it."""
+"""Certificate R: an upper bound on ‖D_X f‖ of one head from the norms of the Jacobian's block rows."""
 
 from __future__ import annotations
 
@@ -29,48 +29,49 @@ _POWER_STEPS = 5
 
 
 def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Certificate R: ‖D_X f‖² ≤ max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j), for one head, any mask and biases.
+    """Bound ‖D_X f‖² of one head with any mask and biases by max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j).
 
-    Λ_i = λ_max(V [Σ_j P_ij q_j B_ij B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ), B_ij = I + z_ij y_iᵀ; any q, τ > 0.
+    This is Theorem R: Λ_i = λ_max(V [Σ_j P_ij q_j B_ij B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with
+    B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a valid bound; a search chooses them.
 
     Parameters
     ----------
     attention
-        A one-head ``SelfAttention`` (any mask, rotary positions, output map), a captured
-        site whose map is one, or a ``Head``.
+        A :class:`~howsmooth.attention.SelfAttention` with one head (any mask, rotary positions and output
+        map), a captured site whose map is one, or a :class:`~howsmooth.bounds.Head`.
     X
-        Tokens (..., n, d), float32 or float64, taken as exact; None: the tokens of the site.
+        Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
     iterations
-        Steps of the search for q and τ; 0 takes q = 1.
+        Number of steps of the search for q and τ; with 0, q = 1.
 
     Returns
     -------
     Certificate
-        Of shape (...), float64.
+        Certificate of shape (...), float64.
 
     Raises
     ------
     ArgumentError
         If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
     NonFiniteError
-        If numbers are not finite, or too large for float64.
+        If an entry is not finite, or scores are too large for float64.
 
     """
     f, x = the_question(attention, X)
     one_head(f, "certificate_r")
     steps = check_iterations(iterations)
-    source = "howsmooth, docs/theory/certificates.md, Theorem R"
+    source = 'howsmooth documentation, "Certificates at given tokens", Theorem R'
     return certify("certificate_r", source, f, x, partial(by_rows, iterations=steps))
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Evaluate Theorem R on the floats of ``at``, at the best weights found."""
+    """Return the bound of Theorem R on the norm of the operator J̃ of ``at``, with searched weights."""
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Evaluate Theorem R at given weights."""
+    """Return the bound of Theorem R on the norm of the operator J̃ of ``at`` for given weights q and τ."""
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
     M, slack = row_squares(at, q)
@@ -83,7 +84,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for q and τ; any are valid, nothing here is proved."""
+    """Return weights q and τ for which the bound of Theorem R is small; all positive weights are valid."""
     W = shrink(at.W[0])
     diagonal, _ = diagonal_squares(at)
     P = at.heads[0].P
@@ -109,7 +110,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Power steps from the eigenvectors of matrices nearby."""
+    """Return unit vectors near the leading eigenvectors, by some power steps that start from ``u``."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -119,11 +120,12 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ for each i, and a bound on the rounding errors."""
+    """Return Σ_j P_ij q_j N_ij N_ijᵀ, N_ij = V + w_ij y_ijᵀ, for each row i, and bounds on its errors."""
     head = at.heads[0]
     n, width = head.v.shape
     k, d = head.K.shape
     VV, VK, KK = head.V @ head.V.mT, head.V @ head.K.mT, head.K @ head.K.mT
+    # With rotary maps R_j, products with K in N_ij N_ijᵀ depend on j: V Kᵀ R_jᵀ and R_j K Kᵀ R_jᵀ.
     turn_V, turn_K = VK, KK
     if at.rotary is not None:
         turn_V = at.rotary.rotate(VK[:, None].expand(-1, n, -1))  # (value_dim, n, k)
@@ -157,7 +159,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """F_i Q Qᵀ F_iᵀ for each i, and a bound on the rounding errors."""
+    """Return F_i Q Qᵀ F_iᵀ for each row i, and bounds on its rounding errors."""
     head = at.heads[0]
     squares = head.F @ (head.Q @ head.Q.mT) @ head.F.mT
     k, d = head.Q.shape

@@ -1,6 +1,7 @@
-"""Spectral norms that are proved: no eigenvalue routine is trusted, a Cholesky factorisation is.
+"""Proved upper bounds on eigenvalues and spectral norms, verified by a Cholesky factorisation.
 
-Proofs: docs/theory/certificates.md, section "Verified norms".
+An eigenvalue routine only suggests a value. Proofs: documentation page "Certificates at given tokens",
+section "Verified norms".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["Rule", "largest_eigenvalue", "norm", "perron_norm", "shrink"]
 
-#: How an eigenvalue is bounded: exactly, proved by Cholesky; or by the Frobenius norm.
+#: How an eigenvalue is bounded: up to rounding, proved by Cholesky; or by the Frobenius norm.
 Rule = Literal["cholesky", "frobenius"]
 
 _POWER_STEPS = 300
@@ -29,13 +30,15 @@ def largest_eigenvalue(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Bound λ_max of positive semidefinite G given as ``g``, which is changed.
+    """Return proved upper bounds on λ_max of the positive semidefinite matrices G that ``g`` approximates.
 
-    One triangle of ``g`` is read. ``slack`` bounds ‖E‖ for a symmetric E ≥ |g − G|, entry by entry.
+    ``slack`` bounds ‖E‖ for a symmetric E with E ≥ |g − G| entry by entry. ``g`` is overwritten, and only one
+    triangle of it is read.
 
-    By Cholesky: t I − g is factorised; where the factorisation runs to completion,
-    λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g), whatever gave t (Rump, *Verification of positive
-    definiteness*, BIT 46, 2006). ``guess`` is tried first for t; else eigenvalues are computed.
+    With the rule "cholesky", t I − g is factorised. If the factorisation succeeds, then
+    λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) for any t (Rump, *Verification of positive
+    definiteness*, BIT 46, 2006). ``guess`` is tried first for t; without it, t is a computed eigenvalue. If a
+    factorisation fails, t is raised.
     """
     if rule == "frobenius":
         plain = torch.linalg.matrix_norm(g)
@@ -66,17 +69,18 @@ def largest_eigenvalue(
 
 
 def norm(b: Float[Tensor, "batch m r"], rule: Rule = "cholesky") -> Enclosed:
-    """Bound the spectral norm of matrices whose entries are exact."""
+    """Return proved upper bounds on the spectral norms of matrices with exact entries."""
     b = b if b.shape[-1] <= b.shape[-2] else b.mT
     slack = gamma(b.shape[-2] + 1) * b.square().sum((-2, -1))
     return largest_eigenvalue(b.mT @ b, slack, rule).root()
 
 
 def perron_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
-    """Bound ‖P‖ for P ≥ 0.
+    """Return a proved upper bound on the spectral norm of a matrix P with nonnegative entries.
 
-    Collatz–Wielandt: ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0. Only sums of nonnegative numbers occur.
-    Where the vector has not settled, the Gram matrix is verified instead.
+    By Collatz and Wielandt, ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0; power iteration finds v. All sums
+    have nonnegative terms, so rounding errors are relative. If the iteration has not converged, the Gram
+    matrix is verified by Cholesky instead.
     """
     n = p.shape[0]
     v = torch.ones(n, dtype=p.dtype)
@@ -97,10 +101,10 @@ def perron_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
 
 
 def shrink(o: Float[Tensor, "rows m"]) -> Float[Tensor, "fewer m"]:
-    """Return a matrix T with at most m rows and TᵀT ≥ OᵀO: in norms of products T stands for O.
+    """Return a matrix T with at most m rows and TᵀT ≥ OᵀO, so that ‖O B‖ ≤ ‖T B‖ for all B.
 
-    T is the Cholesky factor of OᵀO plus a shift that outweighs all rounding. Columns are scaled by powers
-    of two before, so that the shift is small beside each.
+    T is the Cholesky factor of OᵀO plus a shift that exceeds all rounding errors. The columns are first
+    scaled by powers of two, so that the shift is small compared to each of them.
     """
     rows, m = o.shape
     if rows <= m:

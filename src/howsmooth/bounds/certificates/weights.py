@@ -1,4 +1,4 @@
-"""Search for the weights q of the certificates. Any q > 0 gives a valid one: nothing here is proved."""
+"""The search for weights q that make certificates small. Every q > 0 gives a valid certificate."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _STEPS = 2
 _LAST_STEPS = 20
 _SMALLEST = 1e-12
 
-# Guesses are put a little above what power steps found: a proof that fails costs a factorisation
+# Estimates by power steps are raised by this factor, because a failed proof costs one factorisation more.
 _ABOVE = 1 + 1e-3
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Divide by the largest and keep weights away from zero."""
+    """Return the weights divided by the largest one, and at least a small positive number."""
     top = q.amax()
     return (q / top).clamp_min(_SMALLEST) if bool(torch.isfinite(top)) and top > 0 else torch.ones_like(q)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q with, for them, guesses of the eigenvalues c_i and of ν² = max_j Φ_j / q_j."""
+    """Weights q, with estimates of the eigenvalues c_i and of ν² = max_j Φ_j / q_j for these weights."""
 
     q: Float[Tensor, " n"]
     c: Float[Tensor, " n"]
@@ -39,10 +39,10 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Lower max_j q_j⁻¹ λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ) by q ← √(q Φ(q)).
+    """Return weights q for which ν² = max_j Φ_j(q)/q_j is small, by the iteration q ← √(q Φ(q)).
 
-    The eigenvalues are followed by power steps in vectors, at the cost of products with P and not of
-    matrices for every row.
+    Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
+    products with P but no matrix for every row.
     """
     n = at.n
     q = torch.ones(n, dtype=torch.float64)
@@ -60,14 +60,14 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Estimate max_i ‖Σ_h W_h F_i^h Q_h‖ by power steps."""
+    """Return an estimate of max_i ‖Σ_h W_h F_i^h Q_h‖ by power steps."""
     z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
     return value.amax().sqrt() * _ABOVE
 
 
 def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Power steps on every row; return Rayleigh quotients and unit vectors."""
+    """Return Rayleigh quotients and unit vectors after power steps with ``image`` on every row of ``u``."""
     value = torch.zeros(len(u), dtype=u.dtype)
     for _ in range(steps):
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -78,7 +78,7 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 
 
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Row i: Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i."""
+    """Return the rows Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i, whose operators have the eigenvalues c_i."""
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
         x = u @ w
@@ -89,7 +89,7 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 
 
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Row j: Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j."""
+    """Return the rows Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j, operators with eigenvalues Φ_j."""
     total = torch.zeros_like(z)
     for head in at.heads:
         x = z @ head.K.mT
@@ -102,7 +102,7 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
 
 
 def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Row i: D_iᵀ D_i z_i with D_i = Σ_h W_h F_i^h Q_h."""
+    """Return the rows D_iᵀ D_i z_i for the diagonal blocks D_i = Σ_h W_h F_i^h Q_h of the Jacobian."""
     out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
     for head, w in zip(at.heads, at.W, strict=True):
         out = out + (head.F @ (z @ head.Q.mT)[..., None])[..., 0] @ w.mT

@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.site import SCOPES
 from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
 from howsmooth.nn.monitoring.neutral import unwrapped
 from howsmooth.nn.monitoring.probes import ProbeInputs, Probes
 from howsmooth.nn.monitoring.probing import Accuracy, Readings, measured
 from howsmooth.nn.monitoring.record import MonitorRecord, table
+from howsmooth.scopes import SCOPES
 
 __all__ = ["LipschitzMonitor"]
 

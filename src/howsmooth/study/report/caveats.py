@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.names import readable
-from howsmooth.study.plan import ATTENTION_SCOPES
 from howsmooth.study.records import Contents
 from howsmooth.study.sequences import bounded_lengths
 

@@ -15,10 +15,10 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.scopes import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.figures import Picture
 from howsmooth.study.names import amount_in_words, kind_in_words, place_in_words, sentence
 from howsmooth.study.pages import digest, style_sheet, templates_of
-from howsmooth.study.plan import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.published_rows import compare
 from howsmooth.study.radius import STRATA
 from howsmooth.study.records import Contents, plain_rows

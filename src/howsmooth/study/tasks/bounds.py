@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from howsmooth.study.plan import ATTENTION_SCOPES
+from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Key, Measurement, Row, Run
 from howsmooth.study.sequences import bounded_lengths
 from howsmooth.study.store import Store

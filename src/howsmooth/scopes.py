@@ -1,0 +1,20 @@
+"""The scopes of a measurement: how much of a transformer block counts as attention, from narrow to wide."""
+
+from __future__ import annotations
+
+__all__ = ["ATTENTION_SCOPES", "SCOPES", "SCOPE_MEANINGS"]
+
+SCOPE_MEANINGS = {
+    "head": "one attention head with its value projection only, the paper's single-head map",
+    "heads": "all heads side by side, before the output projection",
+    "attention": "all heads and the output projection, the paper's multi-head map",
+    "residual": "the input plus the attention of the input",
+    "block": "attention with its residual connection and normalisation, as the architecture has them",
+}
+"""What each scope means, in words for a report."""
+
+SCOPES = tuple(SCOPE_MEANINGS)
+"""The scopes that a measurement can have."""
+
+ATTENTION_SCOPES = SCOPES[:3]
+"""The scopes without residual and norm: the theorems are about these only."""
