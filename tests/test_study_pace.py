@@ -36,6 +36,8 @@ def learnt(*done: tuple[int, float]) -> Pace:
         ([(10, 1.0), (20, 16.0)], 40, 64.0),  # which is 2 at most
         ([(10, 5.0), (20, 1.0)], 40, 1.0),  # and 0 at least
         ([(1, 100.0), (10, 1.0), (40, 4.0), (9000, 1.0)], 20, 2.0),  # between the nearest lengths
+        ([(4, 1.0), (10, 2.0), (12, 3.0)], 192, 3 * 16.0),  # and not of two that are close to each other
+        ([(10, 2.0), (12, 3.0)], 128, 6.0),
         ([(64, 0.0), (128, 3.0)], 128, 3.0),  # what took no time has no power
     ],
 )

@@ -1,8 +1,10 @@
 """How long tasks take, learnt from those that were done.
 
 The rule: tasks that are alike (the same kind of rows, model and scope) take a time a row that is a power of
-the number of tokens n. The exponent is that between the two nearest lengths that were done, between 0 and 2.
-With one length done it is 1 from 64 tokens on, and 0 below: there, what does not depend on n takes the time.
+the number of tokens n. The exponent is that between the nearest length that was done and the next one that is
+shorter or longer by at least a factor of two, between 0 and 2: lengths that are closer say little, since times
+vary. With one such length done it is 1 from 64 tokens on, and 0 below: there, what does not depend on n takes
+the time.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Pace:
         seen = self._done.get(alike)
         if not seen:
             return None
-        near = sorted(seen, key=lambda one: abs(math.log(one / n)))[:2]
+        first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))
+        near = [first, *(other for other in others if max(first, other) >= 2 * min(first, other))][:2]
         times = [seen[one][0] / seen[one][1] for one in near]
         if len(near) == 1 or min(times) <= 0:
             return times[0] * max(n, _SHORT) / max(near[0], _SHORT)
