@@ -45,7 +45,7 @@ _ROWS = 64
 
 @runtime_checkable
 class Visible(Protocol):
-    """The interface of a mask that is asked block by block which keys the queries see.
+    """The interface of a mask that is evaluated block by block.
 
     :class:`~howsmooth.attention.visibility.Visibility` implements it for tokens.
     """
@@ -61,7 +61,7 @@ class Visible(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScoreFeatures:
-    """Modifications of the attention scores other than a mask shared by all heads.
+    """The modifications of attention scores: soft cap, bias, sinks, and masks that differ between heads.
 
     Parameters
     ----------
@@ -177,10 +177,11 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut the (lead, group, m, n) probabilities into blocks: pairs of a slice of ``lead`` and slices of rows.
+    """Return blocks of the attention probabilities, shape (lead, group, m, n), that fit in memory one by one.
 
-    A block holds a bounded number of probabilities. Under a ``window`` blocks have few rows, so that the keys
-    visible to a block are not many more than those visible to a row.
+    Each entry of the list is a slice of ``lead`` and the slices of the m rows. A block holds a bounded number
+    of probabilities. Under a ``window`` blocks have few rows, so that the keys visible to a block are not
+    many more than those visible to a row.
     """
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
     longest = m if window is None else min(m, max(window, _ROWS))
@@ -260,7 +261,7 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may differentiate with respect to ``t``: reverse, forward or functional mode."""
+    """Return whether PyTorch may differentiate with respect to ``t``, in any of its modes."""
     # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (
         t.requires_grad

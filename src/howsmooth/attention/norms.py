@@ -53,7 +53,7 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return h (..., n, d) and its regularised length s = √(|h|² + dε), (..., n, 1)."""
+        """Return the (centred) tokens h, (..., n, d), and their lengths s = √(|h|² + dε), (..., n, 1)."""
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
 

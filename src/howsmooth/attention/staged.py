@@ -365,7 +365,7 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if there is a weighting."""
+        """Raise ArgumentError if there is a weighting, since this map does not act on measures."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",

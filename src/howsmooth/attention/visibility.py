@@ -15,7 +15,7 @@ __all__ = ["Visibility", "check_window"]
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """A mask: query i sees key j if causal order, window and boolean mask, where given, all allow it.
+    """A mask between queries and keys, given by causal order, a window, a boolean matrix, or a combination.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ MOST_ROWS = 1 << 16
 
 
 def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
-    """Return the logarithm of Lemma 1's lower bound on ‖D_X f‖ at n tokens: the norm of the heavy columns."""
+    """Return the logarithm of a lower bound on ‖D_X f‖ at n tokens: the norm of the heavy columns."""
     c, d = points.heavies.shape
     if n <= c:
         return -math.inf if p.masking != "causal" else log_norm(total_value(p))
@@ -90,7 +90,7 @@ def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix of few rows whose Gram matrix equals that of ``table``, or is slightly smaller."""
+    """Return a matrix with fewer rows than ``table`` and the same, or a slightly smaller, Gram matrix."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -101,7 +101,7 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Return a bound on the rounding error of the score gaps ⟨y, z − w⟩: some ulps of |y||z − w|."""
+    """Return a bound on the rounding error of the score gaps ⟨y, z − w⟩ of heavy tokens z, a few ulps."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)

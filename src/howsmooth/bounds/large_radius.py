@@ -50,11 +50,12 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ by its limit ‖V‖ √(max_j #{i : m_i = j}) plus or minus a distance (Theorem 3.7).
+    """Bound ‖D_{RX} f‖ for tokens R·X by its limit for R → ∞, plus or minus a distance (Theorem 3.7).
 
-    m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most
-    ‖V‖ η (√(2n)(1 + R² r max|A x_i|) + R² r² ‖A‖), where r is the diameter of X, δ the smallest gap between
-    the two largest scores of a row, and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}). It tends to zero as R → ∞.
+    The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance
+    from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A x_i|) + R² r² ‖A‖), where r is the diameter of X, δ
+    the smallest gap between the two largest scores of a row, and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}). It
+    tends to zero as R → ∞.
 
     Parameters
     ----------
@@ -94,7 +95,9 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ with a causal mask as Theorem 3.7 does without: m_i is the argmax over j <= i.
+    """Bound ‖D_{RX} f^m‖ of causal attention by its limit for R → ∞, plus or minus a distance (Theorem 4.5).
+
+    The limit and the distance are as in :func:`theorem_3_7`, with m_i the argmax over j <= i.
 
     Parameters
     ----------

@@ -34,10 +34,11 @@ _MARGIN = 1e-12
 
 
 def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ by ‖V‖ √(R_A² r² (n+1) + n), R_A = max_i max(|A x_i + b|, |Aᵀ x_i|) (Theorem C.3).
+    """Bound ‖D_X f‖ of one head at given tokens by a corrected form of Theorem C.3.
 
-    r is the diameter of the tokens. The code published with the paper uses the maximum of |A x_i| alone as
-    R_A. That is not a bound, because the Jacobian also contains C_i A, which depends on Aᵀ x_j.
+    The bound is ‖V‖ √(R_A² r² (n+1) + n) with R_A = max_i max(|A x_i + b|, |Aᵀ x_i|). r is the diameter of
+    the tokens. The code published with the paper uses the maximum of |A x_i| alone as R_A. That is not a
+    bound, because the Jacobian also contains C_i A, which depends on Aᵀ x_j.
 
     Parameters
     ----------
@@ -75,11 +76,11 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ by ‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4).
+    """Bound ‖D_X f‖ of one head at given tokens by a sharpened form of Theorem C.3.
 
-    This sharpens Theorem C.3. t_i is |A x_i + b| r, r is the diameter of the tokens x_i, r_A the diameter of
-    the vectors Aᵀ x_i, n_i the number of keys that token i sees, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}). The
-    term of a row with n_i = 1 is 1.
+    The bound is ‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4). t_i is |A x_i + b| r, r
+    is the diameter of the tokens x_i, r_A the diameter of the vectors Aᵀ x_i, n_i the number of keys that
+    token i sees, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}). The term of a row with n_i = 1 is 1.
 
     Parameters
     ----------
@@ -121,11 +122,11 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def three_terms(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ by √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½.
+    """Bound ‖D_X f‖ of one head at given tokens by three terms, as in the proof of Theorem 3.3.
 
-    This is the step of the proof of Theorem 3.3 before the radius R replaces the tokens. C_i and m_i are the
-    covariance and the mean of the tokens under row i of P, and r is the largest distance |x_j − m_i| between
-    the mean and a token j that row i sees.
+    The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
+    before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under
+    row i of P, and r is the largest distance |x_j − m_i| between the mean and a token j that row i sees.
 
     Parameters
     ----------
@@ -177,10 +178,11 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def yudin(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ by ‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)), g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎) (Yudin et al.).
+    """Bound ‖D_X f‖ of one head at given tokens by Theorem 3 of Yudin et al. (2025).
 
-    ‖X‖ is the spectral norm of the matrix of tokens, and p₍₁₎ ≥ p₍₂₎ are the two largest entries of a row of
-    P. With a query bias b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
+    The bound is ‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)) with g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎). ‖X‖ is the spectral
+    norm of the matrix of tokens, and p₍₁₎ ≥ p₍₂₎ are the two largest entries of a row of P. With a query bias
+    b, 2 ‖X‖² ‖A‖ becomes ‖X‖ (2 ‖X‖ ‖A‖ + √n |b|).
 
     Parameters
     ----------

@@ -53,9 +53,10 @@ _DENSE_ROWS = 1024
 
 
 def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by √(n−1) / (1 + (n−1) e^{−2R²γ}), γ = max(−γ_min, γ_max/8).
+    """Bound Lip(f on B_R^n) from below by Proposition 3.4, for V = I and a matrix A with a real eigenvalue.
 
-    This is Proposition 3.4. γ_min and γ_max are the smallest and largest real eigenvalues of A.
+    The bound is √(n−1) / (1 + (n−1) e^{−2R²γ}) with γ = max(−γ_min, γ_max/8). γ_min and γ_max are the
+    smallest and largest real eigenvalues of A.
 
     Parameters
     ----------
@@ -107,11 +108,11 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
 
 def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖, with tokens on an eigenvector.
+    """Bound Lip(f on B_R^n) from below at two clusters of tokens on an eigenvector of A.
 
-    u is a unit eigenvector of A for γ_max or γ_min, X consists of z = Ru and n − 1 copies of w = Ru/2 or −Ru,
-    y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger of the two bounds is returned. It holds for any
-    V and query bias, and sharpens Proposition 3.4.
+    The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
+    of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
+    of the two bounds is returned. It holds for any V and query bias, and sharpens Proposition 3.4.
 
     Parameters
     ----------
@@ -155,11 +156,12 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
 
 
 def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below at the tokens of :func:`two_cluster_sharp`.
+    """Bound Lip(f^m on B_R^n) of causal attention from below at two clusters on an eigenvector of A.
 
-    The heavy token comes first. Without bias, the bound is the norm of the blocks V and
-    p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of the heavy token in row i and
-    g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
+    The tokens are those of :func:`two_cluster_sharp`, with the heavy token Ru first. Without bias, the bound
+    is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of
+    the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
+    √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
     Parameters
     ----------
@@ -200,11 +202,12 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
 
 
 def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖, for any A.
+    """Bound Lip(f on B_R^n) from below at one heavy token and copies of a light token, for any matrix A.
 
-    z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
-    bound. p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with
-    E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
+    The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z = Ry/|y|, y = Aw + b, and w is sought
+    by local ascent in the ball of radius R; every w gives a valid bound. p is the weight of z. Without bias
+    and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4,
+    ‖A‖/4). A need not have a real eigenvalue.
 
     Parameters
     ----------
@@ -244,10 +247,11 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
 
 
 def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below by √(n−1) ‖M‖ at X = (z, w, …, w), for any heavy token z and light token w.
+    """Bound ‖D_X f‖ from below at X = (z, w, …, w), for a given heavy token z and light token w.
 
-    M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
-    causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
+    Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h,
+    p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …,
+    M_n stacked, where M_i has i in place of n.
 
     Parameters
     ----------
@@ -284,13 +288,13 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
 
 
 def tie(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by √(2(n−2)) p sinθ |y| R |Vv|, with two tokens of equal score.
+    """Bound Lip(f on B_R^n) from below at two heavy tokens of equal score and copies of a light token.
 
-    X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b,
-    ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight
-    of each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. The returned
-    bound is the norm of the two heavy columns, which is at least the formula. It attains the rate R²√n of
-    Theorem 3.3.
+    The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
+    n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and
+    p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of each heavy token. θ, w and v are sought by local
+    ascent; every choice gives a valid bound. The returned bound is the norm of the two heavy columns. It
+    attains the rate R²√n of Theorem 3.3.
 
     Parameters
     ----------
@@ -329,9 +333,10 @@ def tie(attention: object, length: int, radius: float) -> Bound:
 
 
 def masked_tie(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below by √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv|.
+    """Bound Lip(f^m on B_R^n) of causal attention from below at two heavy tokens of equal score.
 
-    The tokens are as in :func:`tie`, heavy tokens first, and p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
+    The tokens are as in :func:`tie`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ |y| R
+    |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
     Parameters
     ----------
@@ -369,11 +374,11 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
 
 
 def repeated_token(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖Σ_h W_h V_h‖ ‖P‖, the value of ‖D_X f‖ where all tokens are equal.
+    """Bound Lip(f on B_R^n) from below by the value of ‖D_X f‖ where all tokens are equal.
 
-    There P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal mask P is the Cesàro
-    matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the norm of the first
-    rows of P is used.
+    It is ‖Σ_h W_h V_h‖ ‖P‖, where P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal
+    mask P is the Cesàro matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the
+    norm of the first rows of P is used.
 
     Parameters
     ----------
@@ -417,12 +422,13 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
 
 
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖V(I + mR²u(Aᵀu)ᵀ)‖/n, which grows like R².
+    """Bound Lip(f on B_R^n) from below at tokens 0 and ±Ru, with a bound that grows like R².
 
-    Half of the m tokens are Ru, the other half −Ru, where m is even and n − m is 1 or 2; the remaining tokens
-    are 0, the last one among them. The last row gives equal weight to all tokens, so the last diagonal block
-    of the Jacobian is V(I/n + C A) with C = (m/n)R²uuᵀ. Any unit vector u gives a valid bound; some singular
-    vectors of A and V are tried. For A = γI, V = I and odd n the bound is 1/n + γR²(n−1)/n.
+    The bound is ‖V(I + mR²u(Aᵀu)ᵀ)‖/n. Half of the m tokens are Ru, the other half −Ru, where m is even and
+    n − m is 1 or 2; the remaining tokens are 0, the last one among them. The last row gives equal weight to
+    all tokens, so the last diagonal block of the Jacobian is V(I/n + C A) with C = (m/n)R²uuᵀ. Any unit
+    vector u gives a valid bound; some singular vectors of A and V are tried. For A = γI, V = I and odd n the
+    bound is 1/n + γR²(n−1)/n.
 
     Parameters
     ----------

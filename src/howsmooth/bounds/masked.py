@@ -131,10 +131,11 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
 
 def masked_theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) by ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)), which is Theorem A with a causal mask.
+    """Bound Lip(f^m on B_R^n) of one head with a causal mask by Theorem A, which is sharper than Theorem 4.3.
 
-    ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R², a₃ = (‖A‖R + |b|)R, the function h* of
-    :func:`h_star`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For n = 1 the bound is ‖V‖.
+    The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
+    a₃ = (‖A‖R + |b|)R, the function h* of :func:`h_star`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For n = 1 the
+    bound is ‖V‖.
 
     Parameters
     ----------
@@ -170,12 +171,12 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
 
 
 def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of a head with any mask by ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)).
+    """Bound Lip(f on B_R^n) of one head with any mask by Theorem A.
 
-    ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i that sees n_i tokens, and 1 if n_i = 1, in the
-    notation of :func:`masked_theorem_a`. Without a mask this is Theorem A, and with a causal mask its causal
-    form. Under a window, the width of the window takes the place of n. If every row sees one token, the map
-    is linear and the term a is left out.
+    The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
+    that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`masked_theorem_a`. Without a mask this
+    is Theorem A, and with a causal mask its causal form. Under a window, the width of the window takes the
+    place of n. If every row sees one token, the map is linear and the term a is left out.
 
     Parameters
     ----------
@@ -221,7 +222,7 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return log max_j Σ_{i sees j} ρ_i, and the largest number of keys that a row sees."""
+    """Return Theorem A's column sum log max_j Σ_{i sees j} ρ_i, and the largest number of keys in a row."""
     sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
     largest = int(distinct[-1])
@@ -249,11 +250,11 @@ def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
 
 
 def masked_n_free(attention: object, radius: object) -> Bound:
-    """Bound causal attention on the ball of radius R for every length n by ‖V‖ (a + e^{a₃}(2 + √6 a₃)).
+    """Bound the Lipschitz constant of causal attention on the ball of radius R, for all lengths n at once.
 
-    a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the causal mean-field map in d₂. Its exponent
-    is half that of Theorem 4.4, and it holds for every a. For A = 0 it is 2‖V‖, which is the supremum of the
-    Lipschitz constant over n (Hardy's inequality).
+    The bound is ‖V‖ (a + e^{a₃}(2 + √6 a₃)), Theorem B. a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also
+    one for the causal mean-field map in d₂. Its exponent is half that of Theorem 4.4, and it holds for every
+    a. For A = 0 it is 2‖V‖, which is the supremum of the Lipschitz constant over n (Hardy's inequality).
 
     Parameters
     ----------
@@ -296,11 +297,11 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return an upper bound on log Σ_{i=1}^n ρ_i, where ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}.
+    """Return the logarithm of an upper bound on Theorem A's sum Σ_{i=1}^n ρ_i over the rows of a causal mask.
 
-    The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 + a₃²) P̄(i,
-    a₃) after that row. The latter is convex in i, so its sum is at most its integral from half a step before
-    the first to half a step after the last row.
+    ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is
+    replaced by h* up to some row and by (1 + a₃²) P̄(i, a₃) after that row. The latter is convex in i, so its
+    sum is at most its integral from half a step before the first to half a step after the last row.
     """
     log_h, log_b = log_h_star(a3), 2 * math.log(math.hypot(1.0, a3))
     if n > 1 and math.isinf(log_h):

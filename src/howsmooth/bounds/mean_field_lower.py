@@ -33,11 +33,11 @@ _LARGEST_G = 1e12
 
 
 def two_dirac(attention: object, radius: float, weight: float | None = None, cluster: str = "paper") -> Bound:
-    """Bound the W_2-Lipschitz constant from below by the local constant along u at a measure with two atoms.
+    """Bound the W_2-Lipschitz constant from below by the local constant at a measure with two atoms.
 
-    The local constant is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij (1 + γ s_i
-    (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights, P_ij ∝ a_j e^{γ
-    s_i s_j}, and m_i and v_i the mean and the variance of s under row i of P.
+    The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
+    (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
+    P_ij ∝ a_j e^{γ s_i s_j}, and m_i and v_i the mean and the variance of s under row i of P.
 
     Parameters
     ----------
@@ -122,9 +122,10 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
 
 def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by (√3/4) e^g (1 + 3g/2) |Vu|, g = R² max(−γ_min, γ_max/8).
+    """Bound the W_2-Lipschitz constant from below as Proposition 3.6 does, with a better weight of the atoms.
 
-    The measure is the one of Proposition 3.6 with p = 1/(1 + 3e^{2g}), the optimal weight as g → ∞.
+    The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g})
+    is optimal as g → ∞.
 
     Parameters
     ----------
@@ -161,9 +162,9 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
 
 
 def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by (g/2) e^g, g = R² max(−γ_min, γ_max/8), for V = I.
+    """Bound the W_2-Lipschitz constant from below for V = I by the asymptotic rate of Proposition 3.6.
 
-    This is the asymptotic rate of Proposition 3.6 as R → ∞, and it is a lower bound for every R > 0.
+    The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
 
     Parameters
     ----------
@@ -267,7 +268,7 @@ def _shares(log_odds: float) -> tuple[float, float]:
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return log max(‖M‖, |γ|v_1, |γ|v_2) for :func:`two_dirac`, with positions in units of R."""
+    """Return the logarithm of the local constant of :func:`two_dirac` without |Vu|, with positions over R."""
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]
     log_a = (log_p, log_rest)

@@ -106,7 +106,7 @@ def lemma_3_8(
 def multi_head_output(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with W_O = [W_1 … W_H] and bounds L_h on heads.
+    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with an upper bound L_h on each head.
 
     Parameters
     ----------
@@ -143,7 +143,9 @@ def multi_head_output(
 def multi_head_gram(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, which is at most Lemma 3.8.
+    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, with an upper bound L_h on each head.
+
+    It is at most the bound of Lemma 3.8.
 
     Parameters
     ----------
@@ -179,11 +181,12 @@ def multi_head_gram(
 def multi_head_folded(
     attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
 ) -> Bound:
-    """Bound multi-head attention by (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h.
+    """Bound multi-head attention after value matrices are moved from the heads into the output maps.
 
-    V_h is factorised into a triangular matrix, which moves to the output map, and a matrix of orthonormal
-    rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds proportional to ‖V‖,
-    as all of this library are, the result is at most :func:`multi_head_gram`.
+    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
+    matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
+    with this matrix in place of V_h. For bounds proportional to ‖V‖, as all of this library are, the result
+    is at most :func:`multi_head_gram`.
 
     Parameters
     ----------

@@ -43,12 +43,12 @@ _OURS = 'howsmooth documentation, "Other attentions"'
 
 
 def l2_attention(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound Lip(f) of L2 attention by √N/√k (4Φ+1) √(Σ_h ‖Q_h‖⁴‖V_h‖²) ‖W_O‖, where Φ e^{Φ+1} = N − 1.
+    """Bound Lip(f) of L2 attention by the corrected Theorem 3.2 of Kim, Papamakarios and Mnih (2021).
 
-    Head h has the weights P_ij ∝ exp(−|Q_h x_i − Q_h x_j|²/√k), with the same matrix for queries and keys,
-    and the output V_h Q_hᵀQ_h Σ_j P_ij x_j / √k. The published formula has ‖Q_h‖² instead of ‖Q_h‖⁴ and is no
-    bound: for one token, k = 2, V = I and Q = 10 I the Lipschitz constant is 70.7, the published formula
-    7.07.
+    The bound is √N/√k (4Φ+1) √(Σ_h ‖Q_h‖⁴‖V_h‖²) ‖W_O‖, where Φ e^{Φ+1} = N − 1. Head h has the weights
+    P_ij ∝ exp(−|Q_h x_i − Q_h x_j|²/√k), with the same matrix for queries and keys, and the output V_h
+    Q_hᵀQ_h Σ_j P_ij x_j / √k. The published formula has ‖Q_h‖² instead of ‖Q_h‖⁴ and is no bound: for one
+    token, k = 2, V = I and Q = 10 I the Lipschitz constant is 70.7, the published formula 7.07.
 
     Parameters
     ----------
@@ -94,9 +94,10 @@ def l2_attention(query: object, value: object, output: object, length: object) -
 
 
 def l2_attention_sharp(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound Lip(f) of L2 attention by ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), Φ e^{Φ+1} = N − 1.
+    """Bound Lip(f) of L2 attention, at least as sharply as :func:`l2_attention`.
 
-    The attention is defined in :func:`l2_attention`.
+    The bound is ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), where Φ e^{Φ+1} = N − 1. The attention is
+    defined in :func:`l2_attention`.
 
     Parameters
     ----------
@@ -162,10 +163,11 @@ def scaled_cosine(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound Lip(f) of scaled cosine attention by νε^{-1/2} (2N(N−1)τ‖W_K‖ + 2(N−1)τ‖W_Q‖ + 2N‖W_V‖).
+    """Bound Lip(f) of scaled cosine attention by the theorem of Qi et al. (2023).
 
-    The attention is f(X) = ν softmax(τ q kᵀ) v. Its queries, keys and values are the vectors u = W_Q x, W_K x
-    and W_V x after the normalisation u/√(|u|² + ε).
+    The bound is νε^{-1/2} (2N(N−1)τ‖W_K‖ + 2(N−1)τ‖W_Q‖ + 2N‖W_V‖). The attention is f(X) = ν softmax(τ q kᵀ)
+    v. Its queries, keys and values are the vectors u = W_Q x, W_K x and W_V x after the normalisation
+    u/√(|u|² + ε).
 
     Parameters
     ----------
@@ -226,11 +228,11 @@ def scaled_cosine_sharp(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound Lip(f) of scaled cosine attention by νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖).
+    """Bound Lip(f) of scaled cosine attention, at least as sharply as :func:`scaled_cosine`.
 
-    The attention is defined in :func:`scaled_cosine`. c = √(N P̄(N, τ)) <= min(√N, e^τ) with
-    P̄(N, τ) = 1/(1 + (N−1)e^{−2τ}), so the bound stays below a limit as N grows. For one token it is
-    νε^{-1/2}‖W_V‖.
+    The bound is νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖). The attention is defined in
+    :func:`scaled_cosine`. c = √(N P̄(N, τ)) <= min(√N, e^τ) with P̄(N, τ) = 1/(1 + (N−1)e^{−2τ}), so the
+    bound stays below a limit as N grows. For one token it is νε^{-1/2}‖W_V‖.
 
     Parameters
     ----------
@@ -340,10 +342,10 @@ def sinkhorn(attention: object, radius: object) -> Bound:
 
 
 def lipschitz_norm(queries: object, keys: object) -> Bound:
-    """Bound the Lipschitz constant of LipschitzNorm attention (Q, K, V) ↦ f by e^{√3} √(m/n) + 2√6.
+    """Bound the Lipschitz constant of LipschitzNorm attention by e^{√3} √(m/n) + 2√6, for m queries, n keys.
 
-    The scores are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|. There are
-    m queries and n keys.
+    The scores are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|. The
+    map is (Q, K, V) ↦ f.
 
     Parameters
     ----------
@@ -378,10 +380,11 @@ def lipschitz_norm(queries: object, keys: object) -> Bound:
 
 
 def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
-    """Bound LipschitzNorm attention by √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²} with κ = √(m P̄(n, 1)).
+    """Bound the Lipschitz constant of LipschitzNorm attention, more sharply than :func:`lipschitz_norm`.
 
-    The attention is defined in :func:`lipschitz_norm`, P̄(n, 1) = 1/(1 + (n−1)e^{−2}), and κ <= e √(m/n). For
-    one key the bound is √m, which is the Lipschitz constant.
+    The bound is √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²} with κ = √(m P̄(n, 1)). The attention is defined in
+    :func:`lipschitz_norm`, P̄(n, 1) = 1/(1 + (n−1)e^{−2}), and κ <= e √(m/n). For one key the bound is √m,
+    which is the Lipschitz constant.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return L_h of :func:`l2_layer`, an upper bound for the map U ↦ P(U) U with u_i = Q_h x_i."""
+    """Return the factor L_h of :func:`l2_layer` for one head with ‖Q_h‖ = ``size``."""
     m, phi = rows.counts, rows.phi
     if phi is None:
         phi = torch.where(m > 1, torch.inf, 0.0)
@@ -116,7 +116,7 @@ def scaled_cosine_layer(
 def _cosine_radii(
     weight: Float[Tensor, "heads dim d"], bias: Tensor | None, radius: float, eps: float
 ) -> Float[Tensor, "heads"]:
-    """Return the largest |u|/√(|u|² + ε) of u = W_h x + b_h for x in the ball, one for each head."""
+    """Return the largest norm of a normalised query, key or value on the ball, one for each head."""
     if not math.isfinite(radius):
         return torch.ones(len(weight), dtype=torch.float64, device=weight.device)
     sizes = _reach(weight, bias, radius)

@@ -49,7 +49,7 @@ def spectral_norm(matrix: Tensor) -> float:
 
 
 def row_blocks(n: int) -> Iterator[slice]:
-    """Yield slices of the rows of an n × n matrix such that each block has a bounded number of entries."""
+    """Yield slices that cut an n × n matrix into blocks of rows with a bounded number of entries."""
     length = max(1, _PAIRS // n)
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))
@@ -325,7 +325,7 @@ def _of_site(site: SiteLike) -> Parameters:
 
 
 def log_p_bar(n: int | float, a: float) -> float:
-    """Return log P̄(n, a) = −log(1 + (n−1) e^{−2a}): one of n weights with scores in [−a, a] is at most P̄."""
+    """Return the log of P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest weight among n scores in [−a, a]."""
     if n <= 1:
         return 0.0
     exponent = math.log(n - 1) - 2 * a

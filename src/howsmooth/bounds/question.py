@@ -22,7 +22,7 @@ _LEAST_RADIUS = 1e-150
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """The attention whose Lipschitz constant is asked for, and the tokens or the ball where it is asked.
+    """An attention, and the tokens or the ball for which bounds on its Lipschitz constant are asked.
 
     Attributes
     ----------

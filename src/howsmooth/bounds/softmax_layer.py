@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """The norms of the output maps O_h = W_h V_h that bound sums Σ_h O_h F_h with ‖F_h‖ <= c_h.
+    """The norms of the output maps O_h = W_h V_h of all heads, from which sums over heads are bounded.
 
     Attributes
     ----------
@@ -173,18 +173,18 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two terms of which M(c)² is the minimum, for c (heads, ...)."""
+        """Return the two upper bounds on ‖Σ_h O_h F_h‖², ‖F_h‖ <= c_h, whose minimum is M(c)²."""
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ if ‖F_h‖ <= c_h."""
+        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices with ‖F_h‖ <= c_h."""
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Return √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²))."""
+        """Return the term √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)) of :func:`softmax_layer`."""
         rest = _root(rho - 1 / m)
         mean = self.total.square() / m
         return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
@@ -223,12 +223,12 @@ def _several(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the upper bound 1/(1 + (m−1)e^{−2a}) on one of m attention weights, (heads, rows)."""
+    """Return the upper bound 1/(1 + (m−1)e^{−2a}) on one of m attention weights, of shape (heads, rows)."""
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return max_j Σ_{i sees j} w_i for the weights w of each head, (heads,)."""
+    """Return max_j Σ_{i sees j} w_i, the largest sum over the rows that see one key, for each head."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
@@ -245,7 +245,7 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return ‖W_h‖ and the largest |û| of a normalised vector u = W_h x + b_h on the ball, for each head."""
+    """Return ‖W_h‖ and the largest norm of a normalised query or key on the ball, for each head."""
     norms = _norm(weight)
     reach = radius * norms
     if bias is not None:
@@ -313,7 +313,7 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of the largest eigenvalue, by inverse iteration: cheaper than ``eigh``."""
+    """Return an eigenvector of the largest eigenvalue by inverse iteration, which is faster than ``eigh``."""
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

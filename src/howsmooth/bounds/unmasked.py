@@ -138,11 +138,11 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_a(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})) with a query bias (Theorem A).
+    """Bound Lip(f on B_R^n) by Theorem A, which is sharper than Theorem 3.3 and allows a query bias.
 
-    a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is :func:`h_star`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single
-    attention weight. Theorem A is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖,
-    which is the Lipschitz constant.
+    The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
+    :func:`h_star`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A is below
+    Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the Lipschitz constant.
 
     Parameters
     ----------
@@ -178,10 +178,10 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
 
 
 def n_free(attention: object, radius: object) -> Bound:
-    """Bound the Lipschitz constant on the ball of radius R for every length n by ‖V‖ (a + e^{a₃} √(1 + a₃²)).
+    """Bound the Lipschitz constant of one head on the ball of radius R, for all lengths n at once.
 
-    a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the mean-field map in W₂, and its exponent is
-    half that of Theorem 3.5.
+    The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the
+    mean-field map in W₂, and its exponent is half that of Theorem 3.5.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def h_star(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return w = 2p − 1 for the p at which the maximum h*(a) is attained; 0 for a > 1e8 and for NaN."""
+    """Return w = 2p − 1 for the p that attains the maximum h*(a); 0 for a > 1e8 and for NaN."""
     if a <= 0.5:
         return 1.0
     if not a <= 1e8:  # also true for NaN
@@ -262,7 +262,7 @@ def log_h_star(a: float) -> float:
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return log min{h*(a₃), (1 + a₃²) P̄(n, a₃)}: Theorem A's bound on a row that sees n tokens."""
+    """Return the logarithm of Theorem A's bound min{h*(a₃), (1 + a₃²) P̄(n, a₃)} for a row of n tokens."""
     if n <= 1:
         return 0.0  # a row that sees one token is the identity
     return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))

@@ -57,7 +57,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_{i sees j} r_i for numbers r_i >= 0, given one for each kind of row."""
+        """Return max_j Σ_{i sees j} r_i, for a number r_i >= 0 given for each kind of row."""
         if self.kind == "causal":  # every row sees the first token
             return rows.sum()
         if self.seen is None:

@@ -208,7 +208,7 @@ def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: in
 
 @dataclass(frozen=True)
 class _Copies:
-    """Log numbers of light tokens that a light row sees, and log numbers of rows that see so many."""
+    """The logarithms of numbers of visible light tokens, and of the numbers of rows that see so many."""
 
     log_copies: Tensor
     log_weights: Tensor

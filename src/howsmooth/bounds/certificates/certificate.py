@@ -175,10 +175,10 @@ def check_iterations(iterations: object) -> int:
 def certify(
     name: str, source: str, f: SelfAttention, x: Tensor, evaluate: Callable[[HeadsAt], Enclosed]
 ) -> Certificate:
-    """Return a certificate from the function ``evaluate``, which bounds the Jacobian J̃ of one sequence.
+    """Return the certificate of a batch, from a function ``evaluate`` that bounds one sequence.
 
-    J̃ is formed from rounded weights, values and queries. ``distance`` adds a bound on ‖J − J̃‖, and the
-    scaling by a power of two is undone.
+    ``evaluate`` bounds the norm of a Jacobian J̃ formed from rounded weights, values and queries.
+    ``distance`` adds a bound on ‖J − J̃‖, and the scaling by a power of two is undone.
     """
     uppers, plains = [], []
     for member in x.reshape(-1, *x.shape[-2:]):
@@ -197,7 +197,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on ‖J − J̃‖, the error of the Jacobian by rounded data, summed over all heads."""
+    """Return an upper bound on ‖J − J̃‖ for the exact Jacobian J and the Jacobian J̃ of rounded data."""
     total = torch.tensor(0.0, dtype=torch.float64)
     for head, w in zip(at.heads, at.W, strict=True):
         total = total + norm(w[None]).upper[0] * head.error

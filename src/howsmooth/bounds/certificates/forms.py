@@ -26,7 +26,7 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j w_ij w_ijᵀ, w_ij = v_j − o_i, for each row i.
+    """Return the matrix Σ_j P_ij q_j w_ij w_ijᵀ for each row i, where w_ij is value j minus output i.
 
     The rounding error is at most γ_{n+8} times the trace.
     """
@@ -39,7 +39,7 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return Σ_i P_ij c_i q_i q_iᵀ, with the queries q_i, for each key j.
+    """Return the matrix Σ_i P_ij c_i q_i q_iᵀ for each key j, where q_i is query i.
 
     The rounding error is at most γ_{n+8} times the trace.
     """
@@ -79,7 +79,7 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Return an upper bound on max_i ‖Σ_h W_h F_i^h Q_h‖, the norm of the Jacobian's block-diagonal part."""
+    """Return an upper bound on the norm max_i ‖Σ_h W_h F_i^h Q_h‖ of the Jacobian's block-diagonal part."""
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)

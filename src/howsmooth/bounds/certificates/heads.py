@@ -1,4 +1,4 @@
-"""The float64 weights, values and queries of each head from which certificates are computed, with errors.
+"""The float64 weights, values and queries of each head, with proved bounds on their rounding errors.
 
 The Jacobian of one head, before its output map, is
 
@@ -85,7 +85,7 @@ class HeadsAt:
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return R_jᵀ g_j R_j for the rotary maps R_j and given blocks g_j."""
+        """Return the blocks R_jᵀ g_j R_j, where R_j is the rotary map at position j."""
         if self.rotary is None:
             return g
         turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(

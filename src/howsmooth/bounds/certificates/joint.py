@@ -27,10 +27,11 @@ _SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
 def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head with any mask and biases by ‖V‖‖P‖ + ν + max_i ‖V C_i A‖ (Theorem N).
+    """Bound ‖D_X f‖ of one head at given tokens by Theorem N, including all rounding.
 
-    ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ),
-    z_ij = x_j − m_i and weights q > 0. Every q gives a valid bound; a search chooses q.
+    The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
+    c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), z_ij = x_j − m_i and weights q > 0. Every q gives a valid
+    bound; a search chooses q.
 
     Parameters
     ----------
@@ -62,10 +63,11 @@ def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int
 
 
 def certificate_joint(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of several heads by t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖ (Theorem N for several heads).
+    """Bound ‖D_X f‖ of any number of heads at given tokens by Theorem N, including all rounding.
 
-    ν and c_i are defined as in :func:`certificate_n`, with sums over all heads inside λ_max, and
-    t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖, ‖[W_1V_1 … W_HV_H]‖ √λ_max(Σ_h P^hᵀP^h)}.
+    The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in :func:`certificate_n`,
+    with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖, ‖[W_1V_1 … W_HV_H]‖
+    √λ_max(Σ_h P^hᵀP^h)}.
 
     Parameters
     ----------
@@ -99,9 +101,10 @@ def certificate_joint(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
-    """Bound ‖D_X f‖ of one head by Theorem N with eigenvalues replaced by Frobenius norms, λ_max(G) ≤ √tr G².
+    """Bound ‖D_X f‖ of one head at given tokens by Theorem N with Frobenius norms instead of eigenvalues.
 
-    It is cheaper than :func:`certificate_n`, because no eigenvalue and no factorisation is computed.
+    It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_n`, because no eigenvalue and no
+    factorisation is computed.
 
     Parameters
     ----------
@@ -129,7 +132,7 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return the bound of Theorem N on the norm of the operator J̃ of ``at``."""
+    """Return the bound of Theorem N on the norm of the Jacobian J̃ of the rounded data ``at``."""
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), tokens_moved(at, weights, rule), diagonal)
@@ -166,7 +169,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def tokens_moved(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Return ν, an upper bound on the part of the Jacobian in which the keys change, for given weights q."""
+    """Return ν of Theorem N, an upper bound on the part of the Jacobian in which the keys change."""
     q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]

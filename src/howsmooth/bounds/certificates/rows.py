@@ -29,10 +29,11 @@ _POWER_STEPS = 5
 
 
 def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖² of one head with any mask and biases by max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j).
+    """Bound ‖D_X f‖ of one head at given tokens by Theorem R, including all rounding.
 
-    This is Theorem R: Λ_i = λ_max(V [Σ_j P_ij q_j B_ij B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with
-    B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a valid bound; a search chooses them.
+    The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
+    B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a
+    valid bound; a search chooses them.
 
     Parameters
     ----------
@@ -65,13 +66,13 @@ def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return the bound of Theorem R on the norm of the operator J̃ of ``at``, with searched weights."""
+    """Return the bound of Theorem R for weights q and τ that are found by a search."""
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Return the bound of Theorem R on the norm of the operator J̃ of ``at`` for given weights q and τ."""
+    """Return the bound of Theorem R on the norm of the Jacobian J̃ of ``at``, for given weights q and τ."""
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
     M, slack = row_squares(at, q)
@@ -110,7 +111,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Return unit vectors near the leading eigenvectors, by some power steps that start from ``u``."""
+    """Return approximate leading eigenvectors of the matrices, by power steps that start from ``u``."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -120,7 +121,11 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return Σ_j P_ij q_j N_ij N_ijᵀ, N_ij = V + w_ij y_ijᵀ, for each row i, and bounds on its errors."""
+    """Return weighted Gram matrices of the Jacobian's block rows, and bounds on their rounding errors.
+
+    For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
+    of the Jacobian without its block-diagonal part.
+    """
     head = at.heads[0]
     n, width = head.v.shape
     k, d = head.K.shape
@@ -159,7 +164,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return F_i Q Qᵀ F_iᵀ for each row i, and bounds on its rounding errors."""
+    """Return the Gram matrices F_i Q Qᵀ F_iᵀ of the diagonal blocks F_i Q, and bounds on their errors."""
     head = at.heads[0]
     squares = head.F @ (head.Q @ head.Q.mT) @ head.F.mT
     k, d = head.Q.shape

@@ -31,7 +31,7 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q, with estimates of the eigenvalues c_i and of ν² = max_j Φ_j / q_j for these weights."""
+    """Weights q for Theorem N, with estimates of the eigenvalues c_i and of ν² for these weights."""
 
     q: Float[Tensor, " n"]
     c: Float[Tensor, " n"]
@@ -39,10 +39,10 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Return weights q for which ν² = max_j Φ_j(q)/q_j is small, by the iteration q ← √(q Φ(q)).
+    """Return weights q for which the term ν of Theorem N is small.
 
-    Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
-    products with P but no matrix for every row.
+    The iteration is q ← √(q Φ(q)) for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ).
+    Eigenvalues are estimated by power steps, which need products with P but no matrix for every row.
     """
     n = at.n
     q = torch.ones(n, dtype=torch.float64)
@@ -60,7 +60,7 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Return an estimate of max_i ‖Σ_h W_h F_i^h Q_h‖ by power steps."""
+    """Return an estimate, by power steps, of the norm of the Jacobian's block-diagonal part."""
     z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
     return value.amax().sqrt() * _ABOVE
@@ -78,7 +78,7 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 
 
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Return the rows Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i, whose operators have the eigenvalues c_i."""
+    """Return Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i for each row u_i; c_i is this operator's eigenvalue."""
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
         x = u @ w
@@ -89,7 +89,7 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 
 
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Return the rows Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j, operators with eigenvalues Φ_j."""
+    """Return Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j for each row z_j; Φ_j is its eigenvalue."""
     total = torch.zeros_like(z)
     for head in at.heads:
         x = z @ head.K.mT
@@ -102,7 +102,7 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
 
 
 def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Return the rows D_iᵀ D_i z_i for the diagonal blocks D_i = Σ_h W_h F_i^h Q_h of the Jacobian."""
+    """Return D_iᵀ D_i z_i for each row z_i, where D_i = Σ_h W_h F_i^h Q_h is a diagonal block."""
     out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
     for head, w in zip(at.heads, at.W, strict=True):
         out = out + (head.F @ (z @ head.Q.mT)[..., None])[..., 0] @ w.mT
