@@ -1,4 +1,4 @@
-"""A process of a group: measures its rows of sequences. Started by tests/test_distributed.py."""
+"""A process of a group: measures its rows of sequences. Started by tests/distributed/test_measure.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from howsmooth import measures
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.spectral import golub_kahan
 from tests._cases import ACTING, CASES, D, random_attention, tokens, true_norm
-from tests.test_spectral import Dense, gaussian, with_spectrum
+from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
 
 pytestmark = pytest.mark.gpu
 

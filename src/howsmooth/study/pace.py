@@ -1,10 +1,10 @@
 """How long tasks take, learnt from those that were done.
 
 The rule: tasks that are alike (the same kind of rows, model and scope) take a time a row that is a power of
-the number of tokens n. The exponent is that between the nearest length that was done and the next one that is
-shorter or longer by at least a factor of two, between 0 and 2: lengths that are closer say little, since times
-vary. With one such length done it is 1 from 64 tokens on, and 0 below: there, what does not depend on n takes
-the time.
+the number of tokens n. The exponent is that between the nearest length that was done and the next one that
+is shorter or longer by at least a factor of two, and is kept between 0 and 2: lengths that are closer say
+little, since times vary. With one such length done it is 1 from 64 tokens on, and 0 below: there, what does
+not depend on n takes the time.
 """
 
 from __future__ import annotations

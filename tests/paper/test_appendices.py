@@ -1,0 +1,363 @@
+"""The experiments of the appendices, on tiny models, against dense Jacobians and the models themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds.parameters import Head, parameters_of
+from howsmooth.errors import ArgumentError
+from howsmooth.paper import gamma_radius, gpt2_growth, quadratic_growth
+from howsmooth.paper.figure import Figure
+from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
+from howsmooth.paper.gpt2_growth import GPT2_GROWTH
+from howsmooth.paper.growth import Growth
+from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
+from howsmooth.study.names import decimal
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Measurement, PublishedValue
+from howsmooth.study.run import run
+from howsmooth.study.store import Store
+from tests._figures import (
+    BERT,
+    DECODER,
+    GPT2,
+    LLAMA,
+    OTHER,
+    TEXT,
+    Told,
+    Words,
+    asked,
+    bert_head,
+    counting,
+    dense_norm,
+    measured,
+    never,
+    shown,
+    tiny_library,
+)  # fmt: skip
+from tests._tiny_models import tiny
+
+# ---- γR²
+
+
+@pytest.fixture(scope="module")
+def gammas(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    request = asked(BERT, GPT2, lengths=(6,), samples=3)
+    return measured(gamma_radius.measure, tmp_path_factory.mktemp("gamma"), request)
+
+
+def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: pd.DataFrame) -> None:
+    rows = gammas
+    assert len(rows) == 2 * 2 * 3 * 4
+    rows = rows[rows["model"] == "bert"]
+    for layer, h in itertools.product(range(3), range(4)):
+        query, key, _, _ = bert_head(layer, h)
+        values = np.linalg.eigvals((key.T @ query / math.sqrt(6)).numpy())
+        real = values[np.abs(values.imag) < 1e-9].real
+        (row, *_) = rows[(rows["layer"] == layer) & (rows["head"] == h)].to_dict("records")
+        assert row["gamma_min"] == pytest.approx(min(real), rel=1e-6, abs=1e-9)
+        assert row["gamma_max"] == pytest.approx(max(real), rel=1e-6, abs=1e-9)
+        assert row["gamma"] == pytest.approx(max(-min(real), max(real) / 8), rel=1e-6)
+    windows = _windows("bert", 6, 3)
+    hidden = tiny("bert")(windows, output_hidden_states=True).hidden_states[1].detach().double()
+    norms = hidden.norm(dim=-1)
+    per_sequence = norms.square().mean(dim=1).sqrt()
+    row = rows[(rows["layer"] == 1) & (rows["text"] == "prose")].iloc[0]
+    assert row["radius"] == pytest.approx(float(norms.square().mean().sqrt()), rel=1e-5)
+    assert row["radius_from"] == pytest.approx(float(per_sequence.min()), rel=1e-5)
+    assert row["radius_to"] == pytest.approx(float(per_sequence.max()), rel=1e-5)
+
+
+def _windows(model: str, n: int, samples: int) -> Tensor:
+    """The sequences that ``howsmooth measure`` takes, found by measuring with it."""
+    with tempfile.TemporaryDirectory() as folder, tiny_library():
+        plan = Plan((ModelSpec(model),), ("prose",), (n,), samples, layers=Ranges.parse("0", "layers"))
+        run(plan, Path(folder))
+        with Store.open(Path(folder), write=False) as store:
+            held = store.sequences(model, "prose")
+    ids = Words()(TEXT)
+    return torch.tensor([ids[held[n, sample] : held[n, sample] + n] for sample in range(samples)])
+
+
+def test_radii_of_texts_are_weighed_by_their_tokens() -> None:
+    common = {"model": "m", "layer": 0, "head": 0, "gamma_min": -2.0, "gamma_max": 8.0, "gamma": 2.0}
+    rows = pd.DataFrame(
+        [
+            {**common, "n": 10, "samples": 3, "radius": 1.0, "radius_from": 0.5, "radius_to": 1.5},
+            {**common, "n": 30, "samples": 3, "radius": 3.0, "radius_from": 2.0, "radius_to": 4.0},
+        ]
+    )
+    (row,) = over_texts(rows).to_dict("records")
+    assert row["radius"] == pytest.approx(math.sqrt((30 * 1 + 90 * 9) / 120))
+    assert row["strength"] == pytest.approx(2 * (30 * 1 + 90 * 9) / 120)
+    assert (row["strength_from"], row["strength_to"]) == (2 * 0.25, 2 * 16.0)
+
+
+def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
+    common = {
+        "model": "m",
+        "layer": 0,
+        "n": 1,
+        "samples": 1,
+        "radius": 1.0,
+        "radius_from": 1.0,
+        "radius_to": 1.0,
+    }
+    rows = pd.DataFrame(
+        [
+            {**common, "head": 0, "gamma_min": -4.0, "gamma_max": 1.0, "gamma": 4.0},
+            {**common, "head": 1, "gamma_min": None, "gamma_max": None, "gamma": None},
+        ]
+    )
+    table = over_texts(rows)
+    assert table["strength"].tolist()[0] == 4.0
+    assert math.isnan(table["strength"].tolist()[1])
+    words = gamma_radius.said(table)
+    assert "from 4 to 4 over its 1 heads" in words
+    assert "In 1 of 1 heads" in words
+    assert words.endswith("Without any real eigenvalue: 1 more.")
+
+
+def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
+    finding = shown(GAMMA_RADIUS, gammas, tmp_path)
+    table = finding.tables[0][1]
+    bert = table[table["model"] == "bert"]["γR²"]
+    assert f"γR² is from {bert.min():.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
+    enough = int((bert >= math.log(99) / 2).sum())
+    assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
+    assert "gpt2" in finding.seen[1]
+
+
+def test_rotary_models_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"llama, with rotary positions"):
+        measured(gamma_radius.measure, tmp_path, asked(LLAMA, lengths=(6,)))
+
+
+# ---- quadratic growth
+
+
+def _heads() -> Iterator[SelfAttention]:
+    generator = torch.Generator().manual_seed(3)
+    for causal in (False, True):
+        for biased in (False, True):
+            query, key, value = torch.randn(3, 1, 2, 4, generator=generator, dtype=torch.float64)
+            bias = torch.randn(1, 2, generator=generator, dtype=torch.float64) if biased else None
+            yield SelfAttention(query, key, value, query_bias=bias, causal=causal)
+
+
+@pytest.mark.parametrize("n", [3, 6, 7])
+@pytest.mark.parametrize("f", list(_heads()), ids=lambda f: f.describe()[:60])
+def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int) -> None:
+    head = _head(f)
+    tokens = balanced(head)
+    x = tokens.tokens(n, 1.7)
+    assert x.shape == (n, 4)
+    assert float(x.sum(0).norm()) < 1e-12
+    assert float(x[-1].norm()) == 0
+    assert int((x.norm(dim=1) > 1.69).sum()) == 2 * ((n - 1) // 2)
+    block = torch.func.jacrev(lambda last: f(torch.cat([x[:-1], last[None]]))[-1])(x[-1])
+    assert tokens.formula(n, 1.7) == pytest.approx(float(torch.linalg.matrix_norm(block, 2)), rel=1e-10)
+    assert tokens.formula(n, 1.7) <= dense_norm(f, x) * (1 + 1e-12)
+
+
+def _head(f: SelfAttention) -> Head:
+    return parameters_of(f).folded(0)
+
+
+def test_the_identity_grows_as_the_paper_says() -> None:
+    head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
+    for n in (3, 9):
+        assert balanced(head).formula(n, 4.0) == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
+
+
+def test_heads_without_scores_are_refused() -> None:
+    nothing = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match="not zero"):
+        balanced(Head(nothing, torch.eye(3, dtype=torch.float64)))
+
+
+@pytest.fixture
+def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
+
+
+@pytest.fixture(scope="module")
+def growth(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
+        request = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+        return measured(quadratic_growth.measure, tmp_path_factory.mktemp("growth"), request)
+
+
+def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame) -> None:
+    rows = growth
+    assert rows["converged"].all()
+    identity = rows[rows["model"] == IDENTITY]
+    assert sorted(identity["n"].unique()) == [3, 5]
+    eye = torch.eye(4, dtype=torch.float64)[None]
+    f = SelfAttention(eye, eye, eye, scale=1.0)
+    for row in identity.iloc[[0, -3]].to_dict("records"):
+        signs = torch.tensor([1.0, -1.0] * ((row["n"] - 1) // 2) + [0.0], dtype=torch.float64)
+        x = row["radius"] * signs[:, None] * torch.eye(4, dtype=torch.float64)[0]
+        assert row["value"] == pytest.approx(dense_norm(f, x), rel=1e-6)
+    for h in (0, 3):
+        query, key, value, bias = bert_head(1, h)
+        head = SelfAttention(query[None], key[None], value[None], query_bias=bias[None])
+        own = rows[(rows["model"] == "bert") & (rows["head"] == h)]
+        assert set(own["n"]) == {5}
+        assert int(own["real"].sum()) == 1
+        tokens = balanced(_head(head))
+        for row in own.iloc[[0, 2, -1]].to_dict("records"):
+            x = tokens.tokens(5, row["radius"])
+            assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
+            assert math.log(row["value"]) <= row["log_sharp"]
+
+
+def test_exponents_in_the_radius_are_those_planted() -> None:
+    radius = np.geomspace(1, 100, 9)
+    common = {"model": "m", "layer": 0, "n": 5, "converged": True, "real": False}
+    rows = [
+        {**common, "head": 0, "radius": r, "strength": r * 40, "value": 3 * r**1.5 if r * 40 >= FAR else 7.0}
+        for r in radius
+    ]
+    rows.append({**common, "head": 0, "radius": 50.0, "strength": 2000.0, "value": 1e6, "real": True})
+    rows.append({**common, "head": 0, "radius": 60.0, "strength": 2400.0, "value": 1e6, "converged": False})
+    (fit,) = exponents_in_radius(pd.DataFrame(rows)).to_dict("records")
+    assert fit["exponent"] == pytest.approx(1.5, abs=1e-9)
+    assert fit["points"] == int((radius * 40 >= FAR).sum())
+
+
+def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path) -> None:
+    rows = growth
+    finding = shown(QUADRATIC_GROWTH, growth, tmp_path)
+    table = finding.tables[0][1]
+    assert len(finding.seen) == 3
+    assert len(table) == 2 + 4 + 4
+    assert table["exponent"].between(1.9, 2.1).all()
+    real = rows[(rows["model"] == "bert") & rows["real"]]
+    assert f"R = {real['radius'].iloc[0]:.4g}" in finding.seen[1]
+    assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
+
+
+def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="at least 3"):
+        measured(quadratic_growth.measure, tmp_path, asked(BERT, lengths=(1, 2)))
+    assert quadratic_growth._lengths(asked(BERT, lengths=(1, 2, 5, 4))) == [4, 5]
+
+
+def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
+    taken = quadratic_growth._lengths(asked(BERT, lengths=tuple(range(2, 101, 2))))
+    assert len(taken) == 4
+    assert (taken[0], taken[-1]) == (4, 100)
+    assert taken == sorted(set(taken))
+
+
+# ---- all
+
+
+@pytest.mark.usefixtures("few_radii")
+@pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
+def test_an_interrupted_figure_goes_on_and_a_finished_one_measures_nothing(
+    figure: Figure, tmp_path: Path
+) -> None:
+    request = asked(BERT, lengths=(5,), layers=Ranges.parse("1", "layers"))
+    told = Told()
+    whole = measured(figure.measure, tmp_path / "whole", request, counting(calls := []), told)
+    assert 0 <= told.shares[-1] < 1
+    planned = len(calls)
+    broken = tmp_path / "broken"
+    if planned:
+        with pytest.raises(KeyboardInterrupt):
+            measured(figure.measure, broken, request, counting([], stop=12))
+    again = measured(figure.measure, broken, request, counting(calls := []))
+    assert len(calls) <= max(planned - 8, 0)  # at least two units of the first run were kept
+    pd.testing.assert_frame_equal(whole, again)
+    measured(figure.measure, broken, request, never)
+
+
+# ---- GPT-2
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("gpt2")
+    return measured(gpt2_growth.measure, folder, asked(GPT2, lengths=(4, 6, 9))), folder
+
+
+def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Path]) -> None:
+    ((series, reason),), folder = gpt2
+    assert not reason
+    rows = pd.concat([one.entering for one in series])
+    assert len(rows) == 2 * 3 * 3 * 2
+    with Store.open(folder / "studies" / "gpt2", write=False) as store:
+        held, table = store.sequences("gpt2", "prose"), store.table(Measurement)
+    model, ids = tiny("gpt2"), Words()(TEXT)
+    for layer in (0, 1, 2):
+        tokens = torch.tensor([ids[held[9, sample] : held[9, sample] + 9] for sample in range(2)])
+        entering = model(tokens, output_hidden_states=True).hidden_states[layer].double()
+        attended = model.h[layer].ln_1(entering.float()).double()
+        own = rows[(rows["text"] == "prose") & (rows["layer"] == layer) & (rows["n"] == 9)]
+        expected = entering.norm(dim=-1).square().mean(dim=1).sqrt()
+        assert own["radius"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+        given = table[(table["text"] == "prose") & (table["layer"] == layer) & (table["n"] == 9)]
+        expected = attended.norm(dim=-1).square().mean(dim=1).sqrt()
+        assert given["radius_mean"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
+    finding = shown(GPT2_GROWTH, *gpt2)
+    table = finding.tables[0][1]
+    assert table[["layer", "text"]].to_numpy().tolist() == [
+        [layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)
+    ]
+    first = table.iloc[0]
+    assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
+    assert f"{decimal(first['correlation, entering the layer'], 2)} (95 % interval" in finding.seen[0]
+
+
+def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
+    request = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
+    ((series, _),) = measured(gpt2_growth.measure, gpt2[1], request, never)
+    assert [one.text for one in series] == [OTHER] * 3
+    assert [one.fit.n_points for one in series] == [2] * 3
+
+
+def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
+    request = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
+    found = measured(gpt2_growth.measure, tmp_path, replace(request, as_published=True))
+    finding = shown(GPT2_GROWTH, found, tmp_path)
+    (row,) = finding.tables[0][1].to_dict("records")
+    with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
+        table, theirs = store.table(Measurement), store.table(PublishedValue)
+    theirs = theirs[theirs["quantity"] == "as published"].sort_values("n")
+    ratios = theirs["lipschitz"].to_numpy() / table.sort_values("n")["lipschitz"].to_numpy()
+    assert row["published / corrected"] == pytest.approx(np.median(ratios), rel=1e-3)
+    slope = np.polyfit(np.log(theirs["n"]), np.log(theirs["lipschitz"]), 1)[0]
+    assert row["published exponent"] == pytest.approx(slope, rel=1e-6)
+    assert f"{row['published / corrected']:.3g} times the corrected constant" in finding.seen[0]
+    # Not asked for, it is not shown.
+    finding = shown(GPT2_GROWTH, measured(gpt2_growth.measure, tmp_path, request, never), tmp_path)
+    assert "published exponent" not in finding.tables[0][1]
+    assert "published" not in finding.seen[0]
+
+
+def test_norms_that_are_all_the_same_have_no_correlation() -> None:
+    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
+    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
+    series = Growth("m", 0, "prose", rows, rows.iloc[:0], growing)
+    assert math.isnan(series.attended_correlation.value)
+    assert series.entering_correlation.value == pytest.approx(1)

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from howsmooth.errors import HowsmoothError, StoreError
+from howsmooth.paper.drawing import fit_factor
+from howsmooth.paper.figure import Bench, models_for
+from howsmooth.paper.figure_1 import FIGURE_1, measure, said
+from howsmooth.paper.growth import Growth
+from howsmooth.paper.request import Request
+from howsmooth.paper.setting import columns
+from howsmooth.study.plan import ModelSpec
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Measurement, PublishedValue
+from howsmooth.study.store import Store
+from tests._figures import OTHER, Told, shown
+from tests._study import FakeModel, Tools, Work, installed, make_tools, words
+
+DEEP = FakeModel(layers=9)
+
+Panels = list[list[Growth]]
+
+
+def tools_of_figure_1(**options: Any) -> tuple[Tools, Work]:
+    """The three models of the paper as stand-ins; those with a variant are masked."""
+    masked: set[int] = set()
+    base, work = make_tools(
+        models={"builtin-encoder": FakeModel(), "gpt2": DEEP, "other": FakeModel(layers=2)},
+        texts={"prose": words(4000), "verse": words(5000)},
+        **options,
+    )
+
+    def load_model(name: str, **asked: Any) -> FakeModel:
+        found = base.load_model(name, **asked)
+        # An object of its own, as each loading gives one.
+        model = FakeModel(layers=found.layers, heads=found.heads)
+        if asked["as_decoder"] or asked["random_init"]:
+            masked.add(id(model))
+        kept.append(model)
+        return model
+
+    def capture(model: FakeModel, *arguments: Any, **named: Any) -> list[Any]:
+        sites = base.capture(model, *arguments, **named)
+        for site in sites:
+            site.causal = id(model) in masked
+        return sites
+
+    kept: list[FakeModel] = []
+    return replace(base, load_model=load_model, capture=capture), work
+
+
+def request(**changes: Any) -> Request:
+    return Request(**({"texts": ("prose", "verse"), "lengths": (2, 4, 8, 16), "samples": 3} | changes))
+
+
+def bench(folder: Path, told: Told | None = None, **changes: Any) -> Bench:
+    asked = request(**changes)
+    return Bench(asked, folder, models_for(asked), told or Told())
+
+
+def measured(folder: Path, tools: Tools, told: Told | None = None, **changes: Any) -> Panels:
+    """Measure with stand-ins."""
+    with installed(tools):
+        return measure(bench(folder, told, **changes))
+
+
+def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.DataFrame]:
+    """Measure; what is said of the figure and its table, without drawing it."""
+    found = measured(folder, tools, **changes)
+    panels = [panel for column in found for panel in column]
+    return said(panels), pd.DataFrame([panel.columns() for panel in panels])
+
+
+# ---------------------------------------------------------------- columns
+
+
+def test_the_columns_are_the_papers() -> None:
+    tools, _ = tools_of_figure_1()
+    with installed(tools):
+        found = columns(bench(Path()))
+    assert [(one.spec.label, one.layer) for one in found] == [
+        ("builtin-encoder", 0),
+        ("builtin-encoder (as decoder)", 2),  # it has three layers
+        ("gpt2 (random init)", 6),
+    ]
+
+
+def test_models_and_layers_that_are_asked_for_replace_them() -> None:
+    tools, _ = tools_of_figure_1()
+    with installed(tools):
+        found = columns(bench(Path(), models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers")))
+    assert [(one.spec.label, one.layer) for one in found] == [("other", 0), ("other", 1)]
+
+
+def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    tools, work = tools_of_figure_1()
+    with pytest.raises(HowsmoothError, match="layers of builtin-encoder, which has 3"):
+        measured(tmp_path, tools, layers=Ranges.parse("6", "layers"))
+    assert not work.measured
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_layer_of_a_real_masked_model_is_shown() -> None:
+    specs = (ModelSpec("builtin-encoder"), ModelSpec("builtin-decoder"))
+    found = columns(bench(Path(), models=specs, texts=("alice",)))
+    assert [(one.layer, one.width) for one in found] == [(0, 256), (3, 256)]
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def test_the_same_again_measures_nothing_and_more_lengths_only_these(tmp_path: Path) -> None:
+    tools, work = tools_of_figure_1()
+    measured(tmp_path, tools, told := Told())
+    assert told.shares[-1] == pytest.approx(1)
+    done = len(work.measured)
+    assert done == 3 * 2 * 4 * 3  # columns, texts, lengths, samples
+    assert not work.bounded  # no time is spent on bounds
+    measured(tmp_path, tools)
+    assert len(work.measured) == done
+    measured(tmp_path, tools, lengths=(2, 4, 8, 16, 32))
+    assert {n for _, _, _, n, _ in work.measured[done:]} == {32}
+
+
+def test_an_interrupted_figure_goes_on_where_it_was(tmp_path: Path) -> None:
+    def stop(calls: int) -> None:
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    tools, work = tools_of_figure_1(before_measure=stop)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, tools)
+    done = len(work.measured)
+    assert 0 < done < 72
+    tools, work = tools_of_figure_1()
+    measured(tmp_path, tools)
+    assert len(work.measured) == 72 - done
+
+
+def test_models_are_not_loaded_again_and_again(tmp_path: Path) -> None:
+    tools, work = tools_of_figure_1()
+    measured(tmp_path, tools, texts=("prose",))
+    # Each variant once to be looked at, then once for all.
+    assert work.loads == ["builtin-encoder", "builtin-encoder", "gpt2"] * 2
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
+    tools, _ = tools_of_figure_1(slope=0.25)
+    asked = {"lengths": (2, 4, 8, 16, 32), "samples": 10}
+    seen, table = said_of(tmp_path, tools, **asked)
+    with installed(tools):
+        shown_columns = columns(bench(tmp_path))
+    for column in shown_columns:
+        with Store.open(tmp_path / "columns" / column.stem, write=False) as store:
+            measurements = store.table(Measurement)
+        for row in table[table["model"] == column.spec.label].itertuples():
+            rows = measurements[measurements["text"] == row.text]
+            slope = np.polyfit(np.log(rows["n"]), np.log(rows["lipschitz"]), 1)[0]
+            assert row.exponent == pytest.approx(slope, abs=1e-12)
+            words = next(one for one in seen if one.startswith(f"{row.model}, layer") and row.text in one)
+            assert f"n to the power {slope:.2f} (95 % interval {row.low:.2f} to {row.high:.2f})" in words
+    inside = int(((table["low"] <= 0.25) & (table["high"] >= 0.25)).sum())
+    assert f"The interval contains 1/4 in {inside} of 6 panels" in seen[0]
+    # A later request shows what it asks for, and not all that is there.
+    _, table = said_of(tmp_path, tools, lengths=(2, 4, 8), samples=2, texts=("verse",))
+    assert list(table["text"].unique()) == ["verse"]
+    assert list(table["sequences"]) == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("slope", "words"), [(0.5, "wholly above 1/4 in 6 and wholly below in 0"), (0.0, "below in 6")]
+)
+def test_other_exponents_are_told_from_a_quarter(tmp_path: Path, slope: float, words: str) -> None:
+    tools, _ = tools_of_figure_1(slope=slope)
+    said = said_of(tmp_path, tools, lengths=(2, 4, 8, 16, 32), samples=10)[0][0]
+    assert "contains 1/4 in 0 of 6 panels" in said
+    assert words in said
+
+
+def test_unconverged_measurements_are_counted_and_neither_drawn_nor_fitted(tmp_path: Path) -> None:
+    tools, _ = tools_of_figure_1()
+
+    def loose(*arguments: Any, **named: Any) -> Any:
+        found = tools.measure(*arguments, **named)
+        converged = found.converged.clone()
+        converged[0] = False
+        value = torch.where(converged, found.value, 1e6)
+        return SimpleNamespace(**{**vars(found), "converged": converged, "value": value, "upper": value * 3})
+
+    seen, table = said_of(tmp_path, replace(tools, measure=loose))
+    assert all("4 measurements are left out" in words for words in seen[1:])
+    assert list(table["sequences"]) == [8] * 6
+    assert table["exponent"].abs().max() < 2
+
+
+def test_the_line_of_slope_a_quarter_has_the_factor_of_least_squares() -> None:
+    n = np.array([2.0, 5.0, 9.0, 30.0])
+    lipschitz = np.array([1.0, 3.0, 2.0, 5.0])
+    factor, around = fit_factor(n, lipschitz, 0.25)
+    grid = np.exp(np.linspace(-2, 2, 400_001))
+    misfit = sum((np.log(grid * a**0.25) - math.log(b)) ** 2 for a, b in zip(n, lipschitz, strict=True))
+    assert factor == pytest.approx(grid[misfit.argmin()], rel=1e-5)
+    assert around == pytest.approx(math.sqrt(misfit.min() / 3), rel=1e-6)
+
+
+def test_more_than_three_columns_go_on_in_another_picture(tmp_path: Path) -> None:
+    base, _ = make_tools(models={"deep": DEEP}, texts={OTHER: words(4000)})
+    asked = {"models": (ModelSpec("deep"),), "texts": (OTHER,), "layers": Ranges.parse("0:3", "layers")}
+    said = shown(FIGURE_1, measured(tmp_path, base, **asked), tmp_path)
+    assert [one.pdf.name for one in said.pictures] == ["figure-1.pdf", "figure-1-2.pdf"]
+    assert "deep, layer 3" in said.pictures[1].title
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    tools, _ = tools_of_figure_1()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        measured(tmp_path / "file", tools)
+
+
+# ---------------------------------------------------------------- as published
+
+
+@pytest.mark.slow
+def test_the_published_quantity_stands_beside_the_corrected_one(tmp_path: Path) -> None:
+    asked = {
+        "models": (ModelSpec("builtin-encoder"),),
+        "texts": ("alice",),
+        "lengths": (4, 8, 16),
+        "samples": 2,
+        "as_published": True,
+    }
+    said = FIGURE_1.make(bench(tmp_path, **asked))
+    row = said.tables[0][1].iloc[0]
+    with Store.open(next(tmp_path.glob("columns/*")), write=False) as store:
+        rows = store.table(PublishedValue)
+    theirs = rows[rows["quantity"] == "as published"]
+    assert row["published exponent"] == pytest.approx(
+        np.polyfit(np.log(theirs["n"]), np.log(theirs["lipschitz"]), 1)[0], abs=1e-9
+    )
+    assert any("As published, the quantity goes like" in words for words in said.seen)

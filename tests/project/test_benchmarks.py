@@ -1,0 +1,39 @@
+"""Benchmarks that look into the library run on small sizes: what they look into may move."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def failed_unless_zero(code: int = 0) -> None:
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("streamed.py --lengths 32 --heads 1 --rounds 1 --cached-up-to 32", "share of blocks"),
+        ("long_sequence.py --n 64 --d 16 --heads 2 --causal --products 1", "product 1:"),
+        pytest.param(
+            "device.py --device cpu --d 8 --heads 2 --cached 8 --streamed 16 --samples 1 --layer 16",
+            "goal for 490",
+            marks=pytest.mark.slow,
+        ),
+        ("device.py --device cpu --d 8 --heads 2 --samples 1 --count", "times fewer"),
+    ],
+    ids=["streamed", "long sequence", "device", "operations"],
+)
+def test_a_benchmark_runs(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(sys, "exit", failed_unless_zero)
+    runpy.run_path(str(FOLDER / script), run_name="__main__")
+    assert said in capsys.readouterr().out

@@ -1,0 +1,217 @@
+"""dev.py: set up once, again when something changed, and one sentence when it cannot."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return dev.py as if it lay in a folder with its two files and nothing else."""
+    spec = importlib.util.spec_from_file_location("dev", ROOT / "dev.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    bin_folder = tmp_path / ".venv" / "bin"
+    places = {
+        "ROOT": tmp_path,
+        "VENV": tmp_path / ".venv",
+        "BIN": bin_folder,
+        "PYTHON": bin_folder / "python",
+    }
+    places |= {"STAMP": tmp_path / ".venv" / "stamp.json", "LOG": tmp_path / ".venv" / "pip.log"}
+    for name, place in places.items():
+        monkeypatch.setattr(module, name, place)
+    return module
+
+
+@pytest.fixture
+def calls(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record what is made and installed, instead of doing it."""
+    done: list[str] = []
+
+    def create() -> None:
+        done.append("create")
+        dev.BIN.mkdir(parents=True, exist_ok=True)
+        dev.PYTHON.touch()
+
+    monkeypatch.setattr(dev, "create", create)
+    monkeypatch.setattr(dev, "pip", lambda *words: done.append(f"pip with {len(words)} words"))
+    return done
+
+
+def test_loads_under_an_old_python() -> None:
+    ast.parse((ROOT / "dev.py").read_text(encoding="utf-8"), feature_version=(3, 8))
+
+
+def test_old_python_gets_a_sentence(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev.sys, "version_info", (3, 10, 2))
+    with pytest.raises(dev.SetUpError, match=r"^Python 3\.11 or newer is needed, this is .*\.$"):
+        dev.main(["measure"])
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["run"], ["docs", "more"]])
+def test_unknown_command(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "dev.py", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dev.py: cannot do {' '.join(words)!r}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_set_up_once(dev: ModuleType, calls: list[str]) -> None:
+    dev.prepare(test=False)
+    assert calls == ["create", "pip with 5 words"]
+    dev.prepare(test=False)
+    assert len(calls) == 2
+
+
+def test_the_test_group_is_added_and_kept(dev: ModuleType, calls: list[str]) -> None:
+    dev.prepare(test=False)
+    dev.prepare(test=True)
+    more = f"pip with {5 + len(dev.test_requirements())} words"
+    assert calls == ["create", "pip with 5 words", more]
+    dev.prepare(test=False)
+    assert len(calls) == 3
+    (dev.ROOT / "constraints.txt").write_text("torch==2.13.0\n")
+    dev.prepare(test=False)
+    assert calls[3:] == [more]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_a_change_installs_again_into_the_same_environment(
+    dev: ModuleType, calls: list[str], name: str
+) -> None:
+    dev.prepare(test=False)
+    with (dev.ROOT / name).open("a") as file:
+        file.write("\n# a change\n")
+    dev.prepare(test=False)
+    assert calls == ["create", "pip with 5 words", "pip with 5 words"]
+
+
+def test_another_python_or_place_makes_a_new_environment(
+    dev: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev.prepare(test=False)
+    monkeypatch.setattr(dev.sys, "base_prefix", "/elsewhere")
+    dev.prepare(test=False)
+    assert calls.count("create") == 2
+
+
+@pytest.mark.parametrize("damage", ["no python", "unfinished", "nonsense in the stamp"])
+def test_a_broken_environment_is_mended(dev: ModuleType, calls: list[str], damage: str) -> None:
+    dev.prepare(test=False)
+    if damage == "no python":
+        dev.PYTHON.unlink()
+    elif damage == "unfinished":
+        dev.STAMP.unlink()
+    else:
+        dev.STAMP.write_text("[")
+    dev.prepare(test=False)
+    assert calls.count("pip with 5 words") == 2
+    assert json.loads(dev.STAMP.read_text())["key"] == dev.key()
+
+
+def test_pip_failure_shows_its_last_lines_and_leaves_no_stamp(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create() -> None:
+        dev.BIN.mkdir(parents=True)
+        dev.PYTHON.write_text(
+            "#!/bin/sh\nseq 1000\necho WARNING: of no use\necho ERROR: no such package\nexit 7\n"
+        )
+        dev.PYTHON.chmod(0o755)
+
+    monkeypatch.setattr(dev, "create", create)
+    with pytest.raises(dev.SetUpError, match="exit code 7") as caught:
+        dev.prepare(test=False)
+    lines = str(caught.value).splitlines()
+    assert "  ERROR: no such package" in lines
+    assert "  1000" in lines
+    assert len(lines) < 16
+    assert "of no use" not in str(caught.value)
+    assert not dev.STAMP.exists()
+    assert "of no use" in dev.LOG.read_text()
+
+
+def test_a_failed_change_leaves_no_stamp_of_the_old_state(
+    dev: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev.prepare(test=False)
+
+    def pip(*words: str) -> None:
+        raise dev.SetUpError("half of the packages were changed")
+
+    monkeypatch.setattr(dev, "pip", pip)
+    (dev.ROOT / "constraints.txt").write_text("torch==2.13.0\n")
+    with pytest.raises(dev.SetUpError):
+        dev.prepare(test=False)
+    assert not dev.STAMP.exists()
+
+
+def test_missing_venv_module(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    with pytest.raises(dev.SetUpError, match=r"lacks the module ensurepip.*python3\.\d+-venv"):
+        dev.create()
+
+
+def test_a_file_in_the_way_is_not_deleted(dev: ModuleType) -> None:
+    dev.VENV.write_text("mine")
+    with pytest.raises(dev.SetUpError, match="is not a folder"):
+        dev.create()
+    assert dev.VENV.read_text() == "mine"
+
+
+def test_measure_goes_to_out_unless_told_otherwise(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
+    monkeypatch.setattr(dev, "run", lambda command, cwd: commands.append(tuple(command)) or 0)
+    monkeypatch.chdir(dev.ROOT)
+    assert dev.main(["measure"]) == 0
+    dev.main(["measure", "gpt2", "--out=there"])
+    dev.main(["measure", "--out", "there"])
+    assert commands == [
+        ("howsmooth", "measure", "--out", "out"),
+        ("howsmooth", "measure", "gpt2", "--out=there"),
+        ("howsmooth", "measure", "--out", "there"),
+    ]
+
+
+def test_all_steps_run_and_the_failed_ones_are_named(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
+    seen: list[str] = []
+
+    def run(command: tuple[str, ...], threads: int | None) -> int:
+        seen.append(command[0])
+        return int(command[0] == "mypy")
+
+    monkeypatch.setattr(dev, "run", run)
+    assert dev.main(["test"]) == 1
+    assert seen == ["ruff", "ruff", "lint-imports", "mypy", "sphinx-build", "pytest"]
+    assert capsys.readouterr().err.endswith("dev.py: FAILED: mypy\n")
+
+
+def test_a_program_is_ended_by_a_signal(dev: ModuleType) -> None:
+    dev.BIN.mkdir(parents=True)
+    program = dev.BIN / "ended"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    assert dev.run(("ended",)) == 137
+    with pytest.raises(dev.SetUpError, match="no program 'nothing'"):
+        dev.run(("nothing",))

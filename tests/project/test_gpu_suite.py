@@ -1,0 +1,62 @@
+"""The tests on CUDA devices, themselves tested: they skip without one, and pass on what is in its place."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def counts(*options: str, files: Sequence[str] = ("tests/gpu",), **variables: str) -> dict[str, int]:
+    """Run the tests in a process of their own; how many passed, were skipped, failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *files, *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    closing = done.stdout.strip().splitlines()[-1]
+    return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", closing)}
+
+
+@pytest.mark.slow
+def test_they_skip_without_a_device_and_pass_on_the_cpu() -> None:
+    skipped = counts("-m", "gpu", CUDA_VISIBLE_DEVICES="")
+    assert skipped["skipped"] > 150
+    assert not {"passed", "failed", "error", "errors"} & set(skipped)
+    passed = counts("-m", "gpu", HOWSMOOTH_GPU_TESTS_DEVICE="cpu")
+    assert passed["skipped"] == 1  # that two devices are told apart
+    assert passed["passed"] == skipped["skipped"] - 1
+    assert not {"failed", "error", "errors"} & set(passed)
+
+
+@pytest.mark.slow
+def test_no_tensor_is_left_on_the_cpu() -> None:
+    passed = counts("-m", "gpu", HOWSMOOTH_GPU_TESTS_DEVICE="pretended")
+    assert passed["passed"] > 200
+    assert passed["skipped"] == 34  # kernels are CUDA's: 6 intervals by them, 28 of attention as a function
+    assert not {"failed", "error", "errors"} & set(passed)
+
+
+def test_some_of_them_on_a_pretended_device() -> None:
+    files = [f"tests/gpu/{name}.py" for name in ("test_device", "test_cached", "test_long")]
+    some = "test_device or post-norm or prescribed or lengths_as and sinks or test_autodiff and multi-head"
+    passed = counts("-m", "gpu", "-k", some, files=files, HOWSMOOTH_GPU_TESTS_DEVICE="pretended")
+    assert passed["passed"] > 10
+    assert not {"skipped", "failed", "error", "errors"} & set(passed)
+
+
+@pytest.mark.slow
+def test_by_default_they_are_left_out() -> None:
+    found = counts()
+    assert found["deselected"] > 150
+    assert not {"passed", "failed", "skipped", "error", "errors"} & set(found)

@@ -1,0 +1,495 @@
+"""One-sided Lanczos on matrices whose spectrum is prescribed, with its basis in either precision."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.spectral import (
+    LeadingTriplet,
+    LinearOperator,
+    Scaled,
+    Subset,
+    golub_kahan,
+    lanczos,
+    lanczos_together,
+)
+from howsmooth.spectral import basis as basis_module
+from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
+from howsmooth.spectral.basis import Basis
+from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
+
+HALF, OWN = torch.float16, None
+BASES = pytest.mark.parametrize("basis", [OWN, HALF], ids=["own precision", "half precision"])
+
+
+class Recording(Dense):
+    """Keeps the vectors that it is applied to, and counts."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        super().__init__(matrices)
+        self.given: list[Tensor] = []
+        self.adjoints = 0
+
+    def _product(self, e: Tensor) -> Tensor:
+        self.given.append(e[0].clone())
+        return super()._product(e)
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        self.adjoints += 1
+        return super()._adjoint_product(u)
+
+
+class Diagonal(LinearOperator):
+    """A diagonal matrix."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(1, values.shape, values.shape, values.dtype, values.device)
+        self.values = values
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.values * e
+
+    _adjoint_product = _product
+
+
+def solve(matrix: Tensor, seed: int = 0, **options: object) -> LeadingTriplet:
+    operator = Dense(matrix)
+    keywords = {"rtol": 1e-8, "confidence": 0.999, "max_iterations": 200} | options
+    return lanczos(operator, gaussian(seed, operator.batch, operator.in_size, dtype=matrix.dtype), **keywords)
+
+
+# ---- value and interval
+
+
+@given(
+    out_size=st.integers(1, 12),
+    in_size=st.integers(1, 12),
+    rank=st.integers(0, 12),
+    decay=st.floats(0.05, 1.0),
+    log_scale=st.floats(-30, 30),
+    half=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_value_and_interval_on_prescribed_spectra(
+    out_size: int, in_size: int, rank: int, decay: float, log_scale: float, half: bool, seed: int
+) -> None:
+    """Full and deficient rank, repeated values (decay 1), tall and wide, any scale, both bases."""
+    rank = min(rank, out_size, in_size)
+    top = 10.0**log_scale
+    matrix = with_spectrum(seed, [top * decay**i for i in range(rank)], out_size, in_size)[None]
+    found = solve(matrix, seed=seed, basis_dtype=HALF if half else OWN)
+    truth = top if rank else 0.0
+    assert float(found.sigma) == pytest.approx(truth, rel=2e-7 if half else 1e-11, abs=1e-300)
+    assert float(found.lower) <= truth <= float(found.upper) * (1 + 1e-15)
+    assert float(found.lower) <= float(found.sigma) <= float(found.upper)
+    assert bool(found.converged) or half
+    assert float(found.right.norm()) == pytest.approx(1.0, rel=1e-12)
+    if rank:
+        assert float(found.left.norm()) == pytest.approx(1.0, rel=1e-12)
+        image = matrix[0] @ found.right[0]
+        torch.testing.assert_close(image, found.sigma * found.left[0], rtol=0, atol=3e-4 * top)
+    else:
+        assert (found.left == 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1.0, 1e12, 1e25])
+@BASES
+def test_float32_at_any_scale(scale: float, basis: torch.dtype | None) -> None:
+    """The fourth power of the norm, which lengths of JᵀJ v are squared to, leaves float32's range early."""
+    values = [scale * s for s in (1.0, 0.7, 0.5, 0.1)]
+    matrix = torch.stack([with_spectrum(seed, values, 40, 30) for seed in (0, 2)]).float()
+    found = solve(matrix, basis_dtype=basis, rtol=1e-4)
+    truth = torch.linalg.matrix_norm(matrix.double(), 2)
+    torch.testing.assert_close(found.sigma, truth, rtol=1e-6, atol=0)
+    assert ((found.lower <= truth) & (truth <= found.upper)).all()
+    left = matrix[0].double() @ found.right[0].double() / truth[0]
+    torch.testing.assert_close(found.left[0].double(), left, rtol=0, atol=1e-5)
+
+
+@BASES
+def test_coverage_is_at_least_the_confidence(basis: torch.dtype | None) -> None:
+    """The share of float32 runs whose limit holds, where only the start decides whether it does."""
+    trials, n, confidence = 250, 40, 0.8
+    values = [1.0 + 1e-3, *np.linspace(0.0, 1.0, n - 1)]
+    values[1:] = [0.5 * v for v in values[1:]]
+    matrix = torch.diag(torch.tensor(values, dtype=torch.float32)).expand(trials, n, n)
+    for steps in (2, 6):
+        options = {"confidence": confidence, "max_iterations": steps, "rtol": 0.0, "basis_dtype": basis}
+        found = solve(matrix, seed=steps, **options)
+        assert (found.lower <= values[0]).all()
+        share = float((found.upper >= values[0]).double().mean())
+        assert share >= confidence - 4 * math.sqrt(confidence * (1 - confidence) / trials)
+
+
+def test_it_is_golub_kahan_step_by_step() -> None:
+    matrix = torch.stack([with_spectrum(s, [1.0 - 0.004 * i for i in range(90)], 120, 90) for s in (0, 2)])
+    start = gaussian(1, 2, 90)
+    for steps in (1, 2, 3, 10, 40):
+        options = {"rtol": 0.0, "confidence": 0.99, "max_iterations": steps}
+        one, two = (solver(Dense(matrix), start, **options) for solver in (lanczos, golub_kahan))
+        for name in ("sigma", "lower", "upper"):
+            torch.testing.assert_close(getattr(one, name), getattr(two, name), rtol=1e-10, atol=0)
+        sign = torch.sign((one.right * two.right).sum(dim=1, keepdim=True))
+        torch.testing.assert_close(one.right, sign * two.right, rtol=0, atol=1e-6)
+
+
+def test_a_zero_map() -> None:
+    found = solve(torch.zeros(2, 4, 3, dtype=torch.float64))
+    assert found.sigma.tolist() == found.lower.tolist() == found.upper.tolist() == [0.0, 0.0]
+    assert found.converged.all()
+    assert found.broke_down.all()
+    assert (found.left == 0).all()
+
+
+@BASES
+def test_one_singular_value_for_all_breaks_down_at_the_rounding_level(basis: torch.dtype | None) -> None:
+    class Identity(Diagonal):
+        def _product(self, e: Tensor) -> Tensor:
+            return e  # the very tensor that it was given
+
+        _adjoint_product = _product
+
+    for dtype, width in ((torch.float64, 1e-9), (torch.float32, 0.1)):
+        start = gaussian(0, 1, 50, dtype=dtype)
+        given = start.clone()
+        options = {"rtol": 1e-4, "confidence": 0.999, "max_iterations": 9, "basis_dtype": basis}
+        found = lanczos(Identity(torch.ones(50, dtype=dtype)), start, **options)
+        assert (start == given).all()
+        assert bool(found.broke_down)
+        assert int(found.steps) == 1
+        assert float(found.lower) <= 1.0 <= float(found.upper)
+        assert float(found.upper) - 1 < (width if basis is None else 0.1)
+        torch.testing.assert_close(found.right, start / start.norm(), rtol=0, atol=3e-4)
+
+
+def test_an_operator_may_use_its_memory_again() -> None:
+    class Reusing(Diagonal):
+        def __init__(self, values: Tensor) -> None:
+            super().__init__(values)
+            self.memory = torch.empty(2, 1, *values.shape, dtype=values.dtype)
+
+        def _product(self, e: Tensor) -> Tensor:
+            return torch.mul(self.values, e, out=self.memory[0])
+
+        def _adjoint_product(self, u: Tensor) -> Tensor:
+            return torch.mul(self.values, u, out=self.memory[1])
+
+    values, start = torch.linspace(0, 1, 40).double(), gaussian(0, 1, 40)
+    options = {"rtol": 1e-9, "confidence": 0.99, "max_iterations": 40}
+    one, two = (lanczos(operator(values), start, **options) for operator in (Reusing, Diagonal))
+    assert float(one.sigma) == pytest.approx(float(two.sigma), rel=1e-14)
+    torch.testing.assert_close(one.right, two.right)
+
+
+def test_one_output_exhausts_after_two_steps() -> None:
+    row = gaussian(3, 1, 1, 7)
+    found = solve(row)
+    assert float(found.sigma) == pytest.approx(float(row.norm()), rel=1e-12)
+    assert int(found.steps) == 2
+    assert bool(found.broke_down)
+
+
+@BASES
+def test_the_whole_space_is_a_proof(basis: torch.dtype | None) -> None:
+    """After N steps no chance is left: the limit is the value up to rounding."""
+    found = solve(torch.diag(torch.tensor([1.0, 0.9, 0.3, 0.1]).double())[None], basis_dtype=basis, rtol=0.0)
+    assert int(found.steps) == 4
+    assert bool(found.broke_down)
+    assert 1.0 <= float(found.upper) <= 1 + (1e-13 if basis is None else 1e-6)
+
+
+# ---- the basis
+
+
+@BASES
+def test_orthogonality_long_after_convergence(basis: torch.dtype | None) -> None:
+    """The short recurrence alone has copies of the first value by then: 40 steps, one value far out."""
+    for dtype, own_loss, neighbours in ((torch.float64, 1e-13, 1e-13), (torch.float32, 1e-5, 1e-5)):
+        operator = Recording(with_spectrum(0, [100.0, *np.linspace(0.5, 1.0, 99)], 100, 100)[None].to(dtype))
+        options = {"rtol": 0.0, "confidence": 0.999, "max_iterations": 40, "basis_dtype": basis}
+        lanczos(operator, gaussian(1, 1, 100, dtype=dtype), **options)
+        vectors = torch.stack(operator.given[:40]).double()
+        overlaps = (vectors @ vectors.mT - torch.eye(40)).abs()
+        # Half precision rounds by 2^-11 at most: what it leaves of far vectors is a little of that.
+        assert overlaps.max() <= (own_loss if basis is None else 2.0**-11)
+        assert overlaps.diagonal(1).max() <= neighbours
+
+
+def test_half_precision_enters_in_second_order() -> None:
+    """What float16 does to the Ritz value is near the square of its rounding, 2^-22, and not 2^-11."""
+    errors = []
+    for seed in range(5):
+        matrix = with_spectrum(seed, [100.0, *np.linspace(0.5, 1.0, 29)], 40, 30)[None]
+        options = {"seed": seed, "rtol": 0.0, "max_iterations": 25}
+        own, half = (solve(matrix, basis_dtype=basis, **options) for basis in (OWN, HALF))
+        errors.append(abs(float(half.sigma / own.sigma) - 1))
+    assert max(errors) <= 2.0**-22
+
+
+@pytest.mark.parametrize("size", [10, 2**12, 2**26, 2**38])
+def test_entries_of_half_precision_keep_their_digits_in_any_dimension(size: int) -> None:
+    """Those of a unit vector in 2^38 dimensions are near 2^-19: float16 itself lost half its digits."""
+    own, some = torch.float64, gaussian(0, 1, 1000)
+    row = some / some.norm() * math.sqrt(1000 / size)
+    basis = Basis(size, HALF, own, None)
+    basis.append(row)
+    kept = torch.empty(1000, dtype=own)
+    basis.combine(0, np.ones(1), out=kept)
+    assert float((kept - some[0] / some.norm()).norm()) <= 2.0**-11
+    corner = Basis(size, HALF, own, None)
+    corner.append(torch.eye(1, 1000, dtype=own))
+    corner.combine(0, np.ones(1), out=kept)
+    assert float(kept[0]) == 1.0
+
+
+@pytest.mark.parametrize("size", [300, 3 * PIECE // 2])
+@BASES
+def test_members_together_are_those_one_by_one(
+    size: int, basis: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other devices than a processor take them; one of three needs a second projection, one is zero."""
+    rows = torch.stack([gaussian(k, 3, size).float() for k in range(5)])
+    rows = torch.linalg.qr(rows.permute(1, 2, 0))[0].permute(2, 0, 1).contiguous()  # (step, member, size)
+    start = gaussian(9, 3, size).float()
+    start[1] = rows[2, 1] + 1e-3 * start[1]
+    start[2] = 0.0
+
+    def left() -> tuple[Tensor, Tensor]:
+        kept = Basis(size, basis or torch.float32, torch.float32, None)
+        for row in rows:
+            kept.append(row)
+        z = start.clone()
+        return z, kept.orthogonalise_(z, [rows[4], rows[3]])
+
+    alone, lengths = left()
+    monkeypatch.setattr(Basis, "_together", lambda self, z: [slice(0, len(z))])
+    together, same = left()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same, lengths, rtol=1e-5, atol=1e-7)
+    digits = 2.0**-10 if basis == HALF else 1e-5
+    overlaps = torch.einsum("kmp,mp->km", rows.double(), together.double())
+    assert (overlaps.abs() <= digits * same.clamp_min(1e-30)).all()
+    assert float(same[2]) == 0.0
+
+
+@pytest.mark.parametrize(("allowed", "steps"), [(2, [2, 2]), (8, [3, 8])])
+def test_members_of_fewer_dimensions_than_their_operator(allowed: int, steps: list[int]) -> None:
+    """Each has the quantile of its own dimension, and ends where its own space does, with no chance left."""
+    values = [1.0, *np.linspace(0.999, 0.5, 11)]
+    small, large = with_spectrum(0, [2.0, 1.9, 1.8], 14, 3), with_spectrum(1, values, 14, 12)
+    whole, start = torch.zeros(2, 14, 12, dtype=torch.float64), gaussian(2, 2, 12)
+    whole[0, :, :3], whole[1] = small, large
+    start[0, 3:] = 0.0
+    options = {"rtol": 0.0, "confidence": 0.999, "max_iterations": allowed}
+
+    def products(operators: list[Dense], vectors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [op.energy_product(v) for op, v in zip(operators, vectors, strict=True)]
+
+    (found,) = lanczos_together([Dense(whole)], [start], products=products, sizes=[[3, 12]], **options)
+    alone = [
+        lanczos(Dense(small[None]), start[:1, :3], **options),
+        lanczos(Dense(large[None]), start[1:], **options),
+    ]
+    assert found.steps.tolist() == steps
+    assert found.broke_down.tolist() == [steps[0] == 3, False]
+    for i, one in enumerate(alone):
+        for name in ("sigma", "lower", "upper"):
+            torch.testing.assert_close(getattr(found, name)[i], getattr(one, name)[0], rtol=1e-14, atol=0)
+    assert not found.right[0, 3:].any()
+
+
+def test_a_full_basis_stops_with_an_honest_interval() -> None:
+    values = [1.0 - 1e-3 * i for i in range(300)]
+    matrix = with_spectrum(0, values, 300, 300)[None]
+    for basis, size in ((HALF, 2), (torch.float32, 4), (torch.float64, 8)):
+        found = solve(matrix, basis_dtype=basis, basis_bytes=10 * 300 * size + 7, rtol=1e-6)
+        assert int(found.steps) == 10
+        assert not bool(found.converged)
+        assert not bool(found.broke_down)
+        assert float(found.lower) <= 1.0 <= float(found.upper)
+
+
+def test_the_basis_is_in_half_precision_where_64_vectors_do_not_fit() -> None:
+    """Told by the steps that are made when the memory ends; a tight tolerance takes float32."""
+    matrix = with_spectrum(0, [1.0 - 1e-4 * i for i in range(300)], 300, 300)[None]
+    roomy, tight, small = 64 * 300 * 8, 64 * 300 * 8 - 1, 15 * 300 * 8
+    assert int(solve(matrix, basis_bytes=roomy, rtol=2e-5).steps) == 64
+    assert int(solve(matrix, basis_bytes=small, rtol=2e-5).steps) == 60
+    assert int(solve(matrix, basis_bytes=small, rtol=1.9e-5).steps) == 30
+    assert 64 < int(solve(matrix, basis_bytes=tight, rtol=1e-9).steps) <= tight // 1200
+
+
+def test_a_small_basis_reaches_a_tight_tolerance() -> None:
+    """In float32 beside float64 products, whose error in second order is below theirs."""
+    matrix = with_spectrum(0, [1.0, *np.linspace(0.9, 0, 199)], 200, 200)[None]
+    found = solve(matrix, basis_bytes=40 * 200 * 4, rtol=1e-10)
+    assert bool(found.converged)
+    assert int(found.steps) <= 40
+    assert float(found.sigma) == pytest.approx(1.0, rel=1e-12)
+    assert float(found.lower) <= 1.0 <= float(found.upper)
+
+
+def test_memory_that_holds_no_two_vectors_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"basis_bytes: expected room for two vectors, 1200 bytes, got 1199"
+    ):
+        solve(torch.eye(300, dtype=torch.float64)[None], basis_bytes=1199, rtol=1e-4)
+
+
+def test_bfloat16_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"basis_dtype: expected torch\.float64, float32 or"):
+        solve(torch.eye(3, dtype=torch.float64)[None], basis_dtype=torch.bfloat16)
+
+
+def test_peak_memory_is_five_vectors_and_half_a_vector_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's allocator counts it: a second basis, or one in float32, would be two vectors more."""
+    monkeypatch.setitem(basis_module._BLOCK_BYTES, "cpu", 1)  # every row of the basis by itself
+    n, steps = 1 << 20, 4
+    operator, start = Diagonal(torch.linspace(0.9, 1.0, n)), torch.ones(1, n)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        lanczos(operator, start, max_iterations=steps, rtol=0.0, confidence=0.9, basis_dtype=HALF)
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    # Five, and what is cut off a vector to work on it.
+    assert 4.5 < alive.max() / (4 * n) - steps / 2 <= 5.5
+
+
+# ---- the run
+
+
+def test_a_step_is_one_product_with_the_gram_matrix() -> None:
+    operator = Recording(with_spectrum(0, [1.0 - 0.01 * i for i in range(60)], 60, 60)[None])
+    found = lanczos(operator, gaussian(0, 1, 60), rtol=1e-6, confidence=0.9, max_iterations=100)
+    assert operator.adjoints == int(found.steps)
+    assert operator.products == int(found.steps) + 1  # the left direction
+
+
+@BASES
+def test_members_stop_by_themselves_and_do_not_depend_on_the_batch(basis: torch.dtype | None) -> None:
+    easy = with_spectrum(0, [10.0, 0.1, 0.01], 30, 20)
+    hard = with_spectrum(2, [1.0 - 1e-3 * i for i in range(20)], 30, 20)
+    small = 1e-20 * with_spectrum(4, [1.0, 0.9, 0.5, 0.2, 0.1], 30, 20)
+    zero = torch.zeros(30, 20, dtype=torch.float64)
+    # The one that runs longest stands last, so that dropping the others moves it.
+    batch = torch.stack((easy, zero, small, hard))
+    start = gaussian(0, 4, 20)
+    options = {"rtol": 1e-6, "confidence": 0.999, "max_iterations": 200, "basis_dtype": basis}
+    together = lanczos(Dense(batch), start, **options)
+    assert len(set(together.steps.tolist())) >= 3
+    for i in range(4):
+        alone = lanczos(Dense(batch[i : i + 1]), start[i : i + 1], **options)
+        assert int(alone.steps) == int(together.steps[i])
+        for name in ("sigma", "lower", "upper", "right", "left"):
+            torch.testing.assert_close(
+                getattr(alone, name)[0], getattr(together, name)[i], rtol=1e-9, atol=1e-9
+            )
+
+
+def test_coordinates_may_be_spread_over_processes() -> None:
+    """Two threads hold the halves of a diagonal map: with a sum over both they get one run's numbers."""
+    values = torch.cat(
+        (torch.linspace(0, 0.9, 150), torch.tensor([1.0]), torch.linspace(0.1, 0.8, 149))
+    ).double()
+    start = gaussian(0, 1, 300)
+    options = {"rtol": 1e-6, "confidence": 0.999, "max_iterations": 200, "basis_dtype": torch.float16}
+    whole = lanczos(Diagonal(values), start, **options)
+    barrier, parts, found = threading.Barrier(2), [torch.zeros(0)] * 2, {}
+
+    def reducer(rank: int) -> Callable[[Tensor], Tensor]:
+        def reduce(mine: Tensor) -> Tensor:
+            parts[rank] = mine
+            barrier.wait()
+            total = parts[0] + parts[1]
+            barrier.wait()
+            return total
+
+        return reduce
+
+    def work(rank: int) -> None:
+        half = slice(150 * rank, 150 * (rank + 1))
+        found[rank] = lanczos(Diagonal(values[half]), start[:, half], reduce=reducer(rank), **options)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        half = slice(150 * rank, 150 * (rank + 1))
+        assert int(found[rank].steps) == int(whole.steps)
+        for name in ("sigma", "lower", "upper"):
+            torch.testing.assert_close(getattr(found[rank], name), getattr(whole, name), rtol=1e-9, atol=0)
+        for name in ("right", "left"):
+            torch.testing.assert_close(
+                getattr(found[rank], name), getattr(whole, name)[:, half], rtol=0, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("solver", ["golub_kahan", "own precision", "half precision"])
+def test_float32_in_large_dimensions(solver: str) -> None:
+    """Lengths and projections summed in float32 were wrong by 1e-4, and the lower limit above the norm."""
+    n = 4_000_000
+    generator = torch.Generator().manual_seed(0)
+    values, start = torch.rand(n, generator=generator) / 2, torch.randn(1, n, generator=generator)
+    values[0] = 1.0
+    options = {"rtol": 0.0, "confidence": 0.999, "max_iterations": 10}
+    if solver == "golub_kahan":
+        found = golub_kahan(Diagonal(values), start, **options)
+    else:
+        basis = HALF if solver == "half precision" else OWN
+        found = lanczos(Diagonal(values), start, basis_dtype=basis, **options)
+    assert float(found.sigma) == pytest.approx(1.0, abs=2e-7)
+    assert float(found.lower) <= 1.0 <= float(found.upper)
+
+
+def test_long_sums_in_float32() -> None:
+    """Against float64, where one float32 sum is wrong in the fourth digit."""
+    x, y = torch.full((1, 10**7 + 3), 0.1), torch.ones(10**7 + 3)
+    assert float(squared_lengths(x)) == pytest.approx(x.shape[1] * float(x[0, 0]) ** 2, rel=1e-12)
+    assert float(torch.linalg.vector_norm(x)) != pytest.approx(math.sqrt(squared_lengths(x)), rel=1e-5)
+    # The first term is the sum of all others, with the other sign.
+    y[0] = -(10**7 + 2)
+    assert float(inner_products(x, y)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_products_that_are_not_finite_are_refused() -> None:
+    matrix = torch.ones(1, 3, 3, dtype=torch.float64)
+    matrix[0, 1, 1] = math.inf
+    with pytest.raises(NonFiniteError, match="finite Jacobian products"):
+        solve(matrix)
+    no_digit = Diagonal(torch.ones(3))
+    no_digit.rounding = torch.full((1,), 0.2, dtype=torch.float64)
+    with pytest.raises(NonFiniteError, match="keep a digit"):
+        lanczos(no_digit, torch.ones(1, 3), rtol=1e-4, confidence=0.9, max_iterations=5)
+
+
+def test_operators_made_of_others_pass_the_gram_product_on() -> None:
+    class OnePass(Dense):
+        def _adjoint_product(self, u: Tensor) -> Tensor:
+            raise AssertionError("two products where one pass was offered")
+
+        def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+            image = self._product(e)
+            return image, torch.einsum("boi,bo->bi", self.matrices, image)
+
+    matrices = gaussian(0, 3, 5, 4)
+    e = gaussian(1, 2, 4)
+    chosen = matrices[[2, 0]]
+    image = torch.einsum("boi,bi->bo", chosen, e)
+    back = torch.einsum("boi,bo->bi", chosen, image)
+    subset = Subset(OnePass(matrices), torch.tensor([2, 0]))
+    for operator, factor in ((subset, 1.0), (Scaled(subset, 3.0), 3.0)):
+        one, two = operator.gram_product(e)
+        torch.testing.assert_close(one, factor * image)
+        torch.testing.assert_close(two, factor**2 * back)

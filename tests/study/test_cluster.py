@@ -1,0 +1,115 @@
+"""A study on a Dask cluster; slowly one of two worker processes, one of them killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed import Client, LocalCluster
+from howsmooth.errors import WorkerError
+from howsmooth.study import runner
+from howsmooth.study.executors import opened_executor, workers_of
+from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
+from tests._study import make_plan, make_tools, rows_of, run
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = make_plan(lengths=tuple(range(1, 9)), scopes=("attention", "head"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[object, ...]]:
+    """What the plan gives without workers."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(PLAN, folder, make_tools()[0])
+    return rows_of(folder)
+
+
+@pytest.fixture
+def scheduler() -> Iterator[str]:
+    """A scheduler in this process, without workers."""
+    with LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as cluster:
+        yield cluster.scheduler_address
+
+
+def test_a_cluster_gives_the_same_store(
+    tmp_path: Path, whole: set[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is of this process, with two threads that share what the runner keeps."""
+    monkeypatch.setattr(runner, "_kept", (None, None))
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
+        opened_executor("dask", scheduler=cluster.scheduler_address) as executor,
+    ):
+        assert workers_of(executor) == 1
+        outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor)
+    assert rows_of(tmp_path / "out") == whole
+    assert (outcome.measured, outcome.failed) == (len(whole), 0)
+
+
+def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        FOLDER: str(notes),
+        "HOWSMOOTH_TEST_PAUSE": "0.02",
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["-m", "dask", "worker", scheduler, "--no-nanny", "--nthreads", "1", "--no-dashboard"]
+    return subprocess.Popen(
+        [sys.executable, *words, "--local-directory", str(notes)],
+        env=environment,
+        cwd=notes,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
+    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]]
+) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    workers = [start_worker(scheduler, notes) for _ in range(2)]
+    try:
+        with Client(scheduler, set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=120)
+        with (
+            opened_executor("dask", scheduler=scheduler) as executor,
+            stand_ins_sent(dies_once_after_five),  # with what it had measured and not sent
+        ):
+            outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, threads=1)
+        codes = [worker.poll() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert sorted(codes, key=str) == [-signal.SIGKILL, None]
+    assert rows_of(tmp_path / "out") == whole  # which fails if one is there twice
+    assert (outcome.measured, outcome.failed) == (len(whole), 0)
+    done = noted(notes)
+    assert set(done) == {worker.pid for worker in workers}
+    # What the killed one had measured and not sent was measured again by the other.
+    assert sum(one.total() for one in done.values()) > outcome.measured
+
+
+def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.study.cluster._PATIENCE", 0.5)
+    with (
+        pytest.raises(WorkerError, match="Start some with: dask worker"),
+        opened_executor("dask", scheduler=scheduler),
+    ):
+        pass
+    for address in ("tcp://127.0.0.1:9", "nonsense://x"):
+        with (
+            pytest.raises(WorkerError, match="no Dask scheduler answers"),
+            opened_executor("dask", scheduler=address),
+        ):
+            pass

@@ -1,0 +1,455 @@
+"""What can happen to a study of a week, done for real: kills, full disks, damage, two at once, clocks.
+
+What ends a process happens to one of its own: a fork of this one, which has imported all it needs. Afterwards
+no row is lost, none is there twice, and whoever refuses says why in one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from howsmooth.cli import main
+from howsmooth.errors import StoreError
+from howsmooth.study.records import Measurement, Run
+from howsmooth.study.store import STORE_NAME, Store
+from howsmooth.study.store_file import locked
+from tests._study import (
+    contents_of,
+    installed,
+    make_plan,
+    make_tools,
+    published_of,
+    published_stand_ins,
+    rows_of,
+    run,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and limits of Linux")
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = """
+models = ["small"]
+texts = ["prose"]
+lengths = [1, 2, 3, 4, 5, 6, 7, 8]
+samples = 5
+scopes = ["attention", "head", "block"]
+bounds = "none"
+as_published = "all"
+out = "out"
+"""
+CONSTANTS = 8 * 5 * (3 + 6 + 3)
+TOTAL = CONSTANTS + 8 * 5 * 3 * 4
+
+
+def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, str]:
+    """Type ``howsmooth study``, with stand-ins for models and no figures; an estimate takes ``pause``."""
+    out, err = io.StringIO(), io.StringIO()
+    tools = make_tools(before_measure=lambda calls: time.sleep(pause))[0]
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        installed(tools),
+        published_stand_ins(),
+        patch("howsmooth.study.publish.draw_all", lambda *_: []),
+        patch("howsmooth.study.publish.draw_published", lambda *_: []),
+    ):
+        code = main(["study", str(folder / "plan.toml"), "--resume", *more])
+    return code, out.getvalue(), err.getvalue()
+
+
+def begun(work: Callable[[], object]) -> int:
+    """Begin some work in a process of its own, and return its number; what it raises is printed there."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        torch.set_num_threads(1)  # those of the parent are not here
+        work()
+    finally:
+        os._exit(0)
+
+
+def ended(process: int) -> int:
+    """Wait for a process, and return how it ended: minus the number of a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def told(work: Callable[[], tuple[int, str, str]], folder: Path) -> tuple[int, str, str]:
+    """Do some work in a process of its own, and return what it returns."""
+    path = folder / "told"
+    assert ended(begun(lambda: path.write_text(repr(work())))) == 0
+    found: tuple[int, str, str] = eval(path.read_text())
+    return found
+
+
+def refusal(err: str) -> str:
+    """The one sentence of a refusal."""
+    last = err.splitlines()[-1]
+    assert last.startswith("error: "), err
+    assert err.count("error: ") == 1
+    return last
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    (tmp_path / "plan.toml").write_text(PLAN)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[Any, ...]]:
+    """What the plan gives if nothing happens."""
+    folder = tmp_path_factory.mktemp("whole")
+    plan = make_plan(lengths=tuple(range(1, 9)), scopes=("attention", "head", "block"), bounds="none")
+    run(plan, folder / "by-itself", make_tools()[0])
+    (folder / "plan.toml").write_text(PLAN)
+    code, _, err = type_study(folder)
+    assert code == 0, err
+    found = kept(folder)
+    assert len(found) == TOTAL
+    assert found > rows_of(folder / "by-itself")
+    return found
+
+
+def kept(folder: Path) -> set[tuple[Any, ...]]:
+    """Read the store as it was left; before the first write there is none."""
+    out = folder / "out"
+    try:
+        return rows_of(out) | published_of(out) if Store.exists(out) else set()
+    except StoreError as error:
+        if "is empty" not in str(error):
+            raise
+        return set()
+
+
+def until(condition: Callable[[], object]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+# ---- kills
+
+
+def kill_and_go_on(study: Path, whole: set[tuple[Any, ...]], delays: list[float]) -> int:
+    """Kill a run after each delay, and end it undisturbed; returns how many kills hit it at work."""
+    before: set[tuple[Any, ...]] = set()
+    hits = 0
+    for delay in delays:
+        process = begun(lambda: type_study(study, pause=0.002))
+        until((study / "out").exists)
+        time.sleep(delay)
+        os.kill(process, signal.SIGKILL)
+        hits += ended(process) == -signal.SIGKILL
+        after = kept(study)
+        assert before <= after <= whole
+        before = after
+    code, out, err = type_study(study)
+    assert (code, kept(study)) == (0, whole), err
+    published = {
+        row for row in whole - before if isinstance(row[2], int)
+    }  # a layer, where others have a scope
+    assert f"{len(whole - before - published)} measurements made" in out
+    assert (f"{len(published)} published values" in out) is bool(published)
+    return hits
+
+
+def test_killed_at_random_moments_no_row_is_lost_and_none_is_twice(
+    study: Path, whole: set[tuple[Any, ...]]
+) -> None:
+    generator = random.Random()
+    assert kill_and_go_on(study, whole, [generator.uniform(0.0, 0.3) for _ in range(3)]) >= 1
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_random_moments(study: Path, whole: set[tuple[Any, ...]]) -> None:
+    generator = random.Random()
+    hits = 0
+    for _ in range(10):
+        shutil.rmtree(study / "out", ignore_errors=True)
+        hits += kill_and_go_on(study, whole, [generator.uniform(0.0, 0.5) for _ in range(5)])
+    assert hits >= 25
+
+
+def test_a_reader_takes_back_what_a_killed_writer_left_half_written(study: Path) -> None:
+    def die() -> NoReturn:
+        store = Store.open(study / "out")
+        store._connection.execute("PRAGMA cache_size = 1")
+        store._connection.execute("BEGIN IMMEDIATE")
+        store._connection.execute("UPDATE measurements SET lipschitz = 0, site = hex(randomblob(2000))")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    run(make_plan(bounds="none"), study / "out", make_tools()[0])
+    before = rows_of(study / "out")
+    assert ended(begun(die)) == -signal.SIGKILL
+    journal = study / "out" / f"{STORE_NAME}-journal"
+    assert journal.stat().st_size > 0
+    assert rows_of(study / "out") == before
+
+
+def test_control_c_keeps_what_came_and_says_how_much(study: Path, whole: set[tuple[Any, ...]]) -> None:
+    def interrupted() -> tuple[int, str, str]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+        return type_study(study, pause=0.05)
+
+    process = begun(lambda: (study / "told").write_text(repr(interrupted())))
+    until(lambda: len(kept(study)) >= 15)
+    os.kill(process, signal.SIGINT)
+    assert ended(process) == 0
+    code, out, err = eval((study / "told").read_text())
+    assert (code, out) == (130, "")
+    rows = kept(study)
+    assert 15 <= len(rows) < TOTAL
+    assert f"interrupted: {len(rows)} measurements are kept in {study / 'out'}. Continue with" in err
+    assert type_study(study)[0] == 0
+    assert kept(study) == whole
+
+
+# ---- no room
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def fill(
+    folder: Path, type_without_room: Callable[[], tuple[int, str, str]], whole: set[tuple[Any, ...]]
+) -> None:
+    """Fill what room there is, twice."""
+    code, _, err = type_without_room()
+    assert code == 2
+    remedy = "Make room on the disk and run the same command again. Rows already written are kept."
+    assert remedy in refusal(err)
+    rows = kept(folder)
+    assert 0 < len(rows) < TOTAL
+    assert rows < whole
+    assert type_without_room()[0] == 2
+    assert kept(folder) >= rows
+
+
+def test_a_file_that_may_not_grow(study: Path, whole: set[tuple[Any, ...]]) -> None:
+    def limited() -> tuple[int, str, str]:
+        limit_files()
+        return type_study(study)
+
+    fill(study, lambda: told(limited, study), whole)
+    assert type_study(study)[0] == 0
+    assert kept(study) == whole
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="howsmooth-disk-"))
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        folder.rmdir()
+        pytest.skip("no small disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+
+
+def test_a_full_disk(small_disk: Path, study: Path, whole: set[tuple[Any, ...]]) -> None:
+    (study / "plan.toml").write_text(PLAN.replace('out = "out"', f'out = "{small_disk / "out"}"'))
+    fill(small_disk, lambda: type_study(study), whole)
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    assert type_study(study)[0] == 0
+    assert kept(small_disk) == whole
+
+
+# ---- no right
+
+
+def be_humble() -> None:
+    """Give up what lets the superuser write anywhere."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert os.geteuid() or ctypes.CDLL(None).capset(header, none) == 0
+
+
+def test_a_folder_that_may_only_be_read(study: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    notes = tmp_path_factory.mktemp("notes")
+    (study / "plan.toml").write_text(PLAN.replace('as_published = "all"', ""))
+    out = study / "out"
+    assert type_study(study)[0] == 0
+    before = kept(study)
+
+    def humbly(*more: str) -> tuple[int, str, str]:
+        def work() -> tuple[int, str, str]:
+            be_humble()
+            return type_study(study, *more)
+
+        return told(work, notes)
+
+    for folder in (out, study):
+        folder.chmod(0o555)
+    try:
+        code, _, err = humbly()
+        assert code == 2
+        assert str(out) in refusal(err)
+        code, said, err = humbly("--status")
+        assert code == 0, err
+        assert "All is measured." in said
+        code, _, err = humbly("--out", str(study / "new"))
+        assert code == 2
+        assert f"expected a writable folder, got {study / 'new'} (Permission denied)" in refusal(err)
+    finally:
+        for folder in (out, study):
+            folder.chmod(0o755)
+    assert kept(study) == before
+
+
+# ---- two at once
+
+
+def test_two_processes_on_one_store(study: Path, whole: set[tuple[Any, ...]]) -> None:
+    first = begun(lambda: type_study(study, pause=0.5))
+    until(lambda: kept(study))
+    code, _, err = type_study(study)
+    assert code == 2
+    assert "is in use by another howsmooth process. Wait until it ends" in refusal(err)
+    code, out, _ = type_study(study, "--status")
+    assert code == 0
+    assert "Running since 20" in out
+    os.kill(first, signal.SIGKILL)
+    ended(first)
+    assert type_study(study)[0] == 0  # the lock went with its owner
+    assert kept(study) == whole
+
+
+def test_looking_never_keeps_a_writer_out(study: Path) -> None:
+    """The status takes the lock for a moment; a run that begins right then waits for it."""
+    lock = locked(study / "out")
+    process = begun(lambda: (study / "told").write_text(repr(type_study(study))))
+    time.sleep(0.2)
+    lock.release()
+    assert ended(process) == 0
+    code, _, err = eval((study / "told").read_text())
+    assert code == 0, err
+
+
+# ---- damage
+
+
+def damaged_copies(content: bytes, generator: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
+    for _ in range(count):
+        place = generator.randrange(len(content))
+        yield f"cut at {place}", content[:place]
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << generator.randrange(8)
+        yield f"bit flipped in byte {place}", bytes(flipped)
+        start = generator.randrange(len(content))
+        wiped = bytearray(content)
+        wiped[start : start + 512] = bytes(len(wiped[start : start + 512]))
+        yield f"512 bytes wiped from {start}", bytes(wiped)
+
+
+def tortured(folder: Path, count: int, seed: int) -> None:
+    """A damaged store is refused in one sentence, or all that it says is what was written."""
+    run(make_plan(), folder, make_tools()[0])
+    path = folder / STORE_NAME
+    content, whole = path.read_bytes(), contents_of(folder)
+    refused = 0
+    for what, damaged in damaged_copies(content, random.Random(seed), count):
+        path.write_bytes(damaged)
+        for write in (False, True):
+            try:
+                with Store.open(folder, write=write) as store:
+                    found = store.contents()
+            except StoreError:
+                refused += 1
+                continue
+            if damaged:  # an empty file is a store that was not begun
+                for name, table in vars(found).items():
+                    there = getattr(whole, name)
+                    assert table == there if name == "study" else table.equals(there), (what, name)
+        if path.read_bytes() != damaged:
+            assert not damaged, what
+    assert refused > count
+
+
+def test_a_damaged_store_is_refused_or_whole(tmp_path: Path) -> None:
+    tortured(tmp_path, 12, seed=1)
+
+
+@pytest.mark.slow
+def test_a_store_damaged_in_thousands_of_ways(tmp_path: Path) -> None:
+    tortured(tmp_path, 3000, seed=random.Random().randrange(2**32))
+
+
+# ---- a clock that jumps
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+static long jump(void) {
+    static long calls = 0;
+    static const long jumps[] = {0, -400000000L, 90000L, -3600L, 500000000L, -86400L};
+    return jumps[(calls++ / 3) % 6];
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *) = 0;
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(clock, now);
+    if (!code && clock == CLOCK_REALTIME) now->tv_sec += jump();
+    return code;
+}
+"""
+CHILD = """
+import sys
+from pathlib import Path
+from tests.study.test_interrupted import type_study
+code, out, err = type_study(Path(sys.argv[1]), *sys.argv[2:], pause=0.01)
+print(out, err)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_moves_nothing(study: Path, tmp_path: Path, whole: set[tuple[Any, ...]]) -> None:
+    """Every call of the system's clock is off by days or years, forth and back; that of durations is not."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler to make a clock with")
+    library = tmp_path / "clock.so"
+    (tmp_path / "clock.c").write_text(CLOCK)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "clock.c"), "-ldl"], check=True
+    )
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    jumping = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": paths}
+    probe = "import time; times = [time.time() for _ in range(40)]; print(max(times) - min(times) > 1e8)"
+    assert subprocess.check_output([sys.executable, "-c", probe], env=jumping, text=True) == "True\n"
+    command = [sys.executable, "-c", CHILD, str(study)]
+    process = subprocess.Popen(command, env=jumping, cwd=ROOT)
+    until(lambda: len(kept(study)) >= 15)
+    process.kill()
+    process.wait()
+    assert kept(study) <= whole
+    subprocess.run([*command, "--status"], env=jumping, cwd=ROOT, check=True)
+    subprocess.run(command, env=jumping, cwd=ROOT, check=True)
+    assert kept(study) == whole
+    with Store.open(study / "out", write=False) as store:
+        assert all(row.seconds >= 0 for row, _ in store.rows(Measurement))
+        assert all(0 <= row.worked < 120 for row, _ in store.rows(Run))

@@ -1,0 +1,883 @@
+"""The report in a real browser: what it shows, how it answers, and what it refuses to run."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from howsmooth.paper.published import ITEMS
+from howsmooth.study.exponents import exponents
+from howsmooth.study.figures import draw_all
+from howsmooth.study.names import decimal
+from howsmooth.study.progress import Silent
+from howsmooth.study.published_rows import compare
+from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
+from howsmooth.study.report import numbers, render
+from howsmooth.study.report.numbers import (
+    MOST_ENERGIES,
+    MOST_POINTS,
+    bounds_beside,
+    embedded,
+    piece,
+    scatter,
+    sensitive,
+)
+from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
+from tests._browser import Complaints, chromium, opened
+
+UPLOT = Path(__file__).parents[2] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"
+
+# Each would set window.pwned, leave its element, or turn around the words behind it.
+HOSTILE = (
+    "<script>window.pwned = 1</script>",
+    "</script><img src=x onerror='window.pwned = 2'>",
+    "<!--<script>",
+    "]]></style><svg onload='window.pwned = 3'>",
+    "\u202etxet desrever\u202c",
+    "\u2066\u2069\u200f\x00\x07\x1b[31m\u2028\u2029\ud800",
+    "&lt;b&gt; &amp; \"quoted\" 'quoted' `${window.pwned = 4}` {{ 7 * 7 }}",
+    "x" * 1_000_000,
+)
+# ---- contents with everything
+
+
+SENSITIVITY_COLUMNS = [*Sensitivity.columns(), "start", "place", "tokens", "converged", "run"]
+PUBLISHED_COLUMNS = [*PublishedValue.columns(), "run"]
+BOUND_COLUMNS = [name for name in Bounding.columns() if name != "seconds"]
+
+
+def measured(
+    models: tuple[str, ...] = ("other", "small"),
+    texts: tuple[str, ...] = ("prose", "verse"),
+    lengths: tuple[int, ...] = (2, 4, 8, 16),
+) -> Contents:
+    """Make up measurements in two scopes: three layers of two heads, five samples a length."""
+    sites = [("attention", layer, None) for layer in range(3)]
+    sites += [("head", layer, head) for layer in range(3) for head in range(2)]
+    places = itertools.product(models, texts, sites, lengths, range(5))
+    rows = pd.DataFrame(
+        [(model, text, *site, n, sample) for model, text, site, n, sample in places],
+        columns=["model", "text", "scope", "layer", "head", "n", "sample"],
+    ).astype({"head": "Int64"})
+    random = np.random.default_rng(0)
+    value = (1 + rows["layer"]) * rows["n"] ** 0.25 * np.exp(0.1 * random.standard_normal(len(rows)))
+    rows = rows.assign(
+        lipschitz=value, lower=0.9999 * value, upper=1.0001 * value, converged=True,
+        radius_mean=random.uniform(1, 8, len(rows)), masking="none", iterations=9, seconds=0.1,
+        start=100 * rows["sample"], run=1,
+    )  # fmt: skip
+    run = {"started": "today", "finished": "today", "command": "howsmooth measure small", "environment": "{}"}
+    return Contents(
+        measurements=rows,
+        models=pd.DataFrame({"label": models, "name": models}).assign(
+            random_init=0, as_decoder=0, source="A stand-in.", layers=3, heads=2, max_length=64
+        ),
+        texts=pd.DataFrame({"name": texts}).assign(
+            digest="0", source="Made up.", characters=9, kind="text"
+        ),
+        inputs=pd.DataFrame(itertools.product(models, texts), columns=["model", "text"]).assign(
+            fingerprint="0", tokenizer_source="Words.", tokens=9
+        ),
+        runs=pd.DataFrame([run]),
+        failures=pd.DataFrame(),
+        study={"seed": 0, "dtype": "float32", "rtol": 1e-4, "confidence": 0.999, "max_iterations": 200},
+        sensitivities=pd.DataFrame(columns=SENSITIVITY_COLUMNS),
+        bounds=pd.DataFrame(columns=BOUND_COLUMNS),
+        published=pd.DataFrame(columns=PUBLISHED_COLUMNS).astype({"settled": bool, "lower": float}),
+    )  # fmt: skip
+
+
+# Name, side, quantity, and the bound as a multiple of the constant; "refused" has none.
+BOUNDS = pd.DataFrame(
+    [
+        ("measured", "lower", "‖D_X f‖", 1.0),
+        ("near", "upper", "‖D_X f‖", 1.25),
+        ("far", "upper", "Lip(f; B_R)", 8.0),
+        ("elsewhere", "lower", "Lip(f; B_R)", 3.0),
+        ("enormous", "upper", "Lip(f; B_R)", math.inf),
+        ("refused", "upper", "‖D_X f‖", math.nan),
+    ],
+    columns=["name", "side", "quantity", "factor"],
+)
+
+
+def with_all(
+    contents: Contents, tokens: tuple[str, ...] = ("One", " day", " a", " cat", ",\n", " again")
+) -> Contents:
+    """Add sensitivities, bounds and published values to measurements."""
+    rows = contents.measurements
+    first = rows[rows["sample"] == 0]
+    energies = [np.arange(1.0, n + 1) / (n * (n + 1) / 2) for n in first["n"]]
+    words = [[tokens[index % len(tokens)] for index in range(n)] for n in first["n"]]
+    sensitivities = first.assign(
+        place=0,
+        tokens=words,
+        input_energy=[energy.tolist() for energy in energies],
+        output_energy=[energy[::-1].tolist() for energy in energies],
+    )
+    bounds = first.merge(BOUNDS, how="cross")
+    value = bounds["lipschitz"] * bounds["factor"]
+    bounds = bounds.assign(
+        radius=2.5,
+        value=value,
+        log_value=np.log(value).where(bounds["name"] != "enormous", 5000.0),
+        holds=value.notna(),
+        source="Theorem of " + bounds["name"],
+    )
+    right = rows[rows["scope"] == "attention"].assign(quantity="corrected", items="", settled=True)
+    wrong = right.assign(quantity="as published", items="output,stopping", lower=math.nan, upper=math.nan)
+    wrong = wrong.assign(lipschitz=2 * right["lipschitz"] * right["n"] ** 0.25)
+    published = pd.concat([right, wrong], ignore_index=True).assign(steps=9, seed=0, map="as it is")
+    return dataclasses.replace(
+        contents,
+        sensitivities=sensitivities[SENSITIVITY_COLUMNS],
+        bounds=bounds[BOUND_COLUMNS],
+        published=published[PUBLISHED_COLUMNS],
+    )
+
+
+def many(contents: Contents, count: int) -> Contents:
+    """Repeat the measurements as further samples until there are so many."""
+    rows = contents.measurements
+    copies = math.ceil(count / len(rows))
+    random = np.random.default_rng(0)
+    parts = []
+    for copy in range(copies):
+        noise = np.exp(0.1 * random.standard_normal(len(rows)))
+        changed = {name: rows[name] * noise for name in ("lipschitz", "lower", "upper")}
+        parts.append(rows.assign(sample=rows["sample"] + 5 * copy, **changed))
+    return dataclasses.replace(contents, measurements=pd.concat(parts, ignore_index=True).iloc[:count])
+
+
+def write(contents: Contents, folder: Path) -> Path:
+    """Render a page, with figures of one layer only: they take time."""
+    rows = contents.measurements
+    one = rows[
+        (rows["model"] == rows["model"].iloc[0]) & (rows["layer"] == 0) & (rows["scope"] == "attention")
+    ]
+    file = folder / "report.html"
+    page = render(contents, exponents(rows), draw_all(one, folder / "figures", Silent()))
+    file.write_text(page, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def contents() -> Contents:
+    return with_all(measured())
+
+
+@pytest.fixture(scope="module")
+def file(contents: Contents, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(contents, tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    with opened(browser, file) as (found, heard):
+        yield found
+        assert_silent(found, heard)
+
+
+def assert_silent(page: Any, heard: Complaints) -> None:
+    assert heard == Complaints()
+    assert page.evaluate("window.violations") == []
+    assert page.evaluate("window.pwned") is None
+
+
+def choose(page: Any, fields: str, key: str, words: str) -> None:
+    page.locator(f"#{fields} select[data-key='{key}']").select_option(label=words)
+
+
+def plain_page(contents: Contents, folder: Path) -> Path:
+    """Render a page without figures."""
+    file = folder / "report.html"
+    file.write_text(render(contents, exponents(contents.measurements), []), encoding="utf-8")
+    return file
+
+
+# ---- what is inside
+
+
+def test_the_policy_names_the_one_style_and_the_one_script(file: Path) -> None:
+    content = file.read_text(encoding="utf-8")
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', content)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.replace("&#39;", "'").split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["img-src"] == "data:"
+    for rule, element in (("style-src", "style"), ("script-src", "script")):
+        (inside,) = re.findall(rf"<{element}>(.*?)</{element}>", content, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'"
+    assert not re.search(r"\sstyle=|\son\w+=|javascript:", content.partition("<script>")[0])
+
+
+def test_the_plotting_library_is_the_published_one_with_its_licence(file: Path) -> None:
+    notes = (UPLOT / "README.md").read_text(encoding="utf-8")
+    (version,) = re.findall(r"version (\S+),", notes)
+    digests = dict(re.findall(r"\| `(\S+)` \| `([0-9a-f]{64})` \|", notes))
+    assert set(digests) == {"uPlot.iife.min.js", "uPlot.min.css", "LICENSE"}
+    for name, digest in digests.items():
+        assert hashlib.sha256((UPLOT / name).read_bytes()).hexdigest() == digest
+    assert f"uPlot (v{version})" in (UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    content = file.read_text(encoding="utf-8")
+    assert (UPLOT / "LICENSE").read_text(encoding="utf-8") in content
+    assert "Permission is hereby granted, free of charge" in content
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_embedded_data_are_json_and_nothing_else(value: Any) -> None:
+    written = embedded(value)
+    assert json.loads(written) == value
+    assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", written)
+
+
+def test_numbers_that_json_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        embedded([math.nan])
+
+
+def test_every_item_of_the_published_code_has_a_meaning() -> None:
+    assert set(ITEM_MEANINGS) == set(ITEMS)
+
+
+def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:
+    fits = exponents(contents.measurements)
+    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    assert found is not None
+    names = found["names"]
+    drawn = {
+        (
+            names["model"][g["model"]],
+            names["text"][g["text"]],
+            names["scope"][g["scope"]],
+            g["layer"],
+            g["head"],
+        ): g
+        for g in found["groups"]
+        if names["quantity"][g["quantity"]] == "measured"
+    }
+    assert len(drawn) == len(fits) == 2 * 2 * (3 + 6)
+    for row in fits.to_dict("records"):
+        head = None if pd.isna(row["head"]) else row["head"]
+        fit = drawn[row["model"], row["text"], row["scope"], row["layer"], head]["fit"]
+        for name in ("slope", "intercept", "n_min", "n_max"):
+            assert fit[name] == pytest.approx(row[name], rel=1e-6)
+    for row, group, value in zip(
+        contents.measurements.itertuples(), found["points"]["group"], found["points"]["value"], strict=False
+    ):
+        head = None if pd.isna(row.head) else row.head
+        assert drawn[row.model, row.text, row.scope, row.layer, head] is found["groups"][group]
+        assert value == pytest.approx(row.lipschitz, rel=1e-6)
+    published = [g for g in found["groups"] if names["quantity"][g["quantity"]] == "as published"]
+    right = [g for g in found["groups"] if names["quantity"][g["quantity"]] == "corrected"]
+    assert len(published) == len(right) == 2 * 2 * 3
+    for wrong, corrected in zip(published, right, strict=True):
+        assert wrong["fit"]["slope"] == pytest.approx(corrected["fit"]["slope"] + 0.25, abs=1e-6)
+
+
+def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_POINTS == 50_000
+    monkeypatch.setattr(numbers, "MOST_POINTS", 500)
+    fits = exponents(contents.measurements)
+    total = len(contents.measurements) + len(contents.published)
+    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    assert found is not None
+    shown = len(found["points"]["n"])
+    assert 250 < shown <= 500
+    assert found["total"] == total == 1200
+    assert set(found["points"]["group"]) == set(range(len(found["groups"])))
+    assert f"Of {total} measurements {shown} are here" in render(contents, fits, [])
+
+
+def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Contents) -> None:
+    lengths = range(100, 900)
+    rows = contents.sensitivities.iloc[[0] * len(lengths)].assign(
+        n=lengths,
+        tokens=[["x"] * n for n in lengths],
+        input_energy=[[1 / n] * n for n in lengths],
+        output_energy=[[1 / n] * n for n in lengths],
+    )
+    found = sensitive(rows)
+    assert found is not None
+    shown = [row["n"] for row in found["rows"]]
+    assert sum(2 * n for n in shown) <= MOST_ENERGIES * 1.01
+    assert max(shown) == 899
+    assert found["total"] == 800
+    assert len(set(np.diff(sorted(shown)))) == 1
+
+
+def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
+    found = bounds_beside(contents.bounds, contents.measurements)
+    assert found is not None
+    table = sharpest(found)
+    assert len(table) == 2 * 2 * 4 * (3 + 6)
+    assert [row["head"] is None for row in table] == [True] * 48 + [False] * 96
+    known = contents.measurements.set_index(["model", "text", "scope", "layer", "n", "sample"]).sort_index()
+    for row in table:
+        assert row["upper"]["name"] == "near"
+        assert row["upper"]["ratio"] == pytest.approx(1.25, rel=1e-5)
+        assert row["lower"]["name"] == "measured"  # not the one that speaks of the ball
+        there = known.loc[[(row["model"], row["text"], row["scope"], row["layer"], row["n"], 0)]]
+        assert any(row["measured"] == pytest.approx(value, rel=1e-6) for value in there["lipschitz"])
+
+
+@given(st.text(max_size=300))
+def test_a_token_stays_in_its_place(token: str) -> None:
+    assert piece(token)
+    assert piece(token).isprintable()
+    assert len(piece(token)) <= 40
+
+
+def test_tokens_that_are_not_seen_have_a_sign() -> None:
+    assert [piece(token) for token in ("", "\n", " \t", " a\xa0b", "\u202e")] == [
+        "∅",
+        "↵",
+        " →",
+        " a b",
+        "\ufffd",
+    ]
+
+
+# ---- in the browser
+
+
+def test_filters_choose_what_is_shown(page: Any, contents: Contents) -> None:
+    rows = contents.measurements
+    fits = exponents(rows).set_index(["model", "text", "scope", "layer"])
+    said = page.locator("#scatter-summary")
+    assert said.inner_text().startswith("60 measurements. 3 exponents.")  # the first model, text and scope
+    choose(page, "scatter-fields", "layer", "layer 1")
+    assert said.inner_text().startswith("20 measurements. One exponent: layer 1, exponent ")
+    for name in ("slope", "low", "high"):
+        assert decimal(float(fits.loc[("other", "prose", "attention", 1), name]), 3) in said.inner_text()
+    choose(page, "scatter-fields", "model", "small")
+    assert decimal(float(fits.loc[("small", "prose", "attention", 1), "slope"]), 3) in said.inner_text()
+    choose(page, "scatter-fields", "scope", "head")
+    assert said.inner_text().startswith("40 measurements. 2 exponents.")
+    choose(page, "scatter-fields", "head", "head 1")
+    assert "layer 1, head 1, exponent" in said.inner_text()
+    choose(page, "scatter-fields", "text", "verse")
+    assert said.inner_text().startswith("20 measurements.")
+    for key in ("head", "layer", "scope", "text", "model", "quantity"):
+        choose(page, "scatter-fields", key, f"every {key}")
+    total = len(rows) + len(contents.published)
+    assert said.inner_text().startswith(f"{total} measurements.")
+    label = page.locator("#scatter").get_attribute("aria-label")
+    assert re.match(
+        r"Scatter plot of constants from 1\.\d+ to 2\d\.\d+, against the length n from 2 to 16\.", label
+    )
+    choose(page, "scatter-fields", "quantity", "as published")
+    assert said.inner_text().startswith("240 measurements. 12 exponents.")
+    # The published exponents are larger by a quarter.
+    high = fits.loc[fits.index.get_level_values("scope") == "attention", "slope"].max() + 0.25
+    assert re.search(rf"largest: layer \d, \w+, \w+, exponent {decimal(float(high), 3)},", said.inner_text())
+
+
+PAINTED = "document.querySelector('#scatter canvas').toDataURL()"
+
+
+def test_every_way_of_colouring_and_both_axes_draw_something_else(page: Any) -> None:
+    for key in ("model", "text", "scope", "layer", "quantity"):
+        choose(page, "scatter-fields", key, f"every {key}")
+    entries = {
+        "radius R": 8, "length n": 4, "layer": 3, "head": 3, "model": 2, "text": 2, "scope": 2, "quantity": 3,
+    }  # fmt: skip
+    seen = set()
+    for across in ("length n", "radius R"):
+        choose(page, "scatter-fields", "across", across)
+        for colour, count in entries.items():
+            choose(page, "scatter-fields", "colour", colour)
+            assert page.locator("#scatter-legend button").count() == count
+            seen.add(page.evaluate(PAINTED))
+    assert len(seen) == 16
+
+
+def test_the_legend_takes_points_away_and_brings_them_back(page: Any) -> None:
+    said, layer = page.locator("#scatter-summary"), page.locator("#scatter-legend button")
+    assert layer.all_inner_texts() == ["layer 0", "layer 1", "layer 2"]
+    colours = layer.locator(".swatch").evaluate_all(
+        "(all) => all.map((one) => getComputedStyle(one).backgroundColor)"
+    )
+    assert len(set(colours)) == 3
+    before = page.evaluate(PAINTED)
+    layer.nth(1).click()
+    assert layer.nth(1).get_attribute("aria-pressed") == "false"
+    assert said.inner_text().startswith("40 measurements. 2 exponents. The least: layer ")
+    assert "layer 1" not in said.inner_text()
+    page.wait_for_function(f"{PAINTED} !== {json.dumps(before)}")
+    page.locator("#scatter").focus()
+    page.keyboard.press("Home")
+    seen = set()
+    for _ in range(40):
+        seen.add(re.search(r"layer \d", page.locator("#scatter-tip").inner_text()).group())
+        page.keyboard.press("ArrowUp")
+    assert seen == {"layer 0", "layer 2"}
+    for key in ("Enter", " "):  # brought back and taken away again
+        layer.nth(1).focus()
+        page.keyboard.press(key)
+        assert layer.nth(1).get_attribute("aria-pressed") == {"Enter": "true", " ": "false"}[key]
+    layer.nth(1).click()
+    assert said.inner_text().startswith("60 measurements. 3 exponents.")
+    page.wait_for_function(f"{PAINTED} === {json.dumps(before)}")
+    for place in range(3):
+        layer.nth(place).click()
+    assert said.inner_text() == "0 measurements."
+
+
+NUMBERS = re.compile(
+    r"sample (\d+)\s*n = (\d+), radius ([\d.]+).*?constant ([\d.e+-]+), interval ([\d.e+-]+) to ([\d.e+-]+)",
+    re.DOTALL,
+)
+
+
+def tip(page: Any) -> tuple[float, ...] | None:
+    """Read the numbers that the plot shows of a point."""
+    if page.locator("#scatter-tip").is_hidden():
+        return None
+    found = NUMBERS.search(page.locator("#scatter-tip").inner_text())
+    assert found, page.locator("#scatter-tip").inner_text()
+    return tuple(float(number) for number in found.groups())
+
+
+def marked(page: Any) -> tuple[float, float]:
+    """Where the point is that the plot shows."""
+    box = page.locator("#scatter-mark").bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def test_keys_and_pointer_reach_every_point_where_its_numbers_are(page: Any, contents: Contents) -> None:
+    rows = contents.measurements
+    rows = rows[(rows["model"] == "other") & (rows["text"] == "prose") & (rows["scope"] == "attention")]
+    rows = rows[rows["layer"] == 2].set_index(["sample", "n"])
+    choose(page, "scatter-fields", "layer", "layer 2")
+    page.locator("#scatter-fields select").first.focus()
+    reached = []
+    for _ in range(8):
+        reached.append(page.evaluate("document.activeElement.dataset.key || document.activeElement.id"))
+        page.keyboard.press("Tab")
+    assert reached == ["model", "text", "scope", "layer", "quantity", "across", "colour", "scatter"]
+    page.locator("#scatter").focus()
+    page.keyboard.press("Home")
+    found, places = [], []
+    for _ in range(20):
+        found.append(tip(page))
+        places.append(marked(page))
+        assert page.locator("#scatter-said").inner_text() == "; ".join(
+            page.locator("#scatter-tip > div").all_inner_texts()
+        )
+        page.keyboard.press("ArrowUp")
+    for sample, n, radius, *interval in found:
+        row = rows.loc[(sample, n)]
+        assert interval == pytest.approx(row[["lipschitz", "lower", "upper"]].tolist(), rel=1e-5)
+        assert radius == pytest.approx(row["radius_mean"], rel=1e-3)
+    assert len(set(found)) == 20
+    # Both axes are logarithmic: pixels are a line in the logarithms.
+    numbers, pixels = np.log(np.array(found)[:, [1, 3]]), np.array(places)
+    for axis, sign in ((0, 1), (1, -1)):
+        fit = np.polynomial.Polynomial.fit(numbers[:, axis], pixels[:, axis], 1)
+        assert np.abs(fit(numbers[:, axis]) - pixels[:, axis]).max() < 0.1
+        assert sign * fit.deriv()(0) > 0
+    for key, n in (("Home", 2), ("ArrowRight", 4), ("End", 16), ("ArrowLeft", 8)):
+        page.keyboard.press(key)
+        assert tip(page)[1] == n
+    page.keyboard.press("Escape")
+    assert tip(page) is None
+    apart = np.hypot(*(pixels[:, None] - pixels).T) + 1000 * np.eye(20)
+    for place in np.flatnonzero(apart.min(axis=0) > 3)[:5]:
+        page.mouse.move(*pixels[place] + 1)
+        assert tip(page) == found[place]
+    page.mouse.move(5, 5)
+    assert tip(page) is None
+
+
+def press(page: Any, button: str) -> None:
+    page.get_by_role("button", name=button).press("Enter")
+    painted(page)
+    page.locator("#scatter").focus()
+
+
+def painted(page: Any) -> None:
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_a_part_of_the_plot_can_be_shown_larger(page: Any) -> None:
+    choose(page, "scatter-fields", "layer", "layer 2")
+    page.locator("#scatter").focus()
+
+    def ends() -> tuple[tuple[float, float], tuple[float, float]]:
+        found = []
+        for key in ("Home", "End"):
+            page.keyboard.press(key)
+            found.append(marked(page) if tip(page) else None)
+        return tuple(found)
+
+    whole = ends()
+    (left, _), (right, _) = whole
+    box = page.locator("#scatter").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(left + 20, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(right - 20, middle + 120, steps=4)
+    page.mouse.up()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Home")  # It is outside, so that the plot moves there.
+    page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
+    assert abs(marked(page)[0] - (left + right) / 2) < 60
+    page.mouse.dblclick(left + 40, middle)
+    painted(page)
+    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
+    page.keyboard.press("Escape")
+    press(page, "Zoom out")
+    assert ends()[0][0] > left + 50
+    assert ends()[1][0] < right - 50
+    press(page, "Show everything")
+    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
+    press(page, "Zoom in")  # around the point at the end
+    page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
+    assert abs(marked(page)[0] - (left + right) / 2) < 60
+
+
+def test_one_length_has_no_slopes(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    with opened(browser, plain_page(measured(lengths=(8,)), tmp_path)) as (page, heard):
+        assert page.locator("#scatter-summary").inner_text() == "15 measurements."
+        assert page.locator("#scatter-lines").is_hidden()
+        page.locator("#scatter").focus()
+        page.keyboard.press("Home")
+        assert "no exponent: fewer than 3 lengths to fit" in page.locator("#scatter-tip").inner_text()
+        assert_silent(page, heard)
+
+
+def test_the_tokens_are_shown_with_their_shares(page: Any) -> None:
+    choose(page, "tokens-fields", "n", "n = 16")
+    choose(page, "tokens-fields", "layer", "layer 2")
+    for side, most in (("input", 15), ("output", 0)):
+        spans = page.locator(f"#tokens-{side} span")
+        assert spans.count() == 16
+        assert page.locator(f"#tokens-{side}").inner_text().startswith("One day a cat,↵ againOne day")
+        grounds = spans.evaluate_all("(all) => all.map((one) => one.className)")
+        assert grounds[most] == "e9"
+        assert grounds[15 - most] == f"e{round(9 / 16)}"
+        widths = spans.evaluate_all(
+            "(all) => all.map((one) => parseFloat(getComputedStyle(one).borderBottomWidth))"
+        )
+        assert widths == sorted(widths, reverse=side == "output")
+        assert widths[most] > widths[15 - most] + 2
+        assert (
+            spans.nth(most).get_attribute("title") == f"token {most + 1}: 12 % of the {side} energy"
+        )  # 16 of 136
+    page.locator("summary", has_text="All tokens").click()
+    lines = page.locator("#tokens-rows tr").evaluate_all(
+        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert lines[0] == ["16", " cat", "12 %", "0.7 %"]
+    assert [int(line[0]) for line in lines] == list(range(16, 0, -1))
+    assert "half of the input energy is on 5 of the 16 tokens" in page.locator("#tokens-said").inner_text()
+
+
+def test_unconverged_and_vanishing_constants_are_said(
+    browser: Any, contents: Contents, tmp_path: Path
+) -> None:
+    rows = contents.measurements.copy()
+    first = (rows["model"] == "other") & (rows["text"] == "prose") & (rows["scope"] == "attention")
+    rows.loc[first & (rows["sample"] == 0), "converged"] = False
+    rows.loc[first & (rows["sample"] == 0), "upper"] *= 2
+    rows.loc[first & (rows["sample"] == 1) & (rows["layer"] == 1), ["lipschitz", "lower", "upper"]] = 0.0
+    level = first & (rows["layer"] == 2)
+    rows.loc[level, ["lipschitz", "lower"]] = np.outer(3 * rows.loc[level, "n"] ** -1e-5, [1, 1])
+    with opened(browser, plain_page(dataclasses.replace(contents, measurements=rows), tmp_path)) as (
+        page,
+        heard,
+    ):
+        said = page.locator("#scatter-summary")
+        assert said.inner_text().startswith(
+            "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
+        )
+        choose(page, "scatter-fields", "layer", "layer 2")
+        assert "layer 2, exponent 0.000, 95 % interval 0.000 to 0.000" in said.inner_text()
+        choose(page, "scatter-fields", "layer", "layer 0")
+        page.locator("#scatter").focus()
+        shown = set()
+        for key in ["Home"] + ["ArrowUp"] * 4:
+            page.keyboard.press(key)
+            shown.add("not converged" in page.locator("#scatter-tip").inner_text())
+        assert shown == {True, False}
+        assert_silent(page, heard)
+
+
+def test_published_values_alone_can_be_explored(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    alone = dataclasses.replace(
+        measured(), measurements=contents.measurements.iloc[:0], published=contents.published
+    )
+    with opened(browser, plain_page(alone, tmp_path)) as (page, heard):
+        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents.")
+        assert page.locator("#sensitive, #bounds").count() == 0
+        choose(page, "scatter-fields", "quantity", "as published")
+        choose(page, "scatter-fields", "layer", "layer 1")
+        page.locator("#scatter").focus()
+        page.keyboard.press("End")
+        assert "no interval" in page.locator("#scatter-tip").inner_text()
+        assert_silent(page, heard)
+
+
+def test_tokens_that_are_not_together_the_text_stand_apart(
+    browser: Any, contents: Contents, tmp_path: Path
+) -> None:
+    pieces = contents.sensitivities.assign(place=pd.NA)
+    with opened(browser, plain_page(dataclasses.replace(contents, sensitivities=pieces), tmp_path)) as (
+        page,
+        heard,
+    ):
+        spans = page.locator("#tokens-input.apart span")
+        assert spans.count() == 16
+        gap = (
+            spans.nth(1).bounding_box()["x"]
+            - spans.nth(0).bounding_box()["x"]
+            - spans.nth(0).bounding_box()["width"]
+        )
+        assert gap > 4
+        assert_silent(page, heard)
+
+
+def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
+    choose(page, "bounds-fields", "n", "n = 8")
+    lines = page.locator("#bounds-rows tr").evaluate_all(
+        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    by_name = {line[0]: line for line in lines}
+    assert len(by_name) == 6
+    assert by_name["near"][3] == "1.25"
+    assert by_name["near"][1] == "this sequence"
+    assert by_name["near"][2].startswith("≤ ")
+    assert by_name["elsewhere"][1] == "the ball"
+    assert by_name["elsewhere"][2].startswith("≥ ")
+    assert by_name["enormous"][2] == "≤ 10^2171"
+    assert by_name["refused"][2] == "none"
+    assert by_name["refused"][5] == "Theorem of refused"
+    ends = page.locator("#bounds-rows tr").evaluate_all(
+        """(all) => all.map((row) => {
+          const box = (part) => row.querySelector(part)?.getBoundingClientRect();
+          const middle = (one) => one && one.left + one.width / 2;
+          return [row.cells[0].textContent, middle(box('.measured')), middle(box('.bound'))];
+        })"""
+    )
+    place = {name: bound for name, _, bound in ends}
+    (line,) = {round(measured, 3) for _, measured, _ in ends}
+    assert place["measured"] == pytest.approx(line, abs=0.1)
+    assert place["enormous"] is None
+    step = (place["far"] - line) / math.log(8)
+    assert step > 20
+    assert place["near"] - line == pytest.approx(step * math.log(1.25), abs=0.1)
+
+
+def test_what_was_published_is_beside_what_is_right(page: Any, contents: Contents) -> None:
+    table = page.locator("table", has=page.locator("caption", has_text="Exponent of each quantity"))
+    cells = table.locator("tbody tr:not(.family)").evaluate_all(
+        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert len(cells) == 2 * 2 * 3 * 2
+    for right, wrong in zip(cells[::2], cells[1::2], strict=True):
+        assert (right[1], wrong[1]) == ("corrected", "as published")
+        assert float(wrong[2]) - float(right[2]) == pytest.approx(0.25, abs=0.0011)
+        assert float(right[5]) == 1
+        assert float(wrong[5]) == pytest.approx(2 * np.median([2, 4, 8, 16]) ** 0.25, rel=0.1)
+    assert page.locator("dt", has_text="output").count() == 1
+    assert page.locator("dt", has_text="dropout").count() == 0
+
+
+def test_twenty_thousand_points_stay_responsive(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    with opened(browser, plain_page(many(contents, 20_000), tmp_path)) as (page, heard):
+        for key in ("model", "text", "scope", "quantity"):
+            choose(page, "scatter-fields", key, f"every {key}")
+        assert "20480 measurements" in page.locator("#scatter-summary").inner_text()
+        # Processor time of the page's thread, which does not depend on what else the machine does.
+        metrics = page.context.new_cdp_session(page)
+        metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def seconds() -> float:
+            found = metrics.send("Performance.getMetrics")["metrics"]
+            return next(metric["value"] for metric in found if metric["name"] == "TaskDuration")
+
+        begun = seconds()
+        for layer in ("layer 1", "every layer") * 4:
+            choose(page, "scatter-fields", "layer", layer)
+            painted(page)
+        chosen = seconds()
+        assert 0 < chosen - begun < 8 * 0.1
+        box = page.locator("#scatter").bounding_box()
+        for step in range(20):
+            page.mouse.move(box["x"] + 400 + step, box["y"] + 200)
+        assert 0 < seconds() - chosen < 20 * 0.01
+        assert_silent(page, heard)
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> None:
+    phone = {"viewport": {"width": width, "height": 700}, "is_mobile": True, "has_touch": True}
+    with opened(browser, file, **phone) as (page, heard):
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.locator("#scatter").focus()
+        for key in ("Home", "ArrowRight", "End"):
+            page.keyboard.press(key)
+            place, numbers = marked(page), tip(page)
+            page.keyboard.press("Escape")
+            page.touchscreen.tap(*place)
+            assert tip(page)[1] == numbers[1]
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert_silent(page, heard)
+
+
+CONTRASTS = """() => {
+  const canvas = document.createElement('canvas'); canvas.width = canvas.height = 1;
+  const context = canvas.getContext('2d', { willReadFrequently: true });
+  const known = new Map();
+  const parse = (colour) => {
+    if (!known.has(colour)) {
+      context.clearRect(0, 0, 1, 1);
+      context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+      known.set(colour, [r, g, b, a / 255]);
+    }
+    return known.get(colour);
+  };
+  const over = (top, under) => top.slice(0, 3).map((part, k) => part * top[3] + under[k] * (1 - top[3]));
+  const light = (colour) => {
+    const linear = (part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = colour.map((part) => linear(part / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => node === null ? [255, 255, 255]
+    : over(parse(getComputedStyle(node).backgroundColor), ground(node.parentElement));
+  const ratio = (one, under) => {
+    const [text, back] = [light(over(parse(one), under)), light(under)];
+    return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const seen = new Map();
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node);
+    const under = ground(node);
+    const key = style.color + under;
+    if (seen.has(key)) continue;
+    seen.set(key, [ratio(style.color, under), `${node.tagName}.${node.className}`, style.color, `${under}`]);
+  }
+  const paper = ground(document.body);
+  const swatches = [...document.querySelectorAll('.swatch')];
+  return [[...seen.values()], swatches.map((one) => ratio(getComputedStyle(one).backgroundColor, paper))];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, scheme: str) -> None:
+    with opened(browser, file, color_scheme=scheme) as (page, heard):
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        choose(page, "tokens-fields", "n", "n = 16")
+        choose(page, "scatter-fields", "colour", "radius R")
+        words, points = page.evaluate(CONTRASTS)
+        assert len(words) > 8
+        assert [found for found in words if found[0] < 4.5] == []
+        assert len(points) == 8
+        assert min(points) > 3
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        assert dark == (scheme == "dark")
+        assert_silent(page, heard)
+
+
+def test_without_a_script_the_figures_and_tables_stay(browser: Any, file: Path) -> None:
+    with opened(browser, file, java_script_enabled=False) as (page, _):
+        for section in ("explore", "bounds-explore", "tokens-fields"):
+            assert page.locator(f"#{section}").is_hidden()
+        assert page.locator("figure img").first.is_visible()
+        assert page.locator("#tokens-input span").count() == 16
+        assert page.locator("table", has_text="The sharpest bounds").is_visible()
+
+
+def test_on_paper_everything_is_unfolded_and_what_needs_a_hand_is_gone(page: Any) -> None:
+    page.emulate_media(media="print")
+    assert page.locator("#explore").is_hidden()
+    assert page.locator("#tokens-fields").is_hidden()
+    assert page.locator("figure img").first.is_visible()
+    folded = page.locator("details:not([open])")
+    before = folded.count()
+    assert before >= 1
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert folded.count() == 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert folded.count() == before
+    assert page.pdf().startswith(b"%PDF")
+
+
+# ---- hostile data
+
+
+def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+    names = HOSTILE[:5]
+    found = with_all(measured(names[:2], names[2::2]), HOSTILE)
+    found.measurements["masking"] = HOSTILE[1]
+    found.bounds["name"] = [HOSTILE[place % len(HOSTILE)][:400] for place in range(len(found.bounds))]
+    found.bounds["source"] = HOSTILE[1] * 20
+    found.models["source"] = HOSTILE[6]
+    found.runs["command"] = " ".join(HOSTILE[:7])
+    file = tmp_path / "report.html"
+    page_text = render(found, exponents(found.measurements), [])
+    assert len(page_text) < 3_000_000  # a token of a megabyte stands there a few hundred times
+    file.write_text(page_text, encoding="utf-8")
+    with opened(browser, file) as (page, heard):
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        for key in ("model", "text", "scope", "quantity"):
+            choose(page, "scatter-fields", key, f"every {key}")
+        for colour in ("model", "text"):
+            page.locator("#scatter-fields select[data-key='colour']").select_option(value=colour)
+        page.locator("#scatter").focus()
+        page.keyboard.press("Home")
+        page.locator("#tokens-fields select[data-key='n']").select_option(label="n = 16")
+        page.locator("#bounds-fields select[data-key='n']").select_option(label="n = 16")
+        text = page.locator("body").inner_text()
+        for shown in (
+            "<script>window.pwned = 1</script>",
+            "</script><img src=x onerror='window.pwned = 2'>",
+            "<!--<script>",
+        ):
+            assert shown in text, shown
+        assert HOSTILE[1] in page.locator("#scatter-tip").inner_text()
+        tokens = page.locator("#tokens-input span")
+        assert tokens.nth(0).inner_text() == HOSTILE[0]
+        assert tokens.nth(7).inner_text() == "x" * 18 + "..." + "x" * 18
+        assert tokens.nth(4).inner_text() == "\ufffdtxet desrever\ufffd"
+        assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f\x00-\x08\x1b]", page.content())
+        assert page.locator("img").count() == 0
+        assert page.locator("svg[onload], [onerror], iframe").count() == 0
+        assert page.locator("script").count() == 4
+        for width in (1100, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert_silent(page, heard)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from howsmooth import texts
+from howsmooth.errors import ArgumentError, TextError
+from howsmooth.texts import TEXTS, load_text
+from tests._shared import shared_data
+
+# ---------------------------------------------------------------- Alice, who is always there
+
+
+def test_alice_is_the_whole_novel_and_nothing_else() -> None:
+    text = load_text("alice")
+    assert text.name == "alice"
+    assert "Lewis Carroll, 1865" in text.source
+    words = text.content.split()
+    assert words[:6] == ["[Alice's", "Adventures", "in", "Wonderland", "by", "Lewis"]
+    assert words[-4:] == ["the", "happy", "summer", "days."]
+    numerals = ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
+    assert re.findall(r"CHAPTER (\w+)", text.content) == list(numerals)
+    assert text.content.isascii()
+    assert not re.search(r"gutenberg|licen[cs]e|copyright|\be-?book|https?:", text.content, re.IGNORECASE)
+    readme = (Path(texts.__file__).parent / "README.md").read_text("utf-8")
+    assert text.digest in readme
+    assert f"{len(text.content):,} characters" in readme
+
+
+def test_alice_is_the_text_that_others_measure_on() -> None:
+    assert load_text("alice").content == load_text(shared_data("alice", "carroll-alice.txt")).content
+
+
+# ---------------------------------------------------------------- names and paths
+
+
+def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "story.txt"
+    path.write_bytes("\ufeffÉtude.\r\nTwo.\rThree.\n".encode())
+    text = load_text(str(path))
+    assert (text.name, text.content) == ("story", "Étude.\nTwo.\nThree.\n")
+    assert text.digest == hashlib.sha256("Étude.\nTwo.\nThree.\n".encode()).hexdigest()
+    assert "story.txt" in text.source
+    assert load_text(path) == text
+    assert "Three" not in repr(text)
+
+
+def test_news_rows_join_title_and_description(tmp_path: Path) -> None:
+    path = tmp_path / "test.csv"
+    path.write_text('"3","A ""title""","First,\nand more."\n"1","B","Second."\n\n', encoding="utf-8")
+    text = load_text(path)
+    assert text.content == 'A "title" First,\nand more.\nB Second.\n'
+    assert "2 news items" in text.source
+
+
+def test_the_news_of_the_paper() -> None:
+    news = load_text(shared_data("ag_news", "test.csv"))
+    assert news.content.count("\n") == 7600
+    assert news.content.startswith("Fears for T N pension after talks Unions representing workers")
+
+
+def _write(content: bytes, name: str = "a.txt") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_write(b""), "'a' is empty: there is nothing"),
+        (_write(b" \n\t"), "'a' is empty: there is nothing"),
+        (_write(b"a\0b"), "is not UTF-8 text"),
+        (_write("Étude".encode("latin-1")), "is not UTF-8 text"),
+        (_write(b"", "a.csv"), "'a' is empty: there is nothing"),
+        (_write(b"1,a,b\n1,a\n", "a.csv"), r"line 2: expected three columns .*, got 2\. Give a plain"),
+        (_write(b"1,a," + b"x" * 200_000, "a.csv"), r"line 1: not a readable csv"),
+        (lambda folder: folder, r"is a folder\. Give the path of the file itself"),
+        (
+            lambda folder: folder / "none.txt",
+            r"neither a known name nor a file\. Use one of alice, ag_news, or the path",
+        ),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(TextError, match=message):
+        load_text(make(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_no_name_is_an_argument_error(name: str) -> None:
+    with pytest.raises(ArgumentError, match="text: expected a name or a path, got an empty string"):
+        load_text(name)
+
+
+# ---------------------------------------------------------------- the usual loader, stood in for
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
+    module = ModuleType(name)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def _raise(error: Exception) -> Callable[..., None]:
+    def call(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return call
+
+
+def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        TextError, match=r"datasets, which is not installed\. Run `pip install datasets`.* or give the path"
+    ):
+        load_text("ag_news")
+
+
+def test_ag_news_comes_from_datasets_and_equals_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, *, split: str) -> dict[str, list[str]]:
+        asked.append((name, split))
+        return {"text": ["A first", "B second"]}
+
+    _install(monkeypatch, "datasets", load_dataset=load_dataset, __version__="4.0")
+    (tmp_path / "test.csv").write_text("1,A,first\n2,B,second\n")
+    assert load_text("ag_news").digest == load_text(tmp_path / "test.csv").digest
+    assert asked == [("fancyzhx/ag_news", "test")]
+
+
+def test_ag_news_without_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ConnectionError("no route\nto host")
+    _install(monkeypatch, "datasets", load_dataset=_raise(error), __version__="4.0")
+    with pytest.raises(TextError, match=r"could not load it \(no route to host\)\. Run .* or give the path"):
+        load_text("ag_news")
+
+
+def test_the_names_are_the_documented_ones() -> None:
+    assert TEXTS == ("alice", "ag_news")
