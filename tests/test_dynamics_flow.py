@@ -419,7 +419,7 @@ def _attention() -> hs.SelfAttention:
         ({"method": "rk4", "step": 0.1, "rtol": 1e-5}, "rtol", "has a fixed step"),
         ({"step": 0.1}, "step", "chooses"),
         ({"rtol": 0.0}, "rtol", "> 0"),
-        ({"rtol": 1e-16}, "rtol", "rounds"),
+        ({"rtol": 1e-16}, "rtol", "rounding"),
         ({"rtol": 1.0}, "rtol", "to 1"),
         ({"atol": -1.0}, "atol", "> 0"),
         ({"max_steps": 0}, "max_steps", ">= 1"),

@@ -1,4 +1,4 @@
-"""Residuals: the average of tokens and a branch, which keeps the constant at 1, and the plain sum."""
+"""Residual connections: a weighted average of tokens and branch, which keeps the constant 1, and the sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCE = "residuals, docs/theory/enforce.md"
 
 
 class _Residual(Composite):
-    """x ↦ p x + q inner(x), with p, q ≥ 0."""
+    """A module x ↦ p x + q inner(x) with p, q ≥ 0."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the branch, one level deeper, and that of the residual."""
+        """Return the rows of the branch, one level deeper, and then the row of the residual."""
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
@@ -45,11 +45,11 @@ class _Residual(Composite):
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise ArgumentError(
                 "inner",
-                expected=f"a module that returns tokens of shape {tuple(x.shape)}, as they came",
+                expected=f"a module that returns tokens of shape {tuple(x.shape)}, the shape of its input",
                 got=got,
                 remedy="Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone.",
             )
-        # Under autocast a branch may come back in a lower precision.
+        # Under autocast the branch may return half precision.
         return y.to(x.dtype)
 
     @abstractmethod
@@ -57,7 +57,9 @@ class _Residual(Composite):
 
 
 class AverageResidual(_Residual):
-    """x ↦ (1 − w) x + w inner(x): constant at most (1 − w) + w Lip(inner), 1 for a branch of constant 1.
+    """A module x ↦ (1 − w) x + w inner(x), whose constant is at most (1 − w) + w Lip(inner).
+
+    For a branch of constant 1 the constant is 1.
 
     Parameters
     ----------
