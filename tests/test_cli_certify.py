@@ -406,7 +406,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "labels of fractions": (
         ["model.safetensors", "--data", "data.npz", "--labels", "half.npy"],
-        "labels: expected whole numbers",
+        "labels: expected integers",
     ),
     "labels beyond": (
         ["model.safetensors", "--data", "data.npz", "--labels", "high.npy"],

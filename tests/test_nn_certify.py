@@ -450,7 +450,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),
     ("softmax of tokens", lambda: nn.Softmax(dim=1), "", "axis 1"),
     ("flatten", lambda: nn.Sequential(nn.Flatten(0)), "0", "other axes"),
-    ("hardtanh", lambda: nn.Hardtanh(1.0, 2.0), "", "other settings"),
+    ("hardtanh", lambda: nn.Hardtanh(1.0, 2.0), "", "settings for which no constant"),
     ("softplus, which jumps", nn.Softplus, "", "without a rule"),
     ("length", lambda: nn.Sequential(hs.nn.AddPositions(N + 1, D)), "0", "expected 5"),
     ("attention length", lambda: nn.Sequential(_undivided(7)), "0", "7 tokens"),

@@ -304,7 +304,7 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "too deep": (deep, "is nested more than"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "tensor weight is not a dense tensor with values"),
     "lazy": (lambda: nn.LazyLinear(2), "is not a dense tensor with values"),
-    "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "holds torch.complex64"),
+    "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "has the dtype torch.complex64"),
 }
 
 
@@ -486,7 +486,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a tensor of another shape": (lambda d: d["tensors"].update({"0.bias": torch.ones(5)}), "has the shape"),
     "whole numbers": (
         lambda d: d["tensors"].update({"0.bias": torch.ones(4, dtype=torch.int64)}),
-        r"0\.bias holds torch.int64",
+        r"0\.bias has the dtype torch.int64",
     ),
     "a length of words": (lambda d: d.update(length="3"), "length: expected a whole number"),
     "no tokens": (lambda d: d.update(length=0), "length: expected a whole number"),
@@ -525,13 +525,13 @@ def test_a_model_of_too_many_modules_is_refused(good: Path, monkeypatch: pytest.
         ({"format": "pt"}, "of another program"),
         ({"format": None}, "of another program"),
         ({"version": "2"}, "version 2 of the format, but this howsmooth reads version 1"),
-        ({"version": None}, r"of version \? of the format"),
-        ({"model": None}, "no JSON"),
-        ({"model": "{"}, "no JSON"),
+        ({"version": None}, r"version \? of the format"),
+        ({"model": None}, "not JSON"),
+        ({"model": "{"}, "not JSON"),
         ({"model": "[" * 10**6}, "nested too deeply"),
         ({"model": '{"a":' * 10**5 + "1" + "}" * 10**5}, "nested too deeply"),
-        ({"model": "9" * 10**4}, "no JSON"),
-        ({"model": "3"}, "no object"),
+        ({"model": "9" * 10**4}, "not JSON"),
+        ({"model": "3"}, "not an object"),
     ],
 )
 def test_foreign_and_broken_metadata_are_refused(top: dict[str, Any], words: str, good: Path) -> None:

@@ -1,4 +1,4 @@
-"""Limits on the accuracy that can be asked for in float32 and float64.
+"""Limits on the accuracy that a measurement can reach in float32 and in float64.
 
 Both the measurement and the study plans check their arguments here.
 """

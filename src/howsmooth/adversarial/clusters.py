@@ -153,7 +153,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The grouped rows and columns of the Jacobian at atoms, with their multiplicities.
+    """The data of a search that do not change: groups of rows, what each group sees, and weights.
 
     ``row_atom`` says which atom each row belongs to. ``log_counts`` has the logarithm of how often each row
     sees each atom. The weights scale rows and columns of the Jacobian. All but ``row_atom`` have a leading

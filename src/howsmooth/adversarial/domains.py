@@ -30,7 +30,7 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Ball(Domain):
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Ellipsoid(Domain):
         return 1.0
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Around(Domain):
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         n, d = self.X0.shape
         each = "each token" if self.per_token else "in the Frobenius norm"
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"

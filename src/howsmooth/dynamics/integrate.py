@@ -139,7 +139,7 @@ class _Watch:
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the error that ends an adaptive run, whose steps are below the spacing of float times."""
+        """Return the error that ends an adaptive run whose steps have become too small for floating point."""
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
         size, speed = _size(self.state), _size(self(torch.tensor(lower), self.state))

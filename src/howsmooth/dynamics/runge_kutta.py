@@ -9,7 +9,7 @@ __all__ = ["TABLEAUX", "Tableau"]
 
 @dataclass(frozen=True)
 class Tableau:
-    """The coefficients of an explicit Runge–Kutta method; a is strictly lower triangular.
+    """The coefficients of an explicit Runge–Kutta method, with a strictly lower triangular matrix a.
 
     A step of length h is k_i = f(t + c_i h, x + h Σ_j a_ij k_j) and x⁺ = x + h Σ_i b_i k_i.
     """

@@ -99,7 +99,7 @@ class DiscreteMeasure(AbstractMeasure):
         positions = torch.arange(1, n + 1, dtype=torch.float64, device=points.device) / n
         return cls(points, positions=positions)
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def n(self) -> int:
@@ -150,7 +150,7 @@ class DiscreteMeasure(AbstractMeasure):
         weighting = self._weighting().to(device=device)
         return self._rebuilt(self.points.to(dtype=dtype, device=device), weighting)
 
-    # ---- what is done with it
+    # ---- operations
 
     def weighted_tokens(self) -> tuple[Float[Tensor, "n d"], Weighting]:
         """Return the atoms and their weighting (log-weights and positions)."""

@@ -269,7 +269,7 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
                 f"described needs {tuple(made[name].shape)}"
             )
         if made[name].is_floating_point() != tensors[name].is_floating_point():
-            raise DescriptionError(f"the tensor {name[:80]} holds {tensors[name].dtype}")
+            raise DescriptionError(f"the tensor {name[:80]} has the dtype {tensors[name].dtype}")
     return model
 
 

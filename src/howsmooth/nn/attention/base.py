@@ -191,7 +191,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return the bound with this logarithm as a Bound with name and source."""
+        """Return a Bound with a name and a source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
         """Return the bound on the constant of the layer before the division."""
@@ -452,7 +452,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens, after raising an error for tokens beyond the radius or projecting them."""
+        """Return the tokens; tokens beyond the radius raise an error or are projected onto the ball."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
 

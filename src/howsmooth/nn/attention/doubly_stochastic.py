@@ -153,7 +153,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return, for each matrix, the trial with the smallest objective or the best column sums if ``near``."""
+    """Return the best trial for each matrix: by the objective or, where ``near``, by the column sums."""
     if len(trials) == 1:
         return trials[0]
     ranks = []

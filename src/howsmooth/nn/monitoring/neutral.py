@@ -32,7 +32,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Allow forward passes of the model in the context, and restore all state afterwards.
+    """Return a context in which the model may run; afterwards all its state is restored.
 
     ``borrowed`` sets evaluation mode in each module, disables gradients, and restores PyTorch's random states
     on the CPU and on the model's device. This context manager also restores the random states of Python,

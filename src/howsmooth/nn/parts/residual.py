@@ -64,7 +64,7 @@ class AverageResidual(_Residual):
     Parameters
     ----------
     inner
-        The branch: a module of as many tokens as it is given, of the same dimension.
+        The branch, a module that returns tokens of the same number and dimension as its input.
     weight
         w, from 0 to 1.
     learnable
@@ -111,7 +111,7 @@ class AverageResidual(_Residual):
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
@@ -129,7 +129,7 @@ class Residual(_Residual):
     Parameters
     ----------
     inner
-        The branch: a module of as many tokens as it is given, of the same dimension.
+        The branch, a module that returns tokens of the same number and dimension as its input.
 
     """
 

@@ -90,7 +90,7 @@ class JasminPenalty:
     """The JaSMin penalty of every attention layer at the current batch, used like :class:`SpectralPenalty`.
 
     As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
-    probabilities are intercepted, so they are found in any code.
+    probabilities are intercepted while it runs.
 
     Parameters
     ----------
