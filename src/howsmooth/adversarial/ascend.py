@@ -172,6 +172,7 @@ def ascend(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError("seed", expected="an integer", got=repr(seed))
     generator = torch.Generator().manual_seed(torch_seed(seed))
+    # If the projections see a subspace only, the search runs in coordinates of this subspace.
     basis = _basis(f, where)
     g = _compressed(f, basis)
     given = _given_starts(f, n, where, starts)
@@ -190,6 +191,7 @@ def ascend(
             "starts", expected="at least one start", got="none", remedy="Raise random_starts."
         )
 
+    # The ascent is in float64, for maps of any dtype; the result is rounded and measured again below.
     climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation)
     best, name = climb.run(steps)
     x = best if basis is None else best @ basis.mT
@@ -226,6 +228,7 @@ class _Climb:
     def run(self, steps: int) -> tuple[Tensor, str]:
         """Run the ascent and return the best tokens and the name of their start."""
         domain = self.domain
+        # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
         value = torch.where(first.converged, first.value, -math.inf)
         self._record(range(len(self.names)), 0, first, [0.0] * len(value), first.converged.tolist())
@@ -241,8 +244,10 @@ class _Climb:
         # because the constructions are symmetric, and gradient steps alone would keep the symmetry.
         restless = dict.fromkeys(alive, 1)
         for step in range(1, steps + 1):
+            # Concentrate on the most promising starts.
             if step in (steps // 4, steps // 2) and len(alive) > 2:
                 alive = sorted(alive, key=lambda i: -kept[i][1])[: max(2, len(alive) // 2)]
+            # A member whose step size has become tiny has converged.
             alive = [i for i in alive if size[i] > 1e-7]
             if not alive:
                 break
@@ -252,6 +257,7 @@ class _Climb:
                 self._probe(direction)
                 * torch.tensor([0.1 * (restless[i] > 0) for i in alive]).to(u)[:, None, None]
             )
+            # Step: momentum plus gradient direction plus noise, in units of the domain's radius.
             push = _MOMENTUM * torch.stack([velocity[i] for i in alive]) + direction + noise
             sizes = torch.tensor([size[i] for i in alive], dtype=torch.float64, device=u.device)[
                 :, None, None
@@ -266,11 +272,13 @@ class _Climb:
             slopes = self._gradient(trial[up], found, up) if up else torch.zeros(0)
             for m, i in enumerate(alive):
                 if risen[m]:
+                    # The step was accepted: the actual displacement after projection becomes the momentum.
                     moved = (trial[m] - u[m]) / (size[i] * domain.radius)
                     kept[i], velocity[i] = (trial[m], float(found.value[m])), moved
                     slope[i] = slopes[up.index(m)]
                     size[i], restless[i] = min(1.0, 1.3 * size[i]), 0
                 else:
+                    # The step was rejected: try a shorter one from the same point, without momentum.
                     size[i] *= 0.4
                     velocity[i] = torch.zeros_like(velocity[i])
                     restless[i] = (restless[i] + 1) % 3  # after failures, every third attempt has no noise
@@ -278,6 +286,7 @@ class _Climb:
         return domain.tokens(kept[best][0]).cpu(), self.names[best]
 
     def _evaluate(self, u: Tensor, members: list[int], step: int) -> LipschitzEstimate:
+        # Every evaluation has a random start of its own that depends on seed, start and step only.
         seeds = [((self.seed * 1_000_003 + i) * 1_000_003 + step) % 2**62 for i in members]
         return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
 
@@ -289,6 +298,7 @@ class _Climb:
         f = self.f
         x = self.domain.tokens(u)
         heads = f.heads if isinstance(f, SelfAttention) else 16
+        # The gradient of a Jacobian product keeps several n × n matrices for each head.
         chunk = max(1, _GRADIENT_NUMBERS // (heads * x.shape[-2] ** 2))
         parts = []
         for i in range(0, len(x), chunk):
@@ -305,6 +315,7 @@ class _Climb:
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
         """
+        # A tiny step is projected, which removes the part of the gradient that points out of the domain.
         reach = self.domain.project_coordinates(u + 1e-6 * self.domain.radius * _unit(gradient)) - u
         length = torch.linalg.vector_norm(reach, dim=-1, keepdim=True)
         top = length.amax(dim=-2, keepdim=True)

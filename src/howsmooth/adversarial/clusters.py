@@ -111,6 +111,7 @@ def search_atoms(
     """
     f = f.to(dtype=torch.float64)
     drawn = _random_atoms(f, length, domain, restarts, generator)
+    # The rates are the largest step of an atom, in units of the domain's radius.
     far = _search(f, domain, drawn, steps, 0.2, generator)
     near = _search(f, domain, [*starts, *far.found[: (len(drawn) + 3) // 4]], steps // 2, 0.03, generator)
     return AtomSearch(near.found, near.values, pd.concat([far.history, near.history], ignore_index=True))
@@ -206,13 +207,17 @@ def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tenso
     """
     e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
+    # J v by the product rule: tangents dq, dk, dw of queries, keys and values give the tangent of the output.
+    # Biases have no tangent, so `linear` has none.
     q, k, w = f.projections(x)
     linear = SelfAttention(f.query, f.key, f.value, scale=f.scale)
     dq, dk, dw = linear.projections(e)
     k, w, dk, dw = (t.repeat_interleave(group, dim=-3) for t in (k, w, dk, dw))
     q, dq = (f.scale * t[..., problem.row_atom, :] for t in (q, dq))
+    # The logarithm of the multiplicities makes one column stand for all copies of an atom.
     p = torch.softmax(q @ k.mT + problem.log_counts[:, None], dim=-1)
     ds = dq @ k.mT + q @ dk.mT
+    # The derivative of the softmax.
     dp = p * (ds - (p * ds).sum(-1, keepdim=True))
     out = (dp @ w + p @ dw).movedim(-3, -2).flatten(-2)
     if f.output is not None:
@@ -251,6 +256,7 @@ def _raise(
     best = torch.full((batch,), -math.inf, dtype=torch.float64, device=f.device)
     kept = coordinates
     history = torch.zeros(batch, steps, dtype=torch.float64)
+    # The directions u and v first approach the leading singular pair at fixed atoms.
     warm = 10  # power steps before the atoms move
     for step in range(-warm, steps):
         leaves = [t.detach().requires_grad_() for t in (coordinates, u, v)]
@@ -272,6 +278,7 @@ def _raise(
         first = 0.9 * first + 0.1 * g
         second = 0.99 * second + 0.01 * (g * g).sum(-1, keepdim=True)
         corrected = (second / (1 - 0.99 ** (step + 1))).sqrt().clamp_min(1e-300)
+        # Cosine schedule: steps shrink to 2 % of the first ones.
         size = rate * domain.radius * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         move = size * (first / (1 - 0.9 ** (step + 1))) / corrected
         coordinates = domain.project_coordinates(coordinates + move)
@@ -303,9 +310,11 @@ def _random_atoms(
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
     """Return the multiplicities that the search tries; the heavy atoms come first."""
+    # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]
     if causal:
         return single
+    # Heavy atoms may also be repeated, and there may be two light atoms or two halves.
     half = (n - 2) // 2
     return [
         *single,

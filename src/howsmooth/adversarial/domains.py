@@ -140,6 +140,7 @@ class Ellipsoid(Domain):
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Return the coordinates u of tokens x; entries with zero gain get u = 0."""
+        # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
@@ -156,6 +157,7 @@ class Ellipsoid(Domain):
         u = self._centred(u)
         if self.norm.eps > 0:
             return _shrink(u, 1.0)
+        # For ε = 0 the layer normalises every token to the surface.
         length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
         on_surface: Tensor = torch.where(length > 0, u / length.clamp_min(1e-300), u)
         return on_surface

@@ -139,6 +139,7 @@ def step_cost(
     products = 2 * pairs * f.heads * ((4 + formed) * f.key_dim + 4 * f.value_dim)
     rows = f.heads * f.key_dim + f.kv_heads * (f.key_dim + f.value_dim)
     out = 0 if f.output is None else f.heads * f.value_dim * f.d_out
+    # The projections: forward and adjoint, two operations for each entry of a weight and token.
     operations = products + 4 * own * (f.d * rows + out)
     # Tangents are gathered and cotangents are summed. Keys and values that are not kept are gathered twice
     # more, once for J and once for Jᵀ.
@@ -168,6 +169,7 @@ def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
 
     # Between two of these rows the number of visible keys is linear in the row, so its sum needs only the
     # first and the last row.
+    # A window is cut off at the beginning and at the end of the sequence.
     bends = {0, n} if f.window is None else {0, min(f.window - 1, n), max(n - f.window, 0), n}
     count = 0
     for part in ranges:

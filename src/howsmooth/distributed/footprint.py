@@ -87,6 +87,7 @@ def check_budget(
         + _FEWEST_VECTORS * own * f.d * torch.float16.itemsize
         for dtype in dtypes
     )
+    # All processes see all budgets, so that all of them raise the same error.
     said = collectives.all_gather_objects((budget, least))
     short = [rank for rank, (given, needed) in enumerate(said) if given < needed]
     if short:
@@ -121,6 +122,7 @@ def room(
     # Half of the remaining memory is for the basis, the other half for heads, and at least one head.
     heads = min(kv_heads, max(1, left // 2 // per_head)) if per_head else kv_heads
     basis = left - heads * per_head
+    # The processes take the smallest of each number, so that they run in step.
     answers = collectives.all_gather_objects(
         (heads, basis // (vector * dtype.itemsize), basis // (vector * torch.float16.itemsize))
     )

@@ -138,6 +138,7 @@ def measure(
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
+        # The free memory of a device is shared by all processes on it.
         budget //= _neighbours(collectives, x.device)
     exchange = Exchange(collectives, shares, x.device)
     dtypes = (x.dtype, torch.float64)
@@ -145,6 +146,7 @@ def measure(
     rooms = {
         dtype: room(double, shares, dtype, x.device, budget, max_iterations, collectives) for dtype in dtypes
     }
+    # The same random start as in one process; the conversion to the dtype comes later.
     start = own_start(n, f.d, exchange.ranges, seed)[None]
     tokens = x.detach().double()[None]
 
@@ -191,6 +193,7 @@ def _single(
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()
+    # The float32 vector is normalised in float64, over all processes.
     right /= _length(right, exchange)
     _, rounded = single.gram_product(right.to(torch.float32))
     del single  # frees its probabilities and keys before the float64 operator is built
@@ -203,6 +206,8 @@ def _single(
     )
     judged = _judged(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
+    # The float64 check either confirms the interval, or the float32 run had not converged anyway. Only in the
+    # remaining case is a second run worth its time.
     if bool(judged.converged) or not bool(found.converged | found.broke_down):
         return judged
     return solve(exact)
@@ -255,6 +260,7 @@ def _agreed(
         }
         return shares, double, said, _probe(double, n)
 
+    # An error in one process must be raised in all of them, since the next lines communicate.
     shares, double, said, probe = together(collectives, checked)
     for rank, (theirs, numbers) in enumerate(collectives.all_gather_objects((said, probe))):
         for name, value in said.items():

@@ -80,6 +80,7 @@ class SharedSoftmax:
         queries = self._by_row(dq)
         out = dv.new_empty(*queries.shape[:3], dv.shape[-1])
         for part in self.parts:
+            # Tangents of keys and values of all processes act on the query rows of this process.
             every_dk, every_dv = self.exchange.gather(dk[part.heads], dv[part.heads])
             for piece, rows in self._pieces(part):
                 own = queries[part.heads, :, rows]
@@ -103,6 +104,7 @@ class SharedSoftmax:
                 dq, *others = piece.adjoint(own.flatten(1, 2))
                 queries[part.heads, :, rows] = dq.view(*own.shape[:3], -1)
                 total = _added(total, others)
+            # The query rows of this process contribute to the keys and values of all processes.
             dk, dv = self._scattered(total)
             keys.append(dk)
             values.append(dv)
@@ -125,6 +127,7 @@ class SharedSoftmax:
         if len(self.parts) > 1:
             do = self._by_row(self.product(dq, dk, dv))
             return self.adjoint(through(0, slice(0, self.exchange.own), do).flatten(1, 2))
+        # All heads at once: each tile of probabilities serves J and its adjoint.
         (part,) = self.parts
         tangents = self._by_row(dq)
         every_dk, every_dv = self.exchange.gather(dk, dv)
@@ -171,6 +174,7 @@ class SharedSoftmax:
             k, v = self.exchange.gather(*part.own)
             exact = None
             if part.own_exact is not None:
+                # The second tensor of this gather is empty.
                 exact, _ = self.exchange.gather(part.own_exact, part.own_exact[..., :0])
             pieces = tuple(_with_keys(piece, k, v, exact) for piece in pieces)
         first = 0

@@ -29,6 +29,7 @@ def own_start(
     chunk in memory.
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))
+    # Chunks hold a multiple of 16 numbers, so that their last groups are complete.
     step = max(1, chunk // (d * _GROUP)) * _GROUP
     own = torch.empty(sum(part.stop - part.start for part in ranges), d, dtype=torch.float64)
     first = 0
@@ -38,6 +39,7 @@ def own_start(
             last = n
         drawn = torch.randn(last - first, d, generator=generator, dtype=torch.float64)
         place = 0
+        # Keep the rows of this chunk that belong to this process; drop the others.
         for part in ranges:
             low, high = max(part.start, first), min(part.stop, last)
             if low < high:

@@ -34,6 +34,7 @@ def check_times(times: object, field: Field) -> list[float]:
     for before, after in pairwise(moments):
         if not before < after:
             raise ArgumentError("times", expected=expected, got=f"{after:g} after {before:g}")
+    # The last time may exceed the field's end by rounding.
     slack = 1e-9 * (abs(field.until) if math.isfinite(field.until) else 0.0)
     if math.isfinite(field.until) and (moments[0] < 0 or moments[-1] > field.until + slack):
         raise ArgumentError(
@@ -96,6 +97,7 @@ def check_plan(
         if step is None:
             raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
         size, origin = positive("step", step), moments[0]
+    # A step must not jump over an output time.
     if size > gap * (1 + 1e-9):
         raise ArgumentError(
             "step",

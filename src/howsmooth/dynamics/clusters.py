@@ -56,6 +56,7 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
     points = _atoms(state)[0].cpu().numpy()
     n = len(points)
     labels = np.arange(n, dtype=np.int64)
+    # Labels of connected tokens are merged block by block, without the whole n × n distance matrix.
     rows = max(1, _PAIRS // n)
     for first in range(0, n, rows):
         # Earlier blocks have compared the columns before ``first`` with these rows.
@@ -110,6 +111,7 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
     total = -math.inf
     for i in range(0, len(points), rows):
         exponents = beta * (images[i : i + rows] @ points.mT) + logs[i : i + rows, None] + logs
+        # Sums of exponentials are accumulated in logarithms, over blocks of rows.
         total = float(np.logaddexp(total, float(torch.logsumexp(exponents, (0, 1)))))
     return total - math.log(2 * beta)
 

@@ -27,6 +27,7 @@ class StepJacobian(LinearOperator):
 
     def __init__(self, stages: Sequence[LinearOperator], tableau: Tableau, step: float) -> None:
         first = stages[0]
+        # The relative rounding of a step is that of its worst stage.
         rounding = first.rounding
         for stage in stages[1:]:
             rounding = torch.maximum(rounding, stage.rounding)
@@ -45,6 +46,7 @@ class StepJacobian(LinearOperator):
         s = len(self.stages)
         images: list[Tensor] = [u] * s  # becomes the w_i of the class docstring
         for i in reversed(range(s)):
+            # Stage i was an input of all later stages j with weight a_ji.
             later = [self.tableau.a[j][i] for j in range(i + 1, s)]
             pulled = _plus(self.step * self.tableau.b[i] * u, self.step, later, images[i + 1 :])
             images[i] = self.stages[i].adjoint_product(pulled)

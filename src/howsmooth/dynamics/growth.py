@@ -205,6 +205,7 @@ def growth(
             max_iterations=max_iterations,
         )
 
+    # One linearised trajectory serves the growth at all times and the constants of all steps.
     trajectory = LinearisedFlow(system, t, plan, kept_bytes)
     # The risk is divided among the steps, so that all their intervals hold together with ``confidence``.
     each = 1 - (1 - confidence) / len(trajectory.steps)
@@ -223,8 +224,10 @@ def growth(
     error = None
     layers = velocity.field if isinstance(velocity, Sphere) else velocity
     if estimate_error and not (method == "residual" and isinstance(layers, Layers)):
+        # The second run has its own points, so its Jacobians are computed, not kept from the first.
         halved = _along(LinearisedFlow(system, t, plan.refined(), kept_bytes), t, solve)
         error = (_values(halved, "sigma", 1.0) - _values(found, "sigma", 1.0)).abs()
+        # Richardson extrapolation: halving the step divides the error by 2^order.
         error = error / (1 - 0.5 ** ORDERS[method])
 
     def up_to(logs: Tensor) -> Tensor:

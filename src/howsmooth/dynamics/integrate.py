@@ -142,6 +142,8 @@ class _Watch:
         """Return the error that ends an adaptive run whose steps have become too small for floating point."""
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
+        # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded
+        # state means that the velocity itself is the problem.
         size, speed = _size(self.state), _size(self(torch.tensor(lower), self.state))
         if size > torch.finfo(self.state.dtype).max ** _LARGE_POWER:
             return self.overflow(lower, upper)
@@ -172,6 +174,7 @@ def integrate(
     for begin, end in pairwise(times):
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
+            # The integrator starts anew at each output time and each switch, from the state alone.
             watch = _Watch(system.velocity(left, right), system.finite, plan, span, initial, left, y)
             try:
                 y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
@@ -221,6 +224,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
                 options["first_step"] = first
         else:
             grid = torch.linspace(begin, end, watch.plan.steps(end - begin) + 1, dtype=t.dtype).to(t.device)
+            # Fixed methods take equal steps that end exactly at the output time.
             options = {"grid_constructor": lambda func, y0, t, grid=grid: grid}
         try:
             solution = odeint(
@@ -233,6 +237,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
                 options=options,
             )
         except _SmallerStepError:
+            # A trial step overflowed: resume at the last good state with a step a tenth as long.
             first = (end - begin) * 1e-3 if watch.tried is None else min(watch.tried, end - begin) / 10
             size, speed = _size(watch.state), _size(watch(t[0], watch.state))
             # A step that changes the state by less than its rounding cannot make progress.

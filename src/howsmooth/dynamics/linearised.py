@@ -94,6 +94,8 @@ class LinearisedFlow:
         for begin, end in pairwise(times):
             for left, right in pairwise([begin, *(s for s in system.switches if begin < s < end), end]):
                 residual = plan.method == "residual"
+                # Residual layers add the unprojected velocity; the projection onto a sphere follows in
+                # `settle`.
                 velocity = (system.layer if residual else system.velocity)(left, right)
                 grid = torch.linspace(left, right, plan.steps(right - left) + 1, dtype=torch.float64).tolist()
                 for a, b in pairwise(grid):
@@ -116,6 +118,7 @@ class LinearisedFlow:
                 slopes.append(velocity(torch.tensor(t, dtype=torch.float64, device=x.device), point))
                 points.append(point)
             before = x + length * _combined(self.tableau.b, slopes, x)
+            # Tokens return to the sphere after each step.
             x = self.system.settle(before)
         if not bool(torch.isfinite(x).all()):
             raise NonFiniteError(
@@ -203,6 +206,7 @@ def _linearise(
     velocity = field.velocity(*stretch, weighting)
     if weighting is None:
         return AutodiffJacobian(lambda y: velocity(t, y), x)
+    # In coordinates √a_i x_i, the Euclidean norm is the weighted norm of displacements.
     root = (weighting.log_weights / 2).exp()[:, None]
     return AutodiffJacobian(lambda y: root * velocity(t, y / root), root * x)
 

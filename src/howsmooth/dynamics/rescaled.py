@@ -90,6 +90,7 @@ class Rescaled(Field):
         overflow.
         """
         f = self.attention
+        # exp(t(V − λI)) stays bounded; the factor e^{2λt} of the scores goes into their scale.
         growth = torch.linalg.matrix_exp(
             t * (self.value - self.rate * torch.eye(f.d, dtype=f.dtype, device=f.device))
         )
@@ -101,6 +102,7 @@ class Rescaled(Field):
             key_bias=None,
             value_bias=None,
             output_bias=None,
+            # Above the limit, the softmax is a maximum anyway, and scores must not overflow.
             scale=f.scale * math.exp(min(2 * self.rate * t, self._limit)),
         )
 

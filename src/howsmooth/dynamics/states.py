@@ -209,6 +209,7 @@ def system_of(field: Field, start: object) -> System:
 
 
 def _pack(mean: Tensor, covariance: Tensor) -> Tensor:
+    # The symmetric square root; negative eigenvalues are rounding.
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
     return torch.cat((mean[:, None], root), dim=1)

@@ -102,11 +102,13 @@ class Pair:
         if not self._own_is_nearest(own):
             return None
         moved = own > 0
+        # Atoms that do not move have no logarithm of a cost; they are left out of the sum.
         log_cost = self.p * np.log(own[moved])
         log_value = float(logsumexp(self.log_a[moved] + log_cost)) / self.p if moved.any() else -math.inf
         if moved.any() and log_value < math.log(TINY):
             raise _below_float64(f"exp({log_value:.6g}) times the extent of the points")
         value = math.exp(log_value)
+        # Rounding of the distances, of the sum of logarithms, and of the exponential.
         slack = (3 * self.x.shape[1] + 64 + 4 * abs(log_value) if moved.any() else 0) * EPSILON
         n = len(own)
         plan = Plan(np.arange(n), np.arange(n), np.exp(self.log_a))
@@ -117,6 +119,7 @@ class Pair:
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
         """Tell whether, for each i, no atom of ``y`` is nearer to x_i than y_i, up to rounding."""
         if self.x.shape[1] == 1:
+            # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
         else:
             # p-th powers of small distances may underflow, so distances are compared.
@@ -128,6 +131,7 @@ class Pair:
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
         slack = self.reach_of_light_atoms
+        # The p-th roots of the cost's limits are rounded outwards, and light atoms widen the interval.
         above = solution.above ** (1 / self.p)
         with np.errstate(divide="ignore"):
             log_masses = np.log(plan.masses)

@@ -63,6 +63,7 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
     covariances = [measure.covariance.detach().double().cpu().numpy() for measure in (mu, nu)]
     # Halves are subtracted because the difference of the means could overflow.
     size = max(*(math.sqrt(np.abs(c).max()) for c in covariances), np.abs(means[0] / 2 - means[1] / 2).max())
+    # Scaling by powers of two rounds nothing and keeps squares in range.
     exponent = math.frexp(size)[1] + 1 if size > 0 else 0
     moved = np.ldexp(means[0], -exponent) - np.ldexp(means[1], -exponent)
     one, other = (np.ldexp(c, -2 * exponent) for c in covariances)
@@ -75,6 +76,7 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
     apart = float(np.linalg.norm(roots[0] - roots[1] @ (left @ right)))
     slacks = [spectrum.slack for spectrum in spectra]
     value = math.hypot(shift, apart)
+    # Rounding of the two square roots, and of the distance between them.
     slack = math.fsum(slacks) + 4 * len(one) * EPSILON * value
     values, vectors = _map(*spectra)
     lower = math.sqrt(shift**2 + _below(one, other, values, vectors)) - slack
@@ -87,6 +89,7 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
         upper=value + slack,
         exponent=exponent,
         by_means=(slope, -slope),
+        # The derivative of W₂² by the first covariance is I − T, by the second I − T⁻¹.
         by_covariances=(
             np.ldexp(steep * ((vectors * (1 - values)) @ vectors.T), -exponent),
             np.ldexp(steep * ((vectors * (1 - 1 / values)) @ vectors.T), -exponent),

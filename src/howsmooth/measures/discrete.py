@@ -188,6 +188,7 @@ class DiscreteMeasure(AbstractMeasure):
         group, count = self._groups(tolerance)
         if count == self.n:
             return self
+        # The weights of a group are added relative to its largest weight, so that they do not underflow.
         largest = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.device)
         largest = largest.scatter_reduce(0, group, self.log_weights.detach(), "amax")
         shares = (self.log_weights - largest[group]).exp()
@@ -218,6 +219,7 @@ class DiscreteMeasure(AbstractMeasure):
             graph = coo_array((np.ones(len(i)), (i, j)), shape=(self.n, self.n))
             group = torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.int64)
         count = int(group.max()) + 1
+        # Number the groups in the order of their first atoms.
         rank = torch.argsort(torch.argsort(_first_members(group, count)))
         return rank[group].to(self.device), count
 

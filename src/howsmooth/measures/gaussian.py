@@ -114,6 +114,7 @@ class Gaussian(AbstractMeasure):
         generator = torch.Generator().manual_seed(torch_seed(seed))
         drawn = torch.randn(n, self.d, generator=generator, dtype=torch.float64)
         values, vectors = torch.linalg.eigh(self.covariance.double())
+        # The symmetric square root is unique, so the sample does not depend on the choice of eigenvectors.
         root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
         return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
 
@@ -190,6 +191,7 @@ def affine_action_at(
 def _attention_action(
     f: SelfAttention | L2Attention, mean: Tensor, covariance: Tensor
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
+    # A mask, positions or changed scores let queries see other weights than e^{⟨Ax, y⟩}.
     if f.causal or (
         isinstance(f, SelfAttention)
         and (f.mask is not None or f.window is not None or f.rotary is not None or f.feature_names())

@@ -157,6 +157,7 @@ def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, 
         # norm, so the search can stop at the first Frobenius norm below the best spectral norm.
         for begin in range(0, len(order), _TOGETHER):
             chosen = order[begin : begin + _TOGETHER]
+            # No later matrix of this block can have a larger spectral norm.
             if float(sizes[begin]) <= best:
                 break
             _, values, right = torch.linalg.svd(block[chosen], full_matrices=False)

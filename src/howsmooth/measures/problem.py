@@ -97,6 +97,7 @@ class Problem:
         corner rule (Altschuler, Weed and Rigollet 2017).
         """
         n, m = len(self.a), len(self.b)
+        # First scale down heavy rows, then heavy columns; then no marginal is exceeded.
         masses = plan.masses * _shares(self.a, np.bincount(plan.rows, plan.masses, n))[plan.rows]
         masses = masses * _shares(self.b, np.bincount(plan.columns, masses, m))[plan.columns]
         left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
@@ -126,6 +127,7 @@ class Problem:
         They are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij, the value
         Σ a_i f_i + Σ b_j g_j is at most the cost of any plan.
         """
+        # Costs are lowered by their rounding, so that the potentials are feasible for the exact costs.
         f = np.empty(len(self.a))
         g = np.full(len(self.b), np.inf)
         for rows in self._blocks():
@@ -160,6 +162,8 @@ def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
 
 def _corner(left: ndarray, right: ndarray) -> Plan:
     """Return a plan with the marginals ``left`` and ``right``, by the north-west corner rule."""
+    # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval
+    # becomes one entry.
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)
     ends_left, ends_right = np.cumsum(left[rows]), np.cumsum(right[columns])
     if not (len(rows) and len(columns)):

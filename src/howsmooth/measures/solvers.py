@@ -70,6 +70,7 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
     while used < max_iterations:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the width of the interval tells whether it converged
+            # Every stage starts from the potentials of the last one.
             matrix, log = ot.bregman.sinkhorn_log(
                 a,
                 b,
@@ -84,6 +85,7 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
         used += log["niter"] + 1
         warm = (log["log_u"], log["log_v"])
         before = best
+        # Each stage gives an upper and a lower limit; the best of all stages count.
         best = _tighter(best, _of_entropic(problem, matrix, max(strength, floor) * log["log_v"]))
         settled = float(log["err"][-1]) < _MARGINS
         if regularisation is None and best.above <= best.below * (1 + rtol) ** problem.p:
@@ -133,6 +135,7 @@ def on_the_line(problem: Problem) -> Solution:
     found = ot.emd_1d(x, y, problem.a, problem.b, metric="sqeuclidean", dense=False).tocoo()
     plan = Plan(found.row, found.col, found.data)
     costs = problem.costs_of(plan)
+    # The plan is monotone if targets increase whenever sources increase.
     order = np.lexsort((y[plan.columns], x[plan.rows]))
     monotone = bool(np.all(np.diff(y[plan.columns][order]) >= 0))
     missing = 0.0

@@ -231,6 +231,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
         return pair.answer(exact(pair.problem)), "exact"
     strength = options.regularisation
     if strength is not None:
+        # The regularisation is given in the user's units; costs are in units of the scaled points.
         strength = float(np.clip(strength * np.exp2(-pair.p * pair.exponent), 1e-300, 1e300))
     return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
 
@@ -255,6 +256,7 @@ def _with_gradient(
                 remedy="Detach them; wasserstein with method='exact' has a derivative by weights.",
             )
         with np.errstate(divide="ignore"):
+            # The derivative by a log-weight is weight × potential / (p W^{p−1}), formed in logarithms.
             sizes = np.log(np.abs(potential)) + logs.detach().cpu().numpy()
         steep = (
             np.sign(potential) * np.exp(sizes - (pair.p - 1) * math.log(answer.value)) / pair.p
@@ -277,6 +279,7 @@ def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float
     moved = lengths > 0
     pulls = np.zeros_like(moves)
     if answer.value > 0:
+        # Powers and masses are multiplied as logarithms, so that tiny masses do not underflow.
         logs = answer.log_masses[moved] + (pair.p - 1) * np.log(lengths[moved] / answer.value)
         pulls[moved] = np.exp(logs)[:, None] * moves[moved] / lengths[moved, None]
     left, right = np.zeros_like(pair.x), np.zeros_like(pair.y)

@@ -153,6 +153,7 @@ def root(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     ``joined`` is a homogeneous function of two numbers, such as + or max. Unlike |t|, the result is smooth at
     t = 0, with all derivatives, and squares never overflow, because t is scaled first.
     """
+    # Dividing by the largest entry (at least 1) keeps squares in range; the factor s is restored at the end.
     s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     squares = (t / s).square().sum(dim=-1, keepdim=True)
     return s * joined(squares, s.square().reciprocal()).sqrt()

@@ -163,6 +163,7 @@ def save(
         "model": json.dumps(described, allow_nan=False),
     }
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    # The file is written under another name and renamed, so that readers never see a part of it.
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,6 +297,7 @@ def _laid_out(tensors: Mapping[str, Tensor], orders: Any) -> dict[str, Tensor]:
         raise DescriptionError("the orders of axes in its description are not valid")
     laid = dict(tensors)
     for name, order in orders.items():
+        # The inverse permutation of the axes.
         back = sorted(range(len(order)), key=order.__getitem__)
         laid[name] = tensors[name].permute(order).contiguous().permute(back)
     return laid

@@ -357,10 +357,12 @@ class LipschitzAttention(LipschitzModule):
 
         """
         x, weights = self._checked(query, key, value)
+        # The bound is a theorem on exact arithmetic, so autocast must not lower the precision inside.
         with torch.autocast(x.device.type, enabled=False):
             if self.radius is not None:
                 x = self._inside(x, self.radius, query.dtype)
             added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
+            # Half-precision weights take part as the float32 numbers that they are.
             working = {name: weight.to(x.dtype) for name, weight in weights.items()}
             q, k, v = self._queries_keys_values(x, working)
             probabilities = self._probabilities(q, k, v, added, working)
@@ -379,6 +381,7 @@ class LipschitzAttention(LipschitzModule):
         """Return 1/divisor as a tensor that is differentiable in the weights."""
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))
+        # Without training, the divisor is remembered, and its gradient is computed only on demand.
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
             return divided(self._log_divisor(weights), weights, self._log, like)
@@ -426,6 +429,7 @@ class LipschitzAttention(LipschitzModule):
             raise ArgumentError(
                 "query", expected=f"a tensor on {weight.device}, like the weights", got=str(query.device)
             )
+        # Mixing float32 and float64 is an error; half precision on either side is converted.
         full = (torch.float32, torch.float64)
         if not query.is_floating_point() or (
             query.dtype in full and weight.dtype in full and query.dtype != weight.dtype

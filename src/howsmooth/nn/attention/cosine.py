@@ -126,6 +126,7 @@ class CosineAttention(OwnBoundAttention):
         sizes = value_radius(value, bias, radius)
         sizes = torch.rsqrt(1 + self.eps / sizes.square())  # r/√(r² + ε), which is 1 for infinite r
         blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
+        # Two bounds on the output hold: the sum over heads, and the norm of W_O times that of all heads.
         summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
         apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()
         total = abs(self.gain) * float(torch.minimum(summed, apart))

@@ -115,6 +115,7 @@ class _Inverse(torch.autograd.Function):
             return result
 
         with torch.enable_grad():
+            # The expression is differentiated here, in the backward pass, and its graph is freed at once.
             at, pull, *_ = torch.func.vjp(log, *tensors)
             found = pull(torch.ones_like(at))
         factor = -(gradient * output).double()

@@ -87,6 +87,7 @@ class _Scaling(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], scores: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, int]:
+        # The batch axis of vmap becomes an ordinary leading axis.
         moved = scores.movedim(in_dims[0], 0)
         return _Scaling.apply(moved, tolerance, max_iterations), 0  # type: ignore[no-untyped-call]
 
@@ -98,6 +99,7 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
     column sums.
     """
     weighted = p * m
+    # Eliminating a leaves an n × n system for b.
     r, s = weighted.sum(dim=-1, keepdim=True), weighted.sum(dim=-2)[..., None]
     b = torch.linalg.solve(_system(p), s - p.mT @ r)
     projected: Tensor = weighted - p * (r - p @ b) - p * b.mT
@@ -129,6 +131,7 @@ def _scaled(
     off = torch.full_like(g[..., :1], torch.inf)
     for step in range(max_iterations):
         log_p, columns, off = _normalised(scores, g)
+        # Matrices that have converged are not changed any more.
         late = off > tolerance
         if not bool(late.any()):
             return log_p.exp()
@@ -147,6 +150,7 @@ def _scaled(
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
     """Return Newton steps of several lengths, because a full step far from the minimum may overshoot."""
+    # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
     return [g - step, *(g - step * (length / largest).clamp(max=1) for length in _LENGTHS)]
@@ -160,6 +164,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
     for g in trials:
         rows = torch.logsumexp(scores + g, dim=-1).sum(dim=-1)
         objective = rows[..., None, None] - g.sum(dim=-1, keepdim=True)
+        # Smaller is better; trials that overflowed become NaN and rank last.
         rank = torch.where(near, _normalised(scores, g)[2], objective)
         ranks.append(rank.nan_to_num(nan=torch.inf))
     choice = torch.stack(ranks).argmin(dim=0, keepdim=True)

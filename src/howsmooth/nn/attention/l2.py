@@ -67,6 +67,7 @@ class L2Attention(OwnBoundAttention):
         if self.radius is not None:
             return
         hidden = self.masking.hidden
+        # Layers of these kinds may be given a mask in which a token does not see itself.
         blind = self.masking.kind in ("any", "additive") or (
             hidden is not None and bool(hidden.diagonal().any())
         )

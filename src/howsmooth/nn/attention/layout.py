@@ -53,6 +53,7 @@ class Parts:
     ) -> Parts:
         """Split the weights of a layer into heads, as differentiable views with this dtype and device."""
         w = {name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()}
+        # in_proj_weight has the queries, keys and values of all heads above each other.
         query, key, value = (part.unflatten(0, (heads, -1)) for part in w["in_proj_weight"].chunk(3))
         output, b_q, b_k, b_v = w["out_proj.weight"], None, None, None
         if "in_proj_bias" in w:

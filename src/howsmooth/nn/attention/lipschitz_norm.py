@@ -56,10 +56,12 @@ class LipschitzNormAttention(OwnBoundAttention):
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
     ) -> Tensor:
         if added is not None:
+            # A token is present if at least one query sees it.
             present = (added > -math.inf).any(dim=-2)[..., None].to(q.dtype)
             q, k, v = q * present, k * present, v * present
         u = _root(q.square().sum(dim=(-2, -1)))
         by_key, by_value = (_root(t.square().sum(dim=-1).amax(dim=-1)) for t in (k, v))
+        # ‖Q‖_F max |k_j| is at least every |⟨q_i, k_j⟩|, so no score exceeds 1 in absolute value.
         divisor = torch.stack((u * by_key, u * by_value, by_key * by_value)).amax(dim=0)
         # If the divisor is zero, all scores are zero, and dividing by 1 keeps them so.
         divisor = torch.where(divisor > 0, divisor, 1.0)

@@ -133,6 +133,7 @@ class QueryKeyNormAttention(LipschitzAttention):
         with torch.no_grad():
             parts = Parts.of(weights, self.num_heads, dtype, None)
         k = self.head_dim
+        # RMSNorm divides by √(|u|²/k + eps), so that eps = ε/k and the gain 1/√k give û.
         gain = torch.full((k,), k**-0.5, dtype=dtype, device=parts.query.device)
         norm = RMSNorm(gain, eps=self.eps / k)  # √k u / √(|u|² + ε) times the gain 1/√k
         temperature = float(weights["log_temperature"].detach().to(dtype).exp())

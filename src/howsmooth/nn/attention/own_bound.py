@@ -54,6 +54,7 @@ class OwnBoundAttention(LipschitzAttention):
 
     def _attended(self, x: Tensor, weights: Weights) -> Tensor:
         """Return the undivided output for tokens (batch, n, d), under the mask that every call applies."""
+        # The map has the mask that every call applies; masks of single calls are not part of it.
         hidden = self.masking.always(x.shape[-2])
         added = None
         if hidden is not None:

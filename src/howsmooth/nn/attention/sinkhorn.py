@@ -142,6 +142,8 @@ def _closed(added: Tensor) -> Tensor:
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
     seen = added > -math.inf
+    # A token is absent if no query sees it. Present and absent tokens must not see each other, since both
+    # groups need doubly stochastic matrices of their own.
     absent = ~seen.any(dim=-2)
     both = absent[..., :, None] & absent[..., None, :]
     one = absent[..., :, None] ^ absent[..., None, :]

@@ -64,6 +64,7 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
 
 def _check(module: nn.Module, path: str) -> None:
     """Raise an error if a module of any class has half-precision weights, NaN, or no fixed function."""
+    # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
         if is_lazy(value):

@@ -40,6 +40,7 @@ def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequenti
         attention = SelfAttentionBlock(SoftmaxAttention.from_torch(layer.self_attn, length=length))
     attend = [("self_attn", attention)]
     feed = [("linear1", layer.linear1), ("activation", activation), ("linear2", layer.linear2)]
+    # Pre-norm: each residual branch begins with its norm layer. Post-norm: norm layers follow the sums.
     if layer.norm_first:
         return _sequence(
             ("attention", _residual(("norm1", layer.norm1), *attend)),

@@ -153,6 +153,7 @@ def evaluate(
             "that of the model that clips.",
         )
     if clip:
+        # With the projection in front, the constant holds on the whole space.
         exact = _clipping(exact, radius, whole=x.ndim == 4)
         certificate = certify(exact, length, math.inf)
     if labels is not None and (labels.ndim != 1 or len(labels) != len(x) or not _whole(labels)):
@@ -166,6 +167,7 @@ def evaluate(
     radii = certificate.certified_radius(logits, labels)
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels
+    # The largest logit of another class.
     others = logits.scatter(1, own[:, None], -math.inf).amax(dim=1)
     columns = {
         "index": torch.arange(len(x)),

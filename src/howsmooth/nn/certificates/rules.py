@@ -81,6 +81,7 @@ def _layer_norm(module: nn.LayerNorm, length: int, radius: float) -> Reach | str
     (d,) = module.normalized_shape
     gain = _numbers(module.weight, d, 1.0)
     shift = _numbers(module.bias, d, 0.0)
+    # The derivative of LayerNorm at zero is ΓH/√ε with the centring matrix H; it has the largest norm.
     centred = gain[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d)
     return _norm(LayerNorm, norm_above("weight", centred), gain, shift, module.eps, length, radius)
 

@@ -147,6 +147,7 @@ def _through(
         step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
         rows += step.rows
         constants.append(step.constant)
+        # The outputs of one module are the inputs of the next.
         length, radius = step.length, check_ball(step.radius)
     # The product is zero if one constant is zero, even if another one is infinite.
     constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0))

@@ -54,6 +54,7 @@ class OwnAttention:
         x = self.arguments["query"].to(self.map.dtype)
         x = x if x.ndim == 3 else x[None]
         own = self.output.reshape(x.shape).to(x.dtype)
+        # If the map alone reproduces the output, the call used no mask of its own and clipped no token.
         allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
         self.plain = relative_error(self.map(x), own) <= allowed
         return (self.map if self.plain else self._as_called), x

@@ -107,6 +107,8 @@ def measured(
     try:
         with unmarked(model):
             for number, given in enumerate(probes.of_model(model)):
+                # The fast path reads layers where they were found last time; if it fails, all are captured
+                # again.
                 before = readings.pop(number, None)
                 layers_found = before and _read_again(model, given, before, scope)
                 if not layers_found:
@@ -131,6 +133,7 @@ def _layers(
 ) -> list[tuple[int, _Layer]]:
     """Run the model once on one probe input, and read its layers."""
     own = OwnLayers(model)
+    # Names of all attention layers in the order of their calls, of howsmooth.nn and others together.
     names: list[str] = []
     began = time.process_time()
 
@@ -268,6 +271,7 @@ def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecor
             part.own.add_entropy(entropy, part.x)
         elif part.attention is not None and part.tokens is not None:
             entropy.add_map(part.attention, part.tokens)
+        # Squared norms of all tokens, for the radius.
         squares.append(part.x.double().square().sum(-1).flatten().cpu())
     first = row.parts[0]
     norm, missing = None, ""

@@ -156,6 +156,7 @@ def _found(
             whole = weight.mT if transposed else weight
             if whole.shape[1] != flat.shape[1]:
                 continue
+            # Queries, keys and values may be consecutive blocks of one weight.
             for start in range(0, whole.shape[0] - len(flat) + 1, len(flat)):
                 rows = slice(start, start + len(flat))
                 if not torch.equal(whole[rows], flat):

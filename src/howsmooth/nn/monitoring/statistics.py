@@ -140,6 +140,7 @@ class Entropy:
                 self._add(p, count)
 
     def _add(self, p: Tensor, count: Tensor) -> None:
+        # entr(0) = 0, so masked entries add nothing.
         entropies = torch.special.entr(p.double()).sum(-1)
         free = (count > 1).expand(entropies.shape)
         most = count.clamp(min=2).double().log()

@@ -110,6 +110,7 @@ class _LipschitzNorm(LipschitzModule):
         gain = self._gain_in_double()
         if not self.centred:
             return norm_above("gain", gain.abs().amax()[None, None])
+        # The norm of ΓH, computed from the matrix.
         centre = torch.eye(self.dim, dtype=torch.float64) - 1 / self.dim
         return norm_above("gain", gain[:, None] * centre)
 

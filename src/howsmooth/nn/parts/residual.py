@@ -33,6 +33,7 @@ class _Residual(Composite):
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
         p, q = self._weights()
+        # The norm of p x + q y is at most p |x| + q |y|, and the constants add in the same way.
         reach = above(times(p, radius) + times(q, branch.radius))
         constant = above(p + times(q, branch.constant))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)

@@ -96,6 +96,7 @@ class Directions:
         if before is not None and before.shape[1:] == new.shape[1:]:
             before = before.to(new)
             common = min(len(before), len(new))
+            # Places that have no new vector keep the old one.
             kept = torch.where(good[:common], new[:common], before[:common])
             new = torch.cat((kept, new[common:], before[common:]))
         self._left = new

@@ -31,6 +31,7 @@ def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 
     _check_probabilities(probabilities)
     _check_k(k, 1)
     keys = probabilities.shape[-1]
+    # Two consecutive order statistics of each row.
     largest = probabilities.topk(min(k + 1, keys), dim=-1).values
     first = largest[..., k - 1] if keys >= k else torch.zeros_like(largest[..., 0])
     second = largest[..., k] if keys > k else torch.zeros_like(first)
@@ -182,6 +183,7 @@ def _of_core(name: str, core: CoreCall) -> Tensor:
             "layers", expected="layers whose probabilities can be read", got=f"{name}: {reason}"
         )
     groups = core.query.shape[-3] // core.key.shape[-3]
+    # With grouped queries, several query heads share one key head.
     key = core.key.repeat_interleave(groups, dim=-3)
     scores = core.scale * (core.query @ key.mT)
     if core.softcap is not None:

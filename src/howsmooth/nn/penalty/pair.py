@@ -59,6 +59,7 @@ class Pair(LinearOperator):
                 raise DerivativeError(
                     "f: its output does not depend on X, or a detach interrupts the derivative."
                 )
+            # Jᵀu is differentiated by u at this point; J v does not depend on u.
             self._zero = torch.zeros_like(y, requires_grad=True)
         if y.dtype != x.dtype:
             raise ArgumentError("f", expected=f"an output in {x.dtype}, the dtype of X", got=str(y.dtype))
@@ -105,12 +106,15 @@ class Pair(LinearOperator):
             z = self.adjoint_product(u).flatten(1)
             for _ in range(2 if rights else 0):  # Gram–Schmidt twice (Daniel, Gragg, Kaufman, Stewart 1976)
                 basis = torch.stack(rights, dim=1)
+                # Orthogonalise against all earlier vectors.
                 z = z - ((basis @ z[:, :, None]).mT @ basis)[:, 0]
             z = unit(z)
             rights.append(z)
             u = self.product(z.view(-1, *self.in_shape))
             images.append(u.flatten(1))
         stacked = torch.stack(images, dim=1)
+        # The images J v_i span the left space; the leading eigenvector of their Gram matrix gives the best
+        # combination.
         best = torch.linalg.eigh(stacked @ stacked.mT).eigenvectors[:, :, -1]
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
@@ -243,6 +247,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
     if bool(cold.any()):
         start = state.draw((pair.batch, *pair.in_shape), pair.y)
         left, limit = pair.refined(start, first_steps, rtol)
+        # Only members without a direction take the result of the random start.
         new = cold.to(u.device).view(-1, *(1,) * (u.ndim - 1))
         u = torch.where(new, left, u)
         upper[cold] = limit[cold]

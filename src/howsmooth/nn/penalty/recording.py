@@ -84,6 +84,8 @@ class Call:
             if axis == 1 and leaf.ndim == 3 and leaf.shape[1:] == self.tokens.shape[1:]:
                 return leaf.narrow(1, 0, members)
             size = leaf.shape[0]
+            # A size that is a multiple of the batch is taken as (batch · heads, ...), as for masks of
+            # attention.
             whole = size == batch or (leaf.ndim > 2 and size % batch == 0)
             return leaf.narrow(0, 0, size // batch * members) if whole and size else leaf
 

@@ -81,6 +81,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
     for module in layer.modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             continue
+        # The copies refer to each other as the originals do, shared modules included.
         children = {key: None if c is None else copies[id(c)] for key, c in module._modules.items()}
         copies[id(module)].__dict__["_modules"] = children
     return copies[id(layer)]

@@ -254,6 +254,7 @@ class SpectralPenalty:
         call.check_unchanged()
         body = replica(call.layer, call.name)
         if self._members is not None:
+            # The cut is verified once for each layer, by comparing outputs.
             whole, call = call, call.first(self._members)
             tokens = None if tokens is None else tokens[: self._members]
             if name not in self._checked:
@@ -275,6 +276,7 @@ class SpectralPenalty:
             sigma = g.detach().flatten(1).norm(dim=1).requires_grad_()
             check_finite(sigma)
             term = self._over_members(sigma if self._transform is None else self._transform(sigma))
+            # The share of a member is the derivative of the reduced term by its singular value.
             (shares,) = torch.autograd.grad(term, sigma)
             v = unit(g.detach())
             if bool((shares == 0).any()):
@@ -294,6 +296,7 @@ class SpectralPenalty:
         if on_input and (by_input := gradients.pop()) is not None:
             inputs.append(call.tokens)
             gradients.append(call.as_given(by_input))
+        # The result is a number whose backward pass hands out these gradients.
         known: Tensor = _Known.apply(term.detach(), gradients, *inputs)  # type: ignore[no-untyped-call]
         return known, report
 
