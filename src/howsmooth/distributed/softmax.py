@@ -156,7 +156,7 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return the derivative itself, because it has one member and its heads are not selected."""
+        """Return the derivative itself, because it has a single member to select."""
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def doubly_stochastic(
 
 
 class _Scaling(torch.autograd.Function):
-    """The map from scores to P."""
+    """The map from scores S to P, with the derivatives described above."""
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:

@@ -323,7 +323,7 @@ class _Known(torch.autograd.Function):
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the mask of tokens that count as numbers 0 and 1, after checking its shape."""
+    """Return the mask of tokens that count, with numbers 0 and 1 in place of booleans; check its shape."""
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
