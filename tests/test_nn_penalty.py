@@ -366,7 +366,7 @@ def test_errors() -> None:
     with SpectralPenalty(layer, [""]) as penalty:
         with torch.no_grad():
             layer(x, x, x)
-        with pytest.raises(ArgumentError, match="none seen"):
+        with pytest.raises(ArgumentError, match="no such pass"):
             penalty()
         y = torch.full_like(x, torch.nan)
         layer(y, y, y)
