@@ -1,4 +1,7 @@
-"""What accuracy can be asked for in which precision: one place for the measurement and for study plans."""
+"""Limits on the accuracy that a measurement can reach in float32 and in float64.
+
+Both the measurement and the study plans check their arguments here.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["check_accuracy"]
 
-# The smallest rtol and the smallest risk 1 − confidence that products in a dtype can support: below,
-# rounding would be most of the interval, or would rival the start's share of the leading direction.
+# The smallest rtol and the smallest risk (1 − confidence) for each dtype. With a smaller rtol, rounding
+# would make up most of the interval. With a smaller risk, rounding errors would be as large as the
+# component of the random start along the leading singular direction.
 _FINEST = {"float32": (2e-5, 1e-5), "float64": (1e-12, 1e-12)}
 
 
 def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
-    """Raise ArgumentError unless ``rtol`` and ``confidence`` can be had in ``dtype`` (float32 or float64)."""
+    """Raise ArgumentError if ``rtol`` or ``confidence`` is out of reach in ``dtype``, float32 or float64."""
     finest_rtol, finest_risk = _FINEST[dtype]
     if not finest_rtol <= rtol < 1:
         raise ArgumentError(
             "rtol",
             expected=f"a number from {finest_rtol:g} (in {dtype}) up to 1",
             got=f"{rtol:g}",
-            remedy="For a finer one measure in float64." if dtype == "float32" and rtol > 0 else "",
+            remedy="For a smaller rtol measure in float64." if dtype == "float32" and rtol > 0 else "",
         )
     if not 0.5 <= confidence <= 1 - finest_risk:
         raise ArgumentError(

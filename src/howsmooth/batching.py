@@ -1,4 +1,4 @@
-"""Which members are measured together, and which without their probabilities, in a memory budget."""
+"""Plan of a measurement: which members form a batch, and whose attention probabilities are kept in memory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ __all__ = [
     "room_for_basis",
 ]
 
-# Members are measured together as long as two Krylov bases of this many steps fit in this many bytes; more
-# members would only leave a processor's caches. Other devices may take a share of the budget for them.
+# A batch takes members as long as two Krylov bases of _EXPECTED_STEPS vectors each fit in _BASIS_BYTES. On
+# a CPU, larger batches would not fit in its caches. Other devices may use the share _BASIS_SHARE of the
+# budget if that is more.
 _EXPECTED_STEPS = 32
 _BASIS_BYTES = 1 << 30
 _BASIS_SHARE = 1 / 8
-# Sequences of unequal lengths are joined at one length as long as the bytes of probabilities and bases that
-# fill the shorter ones up are no more than what a step works through while another length's operations start.
+# Sequences of different lengths are padded to one length as long as the padding of their probabilities and
+# bases takes no more than this many bytes. A step works through so many bytes in the time that starting the
+# operations of one more length would take.
 _FILLED_BYTES = {"cpu": 1 << 22}
 _FILLED_ELSEWHERE = 1 << 29
-# Length from which several heads' probabilities cost a CPU as much to read as to form tile by tile, or more;
-# those of one head up to a third less (docs/benchmarks.md).
+# From this length on, a CPU needs at least as long to read the probabilities of several heads from memory
+# as to recompute them in tiles. For one head, reading takes up to a third less time (documentation page
+# "Benchmarks").
 _STREAMED_FROM = 1024
-# Of a Krylov basis kept in half precision: fewer vectors would seldom reach anything.
+# The smallest Krylov basis, kept in half precision, that is worth trying: with fewer vectors the
+# measurement would seldom converge.
 _FEWEST_VECTORS = 16
 
 
@@ -52,9 +56,9 @@ class Footprint:
     Attributes
     ----------
     streamed
-        Whether probabilities are formed anew in each product.
+        Whether attention probabilities are recomputed in each product instead of being kept.
     size
-        Bytes beside the solver's basis; 0 where that is not known.
+        Bytes needed in addition to the solver's Krylov basis; 0 if that number is not known.
 
     """
 
@@ -70,16 +74,16 @@ def footprint(
     device: torch.device,
     memory: int | None = None,
 ) -> Footprint:
-    """Tell beforehand how one sequence would be measured, and in what memory.
+    """Predict how one sequence would be measured, and how much memory that takes.
 
     Parameters
     ----------
     f, memory
         As for :func:`howsmooth.local_lipschitz`.
     tokens
-        (n, d).
+        The shape (n, d) of the sequence.
     dtype, device
-        Of the tokens.
+        The dtype and device of the tokens.
 
     """
     if not isinstance(f, TokenMap) or not has_closed_form(f):
@@ -93,16 +97,16 @@ def footprint(
 
 @dataclass(frozen=True)
 class _Lot:
-    """Members that are joined at the length of the last, the longest."""
+    """Members of a batch that are padded to one length, the length of the last and longest member."""
 
     count: int = 0
-    probabilities: int = 0  # bytes of the last, and of its basis
-    basis: int = 0
-    own: int = 0  # bytes of all at lengths of their own
-    members: list[int] = field(default_factory=list)  # shared with the lot that has one more
+    probabilities: int = 0  # bytes of the last member's probabilities
+    basis: int = 0  # bytes of the last member's Krylov basis
+    own: int = 0  # bytes of all members without padding
+    members: list[int] = field(default_factory=list)  # the same list object as in the next larger lot
 
     def with_one(self, probabilities: int, basis: int) -> _Lot:
-        """Return it with one more member, whose number is not yet among them."""
+        """Return the lot with one more member; the caller appends the member's number to ``members``."""
         return _Lot(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
 
     @property
@@ -115,14 +119,14 @@ class _Lot:
 
     @property
     def filled(self) -> int:
-        """Bytes that fill members up."""
+        """Bytes of padding."""
         return self.all_probabilities + self.all_bases - self.own
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Cut the numbers of members (n_i, d), from short to long, into those that are measured together.
+    """Yield batches of member numbers, given members (n_i, d), from short to long.
 
-    Of these, those that are to be joined at one length are in one list.
+    Each batch is a list of lists: the members of an inner list are padded to one length.
     """
     device = members[0].device
     on_cpu = device.type == "cpu"
@@ -154,14 +158,14 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_one(lots: list[_Lot], one: tuple[int, int], most_filled: int) -> list[_Lot]:
-    """Return the lots with one more member, in the last of them where that is worth filling up."""
+    """Return the lots with one more member, which joins the last lot if that takes little padding."""
     if lots and (joined := lots[-1].with_one(*one)).filled <= most_filled:
-        return [*lots[:-1], joined]
+        return [*lots[:-1], joined]  # the padding is small enough
     return [*lots, _Lot().with_one(*one)]
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Tell whether probabilities are formed anew in each product: they do not fit, or that is faster."""
+    """Tell whether each product recomputes the probabilities: they do not fit, or recomputing is faster."""
     one = cached_bytes(double, x.shape[1], x.dtype)
     if one > budget:
         return True
@@ -170,12 +174,12 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return what the budget leaves for the Krylov basis of one member of x that is streamed.
+    """Return how many bytes of the budget remain for the Krylov basis of one streamed member of x.
 
     Raises
     ------
     ArgumentError
-        If it is too small for this length.
+        If the budget is too small for this length.
 
     """
     least = min(_least_streamed(double, x), cached_bytes(double, x.shape[-2], x.dtype))
@@ -192,7 +196,10 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
 
 
 def beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Bytes for one member in the dtype of x: its operator, five vectors of the solver, the tokens."""
+    """Return the bytes that one member needs besides the basis, in the dtype of x.
+
+    They hold the member's operator, five vectors of the solver, and the tokens.
+    """
     n = x.shape[-2]
     vectors = 6 * n * max(double.d, double.d_out) * x.itemsize
     kernels = kernel_bytes(double, n, x.dtype, x.device)
@@ -200,15 +207,18 @@ def beside_the_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Bytes of the smallest basis that is worth a try, for one member of x."""
+    """Return the bytes of the smallest basis that is worth trying, for one member of x."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Bytes for one member in the dtype of x with a small basis, and then for the verdict in float64."""
+    """Return the least bytes with which one member can be streamed.
+
+    The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
+    """
     return max(beside_the_basis(double, x) + fewest_vectors(x), beside_the_basis(double, _widened(x)))
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return what has the sizes of x in float64, and no numbers."""
+    """Return a tensor with the shape of x and dtype float64 that takes no memory."""
     return x.new_empty((), dtype=torch.float64).expand(x.shape)

@@ -1,7 +1,7 @@
-"""Every error that howsmooth raises on purpose.
+"""The errors that howsmooth raises on purpose.
 
-All derive from :class:`HowsmoothError`, so that a caller can catch the library's refusals and
-nothing else; the command line turns each into one sentence and exit code 2.
+All of them derive from :class:`HowsmoothError`, so a caller can catch the library's errors and nothing
+else. The command line prints each as one sentence and ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class HowsmoothError(Exception):
 
 
 class ArgumentError(HowsmoothError, ValueError):
-    """An argument is not what the function needs.
+    """Raised when an argument is not what the function needs.
 
     Parameters
     ----------
     argument
-        The name of the argument, as the caller wrote it.
+        The name of the argument, as in the function's signature.
     expected
-        What would have been accepted.
+        The values that the function accepts.
     got
-        What came.
+        The value that was given.
     remedy
-        What to do about it; a full sentence, or empty.
+        What the caller can do; a full sentence, or empty.
 
     """
 
@@ -53,40 +53,43 @@ class ArgumentError(HowsmoothError, ValueError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a worker process send it: by default an exception is rebuilt from its sentence alone."""
+        """Pickle the error with all its fields, so that a worker process can send it.
+
+        Without this method, unpickling would call the class with the message alone.
+        """
         words = {"expected": self.expected, "got": self.got, "remedy": self.remedy}
         return partial(type(self), self.argument, **words), ()
 
 
 class NonFiniteError(ArgumentError):
-    """An input, a parameter or a product holds NaN or infinity, so no number can be certified."""
+    """Raised when an input, a parameter or a product contains NaN or infinity."""
 
 
 class DerivativeError(HowsmoothError):
-    """A map has no derivative of the kind that is needed, or its derivative is not what it claims."""
+    """Raised when a map lacks a derivative that is needed, or when its derivatives contradict each other."""
 
 
 class ModelError(HowsmoothError):
-    """A model cannot be found, read or built."""
+    """Raised when a model cannot be found, read or built."""
 
 
 class CaptureError(HowsmoothError):
-    """An attention layer of a model cannot be captured, or the captured map fails its verification."""
+    """Raised when an attention layer cannot be captured, or when the captured map fails its verification."""
 
 
 class CertificateError(HowsmoothError):
-    """A model cannot be certified, because of one of its modules.
+    """Raised when a model cannot be certified because of one of its modules.
 
     Parameters
     ----------
     path
-        Of the module, as ``model.named_modules()`` gives it; empty for the model itself.
+        The module's name in ``model.named_modules()``; empty for the model itself.
     kind
-        Its class.
+        The name of the module's class.
     reason
-        Why no constant is known; the rest of a sentence that begins with the module.
+        Why no constant is known: the rest of a sentence whose subject is the module.
     remedy
-        What to do about it; a full sentence, or empty.
+        What the caller can do; a full sentence, or empty.
 
     """
 
@@ -99,21 +102,22 @@ class CertificateError(HowsmoothError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a worker process send it: by default an exception is rebuilt from its sentence alone."""
+        """Pickle the error with all its fields, so that a worker process can send it."""
         words = {"kind": self.kind, "reason": self.reason, "remedy": self.remedy}
         return partial(type(self), self.path, **words), ()
 
 
 class TextError(HowsmoothError):
-    """A text cannot be found or read, or is too short for what was asked of it."""
+    """Raised when a text cannot be found or read, or is too short."""
 
 
 class StoreError(HowsmoothError):
-    """A store of measurements cannot be opened, belongs to another study, or cannot be written."""
+    """Raised when a store of measurements cannot be opened or written, or belongs to another study."""
 
 
 class WorkerError(HowsmoothError):
-    """A worker that measures for a study was lost, cannot be reached, or is not of this version."""
+    """Raised when a worker of a study is lost, cannot be reached, or runs another version of howsmooth."""
+
 
 
 def reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a measurement says: the local Lipschitz constants of several inputs, with their intervals."""
+"""The results of a measurement: local Lipschitz constants of one or several inputs, with their intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Method = Literal["closed form", "autodiff"]
 
 @dataclass(frozen=True)
 class _Constants:
-    """Constants of several members, and how they were measured."""
+    """The fields that both result classes share: constants, intervals, and how they were measured."""
 
     value: Float[Tensor, "*batch"]
     lower: Float[Tensor, "*batch"]
@@ -30,7 +30,7 @@ class _Constants:
 
     @property
     def remedy(self) -> str:
-        """What to do about members that did not converge; empty if all did."""
+        """What to do about members that did not converge; an empty string if all converged."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -58,36 +58,41 @@ class _Constants:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimate(_Constants):
-    """The local Lipschitz constant of each member of a batch, with its interval.
+    """The local Lipschitz constant of each member of a batch, with an interval for each.
 
     Attributes
     ----------
     value
-        The best estimate, and up to rounding a lower limit, float64, shape (...): the leading Ritz value;
-        for the closed form in float32, ‖J v‖ in float64 along the direction v that was found.
+        The best estimate of each constant, float64, shape (...). It is the leading Ritz value; for the
+        closed form in float32 it is ‖J v‖, computed in float64 for the direction v that was found. Up to
+        rounding, it is also a lower limit.
     lower, upper
-        Interval that holds ‖D_X f‖₂ with probability at least ``confidence``, for each member, over the
-        random start; lower <= value <= upper. Rounding is in it: proved for the closed form in float64; in
-        float32 the lower limit is proved and the upper one right to first order; else an allowance is
-        calibrated (docs/theory/rounding.md).
+        Limits of an interval that contains ‖D_X f‖₂ with probability at least ``confidence`` for each
+        member. The probability is over the random start, and lower <= value <= upper. The interval allows
+        for rounding. For the closed form in float64 the allowance is proved. In float32 the lower limit is
+        proved and the upper limit is correct to first order. For autodiff the allowance is calibrated by
+        experiment (documentation page "Rounding, proved").
     confidence
-        See ``upper``.
+        Probability that the interval of a member contains its constant.
     converged
-        upper − lower <= rtol · value. Where false, the value is a lower limit and nothing more.
+        Whether upper − lower <= rtol · value. Where false, the interval is wider than requested, and the
+        value may be far below the constant.
     iterations
-        Golub–Kahan (or Lanczos) steps, each one product with the Jacobian and one with its adjoint.
+        Number of Golub–Kahan or Lanczos steps. Each step takes one product with the Jacobian and one with
+        its adjoint.
     input_direction, output_direction
-        Unit vectors (Frobenius norm) in input and output space, (..., n, d) and (..., n, d_out), or shaped as
-        other members are: the perturbation of X that moves the output most, and where it moves it. Where
-        singular values are repeated (symmetric inputs) they are one choice of many. The output direction is
-        zero where the constant is. At a measure they hold √a_i e_i, e_i the displacement of atom i, of weight
-        a_i.
+        Leading singular vectors of the Jacobian, with Frobenius norm 1, of shapes (..., n, d) and (..., n,
+        d_out), or of the shapes of the map's input and output: the perturbation of X that changes the
+        output most, and the direction of that change. If the leading singular value is repeated (as at
+        symmetric inputs), they are one of many possible choices. The output direction is zero if the
+        constant is zero. At a measure, their rows are √a_i e_i, where e_i is the displacement of atom i and
+        a_i its weight.
     method
-        "closed form" or "autodiff".
+        How the Jacobian was applied: "closed form" or "autodiff".
     scope
-        What was measured, in words: the map with its masks, residuals and norms.
+        A description of the measured map with its masks, residuals and norms.
     rtol, seed
-        As asked for.
+        The arguments of the call.
 
     """
 
@@ -97,10 +102,10 @@ class LipschitzEstimate(_Constants):
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimates(_Constants):
-    """The local Lipschitz constants at several sequences of lengths of their own.
+    """The local Lipschitz constants at several sequences of different lengths.
 
-    As :class:`LipschitzEstimate`, with shape (sequences,); the directions are tuples of one tensor a
-    sequence, (n_i, d) and (n_i, d_out).
+    The attributes are those of :class:`LipschitzEstimate`, with shape (sequences,). The directions are
+    tuples with one tensor for each sequence, of shapes (n_i, d) and (n_i, d_out).
     """
 
     input_direction: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""How much memory a computation may take: what the caller allows, or a share of what is free."""
+"""How many bytes a computation may use: the caller's limit, or a share of the free memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from howsmooth.errors import ArgumentError
 __all__ = ["SHARE", "free_memory", "memory_budget", "parse_bytes"]
 
 SHARE = 0.5
-"""The share of the free memory that is used where nothing else is said."""
+"""The share of the free memory that is used unless the caller gives a limit."""
 
-# Where the system does not tell.
+# Free bytes assumed if the operating system does not report its memory.
 _UNKNOWN = 4 << 30
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def parse_bytes(words: str) -> int:
-    """Read a number of bytes: ``8GiB``, ``500MB``, ``1.5 TiB``, or digits alone.
+    """Return the number of bytes that a string such as ``8GiB``, ``1.5 TB`` or ``4096`` stands for.
 
     Raises
     ------
     ArgumentError
-        If it is none, or less than one byte.
+        If the string is not a number of bytes, or stands for less than one byte.
 
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b)?\s*", words, re.IGNORECASE)
@@ -39,12 +39,12 @@ def parse_bytes(words: str) -> int:
 
 
 def memory_budget(memory: object, device: torch.device) -> int:
-    """Return the bytes that may be used on ``device``: ``memory``, by default half of what is free there.
+    """Return how many bytes may be used on ``device``: ``memory``, or by default half of the free memory.
 
     Raises
     ------
     ArgumentError
-        If ``memory`` is no positive integer.
+        If ``memory`` is neither None nor a positive integer.
 
     """
     if memory is None:
@@ -60,7 +60,7 @@ def memory_budget(memory: object, device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on ``device``, on the CPU within the limits of a container."""
+    """Return the number of free bytes on ``device``; on the CPU, a container's limit counts too."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     system, group = _free_in_system(), _free_in_control_group()
@@ -69,18 +69,21 @@ def free_memory(device: torch.device) -> int:
 
 def _free_in_system() -> int:
     try:
+        # On Linux, MemAvailable includes the file cache that the kernel would give up.
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         pass
     try:
+        # Other systems report only the physical memory; half of it is assumed to be free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
         return _UNKNOWN
 
 
 def _free_in_control_group() -> int | None:
-    """Return what the limit of a container leaves; None if there is none, or none that is known."""
+    """Return how many bytes the container's limit leaves, or None if no limit is known."""
+    # The first row names the files of control groups version 2, the second those of version 1.
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -89,8 +92,8 @@ def _free_in_control_group() -> int | None:
             most = int((_CONTROL_GROUP / limit).read_text())
             taken = int((_CONTROL_GROUP / used).read_text())
             stat = (_CONTROL_GROUP / used).with_name("memory.stat").read_text().split()
-            # Files that were read count as used, and give way.
+            # The cache of files counts as used memory, but the kernel frees it when memory is needed.
             return most - taken + int(stat[stat.index(files) + 1])
-        except (OSError, ValueError, IndexError):  # "max" is no number
+        except (OSError, ValueError, IndexError):  # "max" stands for no limit and is not a number
             continue
     return None

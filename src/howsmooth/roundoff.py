@@ -1,8 +1,8 @@
-"""Constants of floating-point error analysis in float64, from which proved allowances are made.
+"""Constants and bounds for the analysis of float64 rounding errors.
 
-Wherever an allowance is called proved, these are the assumptions: numbers are rounded to nearest, a sum of m
-products comes out as Σ a_l b_l (1 + θ_l) with |θ_l| ≤ γ_m in whatever order it is made, and elementary
-functions are right to a few units in the last place.
+Every rounding allowance that the documentation calls proved rests on these assumptions. Numbers are rounded
+to nearest. A computed sum of m products equals Σ a_l b_l (1 + θ_l) with |θ_l| ≤ γ_m, in any order of
+summation. Elementary functions such as exp are correct to a few units in the last place.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ U = 2.0**-53
 """Unit roundoff of float64."""
 
 UNDERFLOW = 2.0**-1000
-"""What an attention weight that underflows may be off by."""
+"""Bound on the absolute error of an attention weight that underflows."""
 
 LOST = 2.0**-530
-"""What the length of a vector may lack for each root of an entry, because squares underflow."""
+"""Bound on the absolute error of a vector's norm, divided by √(number of entries), if squares underflow."""
 
-# Terms of an error bound are nonnegative numbers, computed with relative errors far below this.
+# Error bounds are sums and products of nonnegative numbers, so their own relative rounding error is far
+# below this number.
 _ERROR_OF_ERRORS = 1e-6
 
 
 def gamma(m: int) -> float:
-    """Return γ_m = m u / (1 − m u): relative error of a sum or product of m roundings, in any order."""
+    """Return γ_m = m u / (1 − m u), the bound on the relative error of m roundings in any order."""
     return m * U / (1 - m * U)
 
 
 def up(error: Tensor) -> Tensor:
-    """Round an error bound, itself computed in floating point, up."""
+    """Return an error bound that was computed in floating point, rounded up."""
     return error * (1 + _ERROR_OF_ERRORS)
 
 
 class MatrixNorms:
-    """Upper bounds of norms of matrices (*batch, m, r), each formed once.
+    """Upper bounds of norms of matrices (*batch, m, r), each computed once and then remembered.
 
-    Matrices are told apart by where they lie in memory and by their shape. They are kept, so that no other
-    can come to lie there, and must not change.
+    A matrix is identified by its address in memory, shape and strides. The cache keeps a reference to the
+    matrix, so that no other tensor can reuse its address. The matrices must not be changed in place.
     """
 
     def __init__(self) -> None:
         self._found: dict[object, tuple[Tensor, Tensor]] = {}
 
     def spectral(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of ‖W‖₂, at most r^(1/8) times too large, r the rank of W.
+        """Return an upper bound of ‖W‖₂ that is at most r^(1/8) times too large, where r is the rank of W.
 
-        It is the Schatten norm (Σ σ⁸)^(1/8) = ‖(W Wᵀ)²‖_F^(1/4), of two matrix products.
+        The bound is the Schatten norm (Σ σ⁸)^(1/8) = ‖(W Wᵀ)²‖_F^(1/4), which takes two matrix products.
         """
         return self._once("spectral", matrices, _schatten)
 
     def absolute(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of ‖|W|‖₂, by which rounding in a product with W is bounded.
+        """Return an upper bound of ‖|W|‖₂, the norm that bounds the rounding error of products with W.
 
-        It is √(‖W‖₁ ‖W‖_∞), of the largest sums of a column and of a row.
+        The bound is √(‖W‖₁ ‖W‖_∞), computed from the largest column sum and the largest row sum of |W|.
         """
         return self._once("absolute", matrices, _of_sums)
 
@@ -70,6 +71,7 @@ class MatrixNorms:
 
 
 def _schatten(matrices: Tensor) -> Tensor:
+    # Entries are scaled to at most 1, because their eighth powers could overflow or underflow.
     size = matrices.abs().amax(dim=(-2, -1), keepdim=True)
     scaled = matrices / torch.where(size > 0, size, 1.0)
     gram = scaled @ scaled.mT if matrices.shape[-2] <= matrices.shape[-1] else scaled.mT @ scaled

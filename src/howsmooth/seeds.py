@@ -1,4 +1,4 @@
-"""Seeds of random streams, of which every bit counts."""
+"""Seeds for PyTorch's random generators that use all 64 bits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ __all__ = ["torch_seed"]
 
 
 def torch_seed(seed: int) -> int:
-    """Return what to seed PyTorch's generator on the CPU with, of which it reads 32 bits alone.
+    """Return a 32-bit seed for PyTorch's CPU generator, which ignores all higher bits of its seed.
 
-    Seeds from 0 to 2^32 − 1 stay as they are. Others, taken modulo 2^64, are hashed to 32 bits, so that two
-    seeds share a stream with a probability of 2^-32, however they are related.
+    Seeds from 0 to 2^32 − 1 are returned unchanged. Other seeds are taken modulo 2^64 and hashed to 32
+    bits, so two different seeds give the same stream with probability 2^-32 only, even if they are related
+    (s and s + 1, say).
     """
     seed %= 2**64
     return seed if seed < 2**32 else int(np.random.SeedSequence(seed).generate_state(1)[0])

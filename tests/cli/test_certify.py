@@ -406,7 +406,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "labels of fractions": (
         ["model.safetensors", "--data", "data.npz", "--labels", "half.npy"],
-        "labels: expected whole numbers",
+        "labels: expected integers",
     ),
     "labels beyond": (
         ["model.safetensors", "--data", "data.npz", "--labels", "high.npy"],
@@ -477,7 +477,7 @@ def test_arguments_of_evaluate() -> None:
             model, torch.where(torch.arange(40)[:, None, None, None] < 2, math.inf, x), length=4, radius=2.0
         )
     for labels in (y[:3], y[None], y.double(), y.bool()):
-        with pytest.raises(ArgumentError, match="labels: expected whole numbers, one for each of 40 inputs"):
+        with pytest.raises(ArgumentError, match="labels: expected integers, one for each of 40 inputs"):
             hs.nn.evaluate(model, x, labels, length=4, radius=2.0)
     with pytest.raises(ArgumentError, match="labels: expected classes from 0 to 2"):
         hs.nn.evaluate(model, x, y - 1, length=4, radius=2.0)

@@ -385,7 +385,7 @@ def test_a_step_that_makes_a_stable_flow_explode_is_not_called_blow_up() -> None
     x = torch.tensor([[1.0]], dtype=torch.float64)
     got = flow(lambda t, x: -30 * x, x, [0, 150.0], method="euler", step=0.1)
     assert got.status == "stopped"
-    assert "finer run does not" in got.reason
+    assert "not in a second, finer run" in got.reason
     worse = flow(lambda t, x: -300 * x, x, [0, 50.0], method="euler", step=0.1)
     assert worse.status == "stopped"
     assert "too large" in worse.reason
@@ -416,10 +416,10 @@ def _attention() -> hs.SelfAttention:
         ({"method": "rk4", "step": True}, "step", "> 0"),
         ({"method": "rk4", "step": 0.7}, "step", "at most 0.5"),
         ({"method": "rk4", "step": 1e-9}, "step", "max_steps"),
-        ({"method": "rk4", "step": 0.1, "rtol": 1e-5}, "rtol", "has a step"),
+        ({"method": "rk4", "step": 0.1, "rtol": 1e-5}, "rtol", "has a fixed step"),
         ({"step": 0.1}, "step", "chooses"),
         ({"rtol": 0.0}, "rtol", "> 0"),
-        ({"rtol": 1e-16}, "rtol", "rounds"),
+        ({"rtol": 1e-16}, "rtol", "rounding"),
         ({"rtol": 1.0}, "rtol", "to 1"),
         ({"atol": -1.0}, "atol", "> 0"),
         ({"max_steps": 0}, "max_steps", ">= 1"),
@@ -430,7 +430,7 @@ def _attention() -> hs.SelfAttention:
         ({"field": lambda t, x: x.float()}, "field", "float32"),
         ({"field": Layers([_attention()], total_time=0.8)}, "times", "from 0 to 0.8"),
         ({"field": Layers([_attention()]), "method": "residual"}, "step", "0.5"),
-        ({"field": Layers([_attention()]), "method": "residual", "step": 0.5}, "step", "one step a layer"),
+        ({"field": Layers([_attention()]), "method": "residual", "step": 0.5}, "step", "one step per layer"),
         ({"field": Sphere(_attention())}, "start", "norms from"),
         ({"start": np.zeros((3, D))}, "start", "ndarray"),
         ({"start": tokens(0, 3, D + 1)}, "X", "shape"),

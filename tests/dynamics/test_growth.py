@@ -351,7 +351,7 @@ def test_rounding_of_products_adds_up_over_the_steps() -> None:
 def test_a_time_at_which_rounding_leaves_no_digit_is_named() -> None:
     """Scores of about 1e18, which float64 holds to a hundred: who attends to whom is up to rounding."""
     f, x = small(11), 1e9 * tokens(16, 4, 3)
-    with pytest.raises(NonFiniteError, match=r"t = 0\.5, where it may be off"):
+    with pytest.raises(NonFiniteError, match=r"t = 0\.5, where the growth may be wrong"):
         growth(f, x, [0.0, 0.5, 1.0], method="euler", step=0.5)
 
 

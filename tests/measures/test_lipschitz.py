@@ -210,7 +210,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for words in ({"rtol": 0.0}, {"confidence": 2.0}, {"seed": (1, 2)}):
         with pytest.raises(HowsmoothError):
             wasserstein_lipschitz(random_attention(0), mu, **words)
-    with pytest.raises(ArgumentError, match=r"got Tensor\. Of tokens X it is DiscreteMeasure"):
+    with pytest.raises(ArgumentError, match=r"got Tensor\. For tokens X use DiscreteMeasure"):
         wasserstein_lipschitz(random_attention(0), mu.points)
     gaussian = Gaussian(torch.zeros(D).double(), torch.eye(D).double())
     for measured in (hs.local_lipschitz, wasserstein_lipschitz):

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import FalconConfig, FalconModel
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models import SCOPES, Inspection, capture, inspect_model, inspection
+from howsmooth.models import SCOPES, Inspection, capture, inspect_model
+from howsmooth.models import inspect as inspection
 from howsmooth.models.identification.verified_layer import read_layer
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 from tests.architectures.build import build, inputs_of

@@ -617,7 +617,7 @@ def test_other_keys_are_refused() -> None:
     x = tokens(2)
     layer(x, x, x)
     for keys in ((x.clone(), x), (x, x.clone())):
-        with pytest.raises(ArgumentError, match="constant is that of self-attention"):
+        with pytest.raises(ArgumentError, match="constant is for self-attention"):
             layer(x, *keys)
 
 

@@ -383,7 +383,7 @@ def test_encoder_layers_are_refused_by_the_path_of_the_part() -> None:
         certify(_encoder().train(), N, 1.0)
     patched = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
     patched.self_attn.forward = lambda *given, **named: (given[0], None)  # type: ignore[method-assign]
-    with pytest.raises(CertificateError, match="as it is"):
+    with pytest.raises(CertificateError, match="an unchanged torch"):
         certify(patched, N, 1.0)
 
 
@@ -441,16 +441,16 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("half", lambda: nn.Sequential(nn.Linear(D, D).half()), "0", ".float() or .double()"),
     ("bfloat16", lambda: nn.Sequential(nn.LayerNorm(D).bfloat16()), "0", "torch.bfloat16"),
     ("meta", lambda: nn.Sequential(nn.Linear(D, D, device="meta")), "0", "meta device"),
-    ("lazy", lambda: nn.Sequential(nn.LazyLinear(D)), "0", "Give the model an input"),
+    ("lazy", lambda: nn.Sequential(nn.LazyLinear(D)), "0", "Run the model on an input"),
     ("hook", _hooked, "1", "has hooks"),
     ("old spectral norm", _old_spectral_norm, "0", "has hooks"),
-    ("forward of its own", _patched, "1", "forward of its own"),
+    ("forward of its own", _patched, "1", "forward that was replaced"),
     ("in place", lambda: hs.nn.Residual(nn.ReLU(inplace=True)), "inner", "overwrites"),
     ("eps", lambda: nn.Sequential(nn.LayerNorm(D, eps=0.0)), "0", "eps = 0"),
     ("two axes", lambda: nn.LayerNorm((N, D)), "", "2 axes"),
     ("softmax of tokens", lambda: nn.Softmax(dim=1), "", "axis 1"),
     ("flatten", lambda: nn.Sequential(nn.Flatten(0)), "0", "other axes"),
-    ("hardtanh", lambda: nn.Hardtanh(1.0, 2.0), "", "other settings"),
+    ("hardtanh", lambda: nn.Hardtanh(1.0, 2.0), "", "settings for which no constant"),
     ("softplus, which jumps", nn.Softplus, "", "without a rule"),
     ("length", lambda: nn.Sequential(hs.nn.AddPositions(N + 1, D)), "0", "expected 5"),
     ("attention length", lambda: nn.Sequential(_undivided(7)), "0", "7 tokens"),

@@ -543,7 +543,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
     folder.mkdir()
     monitor = LipschitzMonitor(gpt2(), PROBES, file=folder / "rows.csv")
     folder.rmdir()
-    with pytest.warns(UserWarning, match="row of the monitor was not written"):
+    with pytest.warns(UserWarning, match="row of the monitor could not be written"):
         monitor.measure()
     assert len(monitor.records) == 2
     monitor.strict = True

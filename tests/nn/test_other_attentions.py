@@ -141,7 +141,7 @@ def test_maps_are_those_of_the_library() -> None:
     assert f.map.to(dtype=torch.float32)(x.float()).dtype == torch.float32
     with pytest.raises(ArgumentError, match="tokens only"):
         f.map(hs.measures.DiscreteMeasure(x))
-    with pytest.raises(ArgumentError, match="as the mask"):
+    with pytest.raises(ArgumentError, match="as in the mask"):
         layer("cosine", mask=BAND).map(tokens(0, N + 1, D))
 
 
@@ -536,7 +536,7 @@ def test_sinkhorn_refuses_patterns_without_a_doubly_stochastic_matrix() -> None:
     f, x = layer("sinkhorn", mask="any"), tokens(0, N, D)
     f(x, attn_mask=BAND)
     for hidden in (torch.ones(N, N).triu(1).bool(), torch.eye(N).bool()):
-        with pytest.raises(ArgumentError, match="as j sees i"):
+        with pytest.raises(ArgumentError, match="a symmetric mask"):
             f(x, attn_mask=hidden)
 
 

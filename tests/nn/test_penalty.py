@@ -361,12 +361,12 @@ def test_errors() -> None:
         SpectralPenalty(layer, [""])()
     with pytest.raises(ArgumentError, match=r"'nowhere'"):
         SpectralPenalty(Model(layer), ["nowhere"])
-    with pytest.raises(ArgumentError, match="called attention"):
+    with pytest.raises(ArgumentError, match="contains 'attention'"):
         SpectralPenalty(nn.Linear(2, 2))
     with SpectralPenalty(layer, [""]) as penalty:
         with torch.no_grad():
             layer(x, x, x)
-        with pytest.raises(ArgumentError, match="none seen"):
+        with pytest.raises(ArgumentError, match="no such pass"):
             penalty()
         y = torch.full_like(x, torch.nan)
         layer(y, y, y)
@@ -425,7 +425,7 @@ def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
         penalty(tokens=real)
         found = penalty.report.layers[0].value
         layer(x, x, x, key_padding_mask=~real)
-        with pytest.raises(ArgumentError, match="one truth value a token"):
+        with pytest.raises(ArgumentError, match="a mask of shape"):
             penalty(tokens=real[:, :2])
     for row, seen, value in zip(x, real, found, strict=True):
         assert torch.allclose(value, norms(layer, row[seen][None]).detach()[0], rtol=1e-8)
@@ -700,7 +700,7 @@ def test_jasmin_on_a_fused_kernel_and_its_refusals() -> None:
     linear = nn.Linear(D, D, dtype=torch.float64)
     with JasminPenalty(linear, [""]) as penalty:
         linear(tokens())
-        with pytest.raises(ArgumentError, match="none was seen"):
+        with pytest.raises(ArgumentError, match="has no softmax attention"):
             penalty()
 
 

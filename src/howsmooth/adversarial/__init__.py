@@ -1,4 +1,4 @@
-"""Worst inputs: tokens at which attention is steepest, constructed or found by ascent."""
+"""Worst inputs: tokens at which attention has a large local Lipschitz constant, built or found by ascent."""
 
 from howsmooth.adversarial.ascend import Ascent, ascend
 from howsmooth.adversarial.constructions import (

@@ -1,7 +1,7 @@
-"""Gradient ascent of the local Lipschitz constant over a set of inputs, from many starts.
+"""Gradient ascent on the local Lipschitz constant over a set of inputs, from many starts.
 
-The gradient of a simple singular value σ = uᵀJv is uᵀ(∂J)v with u and v held fixed. Derivations, and what
-was measured of each choice made here: docs/theory/worst-inputs.md.
+The gradient of a simple singular value σ = uᵀJv is uᵀ(∂J)v with u and v held fixed. The documentation page
+"Worst inputs, and lower bounds" derives the method and reports the measurements behind each choice.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ __all__ = ["Ascent", "ascend"]
 
 _COLUMNS = ["start", "step", "value", "step_size", "accepted", "converged"]
 
-# Of all starts this many are climbed from; halved after a quarter and after half of the steps.
+# The ascent goes on from this many of the best starts. The number is halved after a quarter and after half
+# of the steps.
 _CLIMBERS = 8
-# The best inputs of the search among few atoms that are climbed from.
+# This many of the best inputs of the search among few atoms are added to the starts.
 _FROM_ATOMS = 3
-# Numbers that one gradient may hold for the attention weights of the members taken together.
+# The largest number of attention weights for which one gradient is computed; larger batches are split.
 _GRADIENT_NUMBERS = 1 << 22
 
 _MOMENTUM = 0.7
@@ -42,23 +43,23 @@ _MOMENTUM = 0.7
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
-    """The worst input that was found.
+    """The worst input that an ascent found, and how it was found.
 
     Attributes
     ----------
     x
         Tokens (n, d), in the dtype and on the device of the map.
     estimate
-        Its local Lipschitz constant, with an interval of relative width 1e-4.
+        The local Lipschitz constant at ``x``, with an interval of relative width 1e-4.
     start
-        Name of the start that led to it.
+        Name of the start from which ``x`` was reached.
     history
         Every evaluation, in order, with columns start, step, value, step_size, accepted, converged. Rows of
-        the search among few atoms come first: their values are lower limits, never accepted as they are.
+        the search among few atoms come first. Their values are lower limits and never count as accepted.
     seed
-        As given.
+        The seed that was given.
     domain
-        Where it was sought.
+        The set of inputs that was searched.
 
     """
 
@@ -71,7 +72,7 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The constant found, a float."""
+        """The local Lipschitz constant at ``x``, a float."""
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -97,54 +98,59 @@ def ascend(
     atom_steps: int = 300,
     on_evaluation: Callable[[dict[str, object]], None] | None = None,
 ) -> Ascent:
-    """Find an input of large local Lipschitz constant ‖D_X f‖₂, by ascent from many starts.
+    """Find an input with a large local Lipschitz constant ‖D_X f‖₂, by ascent from many starts.
 
-    First inputs of few distinct tokens are searched (attention without rotary positions, unmasked or
-    causal), then whole inputs are raised by projected gradient ascent with momentum and backtracking. What
-    is found is a lower limit of the Lipschitz constant over the domain.
+    The search has two stages. The first searches among inputs of few distinct tokens (only for unmasked or
+    causal attention without rotary positions). The second improves whole inputs by projected gradient
+    ascent with momentum and backtracking. The constant that is found is a lower limit of the Lipschitz
+    constant over the domain.
 
     Parameters
     ----------
     f
-        A map of this library: attention with any heads, mask, biases and rotary positions, or around it
-        residuals and norms. Or a captured site of one.
+        A map of this library: attention with any heads, mask, biases and rotary positions, possibly with
+        residuals and norms around it. Or a captured site.
     length, radius
-        Number of tokens n, and radius of the ball for each token. Of a site by default as many as it has, and
-        instead of a ball what its norm layer can give, if there is one.
+        Number of tokens n, and radius of the ball that contains each token. For a site, the default length
+        is the length of its tokens. If the site has a norm layer, the default domain is the set of outputs
+        of that layer.
     domain
-        Instead of ``radius``: Ball, Ellipsoid or Around (which needs no length).
+        A Ball, Ellipsoid or Around to search in, instead of ``radius``. Around needs no length.
     starts
-        Inputs to start from, (n, d) each; by default the constructions of every head (see
-        :func:`~howsmooth.adversarial.constructions`) and the best of the search among few atoms. With starts
-        of your own, that search is left out.
+        Inputs (n, d) to start from. The default is the constructions of every head (see
+        :func:`~howsmooth.adversarial.constructions`) and the best inputs of the search among few atoms. If
+        starts are given, that search is left out.
     random_starts
-        Random inputs to start from, besides.
+        Number of additional random starts.
     steps
-        Steps of the ascent, each one evaluation for each start still climbed from: at most eight starts,
+        Number of steps of the ascent. Each step evaluates every remaining start once: at most eight starts,
         halved after a quarter and after half of the steps.
     seed
-        Of everything random; the same seed gives the same history on the same machine and threads.
+        Seed of all random numbers. The same seed gives the same history on the same machine with the same
+        number of threads.
     rtol
-        Relative width of the interval at which an evaluation has converged. A value that has not is never
-        taken as an improvement.
+        Relative width of the interval at which an evaluation counts as converged. A value that has not
+        converged is never accepted as an improvement.
     atom_restarts, atom_steps
-        Random restarts and steps of the search among few atoms; 0 restarts leave it out.
+        Number of random restarts and of steps in the search among few atoms; with 0 restarts the search is
+        left out.
     on_evaluation
-        Called with the row of each evaluation of the whole map, as in ``history``.
+        Function that is called with each evaluation of the whole map, as a dictionary with the columns of
+        ``history``.
 
     Returns
     -------
     Ascent
-        The input, its constant measured anew to 1e-4, and every evaluation.
+        The input, its constant measured again with an interval of relative width 1e-4, and all evaluations.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds".
 
     """
     if isinstance(f, SiteLike) and not isinstance(f, TokenMap):
@@ -166,6 +172,7 @@ def ascend(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError("seed", expected="an integer", got=repr(seed))
     generator = torch.Generator().manual_seed(torch_seed(seed))
+    # If the projections see a subspace only, the search runs in coordinates of this subspace.
     basis = _basis(f, where)
     g = _compressed(f, basis)
     given = _given_starts(f, n, where, starts)
@@ -184,6 +191,7 @@ def ascend(
             "starts", expected="at least one start", got="none", remedy="Raise random_starts."
         )
 
+    # The ascent is in float64, for maps of any dtype; the result is rounded and measured again below.
     climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation)
     best, name = climb.run(steps)
     x = best if basis is None else best @ basis.mT
@@ -198,7 +206,7 @@ def ascend(
 
 
 class _Climb:
-    """Projected gradient ascent of all members of a batch, each with its own step size and momentum."""
+    """Projected gradient ascent on a batch of inputs, each with a step size and momentum of its own."""
 
     def __init__(
         self,
@@ -218,12 +226,13 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Climb, and return the best tokens and the name of their start."""
+        """Run the ascent and return the best tokens and the name of their start."""
         domain = self.domain
+        # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
         value = torch.where(first.converged, first.value, -math.inf)
         self._record(range(len(self.names)), 0, first, [0.0] * len(value), first.converged.tolist())
-        if not bool(torch.isfinite(value).any()):  # nothing converged: climb all the same from where it is
+        if not bool(torch.isfinite(value).any()):  # nothing converged: start from every input nevertheless
             value = first.value * 0.0
         alive = torch.argsort(value, descending=True, stable=True)[:_CLIMBERS].tolist()
         gradient = self._gradient(self.u[alive], first, alive)
@@ -231,10 +240,14 @@ class _Climb:
         size = dict.fromkeys(alive, 0.1)
         velocity = {i: torch.zeros_like(self.u[i]) for i in alive}
         slope = dict(zip(alive, gradient, strict=True))
-        restless = dict.fromkeys(alive, 1)  # the first step is disturbed: constructions have symmetries
+        # A nonzero entry means that noise is added to the member's next step. The first step has noise
+        # because the constructions are symmetric, and gradient steps alone would keep the symmetry.
+        restless = dict.fromkeys(alive, 1)
         for step in range(1, steps + 1):
+            # Concentrate on the most promising starts.
             if step in (steps // 4, steps // 2) and len(alive) > 2:
                 alive = sorted(alive, key=lambda i: -kept[i][1])[: max(2, len(alive) // 2)]
+            # A member whose step size has become tiny has converged.
             alive = [i for i in alive if size[i] > 1e-7]
             if not alive:
                 break
@@ -244,6 +257,7 @@ class _Climb:
                 self._probe(direction)
                 * torch.tensor([0.1 * (restless[i] > 0) for i in alive]).to(u)[:, None, None]
             )
+            # Step: momentum plus gradient direction plus noise, in units of the domain's radius.
             push = _MOMENTUM * torch.stack([velocity[i] for i in alive]) + direction + noise
             sizes = torch.tensor([size[i] for i in alive], dtype=torch.float64, device=u.device)[
                 :, None, None
@@ -258,26 +272,33 @@ class _Climb:
             slopes = self._gradient(trial[up], found, up) if up else torch.zeros(0)
             for m, i in enumerate(alive):
                 if risen[m]:
+                    # The step was accepted: the actual displacement after projection becomes the momentum.
                     moved = (trial[m] - u[m]) / (size[i] * domain.radius)
                     kept[i], velocity[i] = (trial[m], float(found.value[m])), moved
                     slope[i] = slopes[up.index(m)]
                     size[i], restless[i] = min(1.0, 1.3 * size[i]), 0
                 else:
+                    # The step was rejected: try a shorter one from the same point, without momentum.
                     size[i] *= 0.4
                     velocity[i] = torch.zeros_like(velocity[i])
-                    restless[i] = (restless[i] + 1) % 3  # every third try after a failure is undisturbed
+                    restless[i] = (restless[i] + 1) % 3  # after failures, every third attempt has no noise
         best = max(kept, key=lambda i: kept[i][1])
         return domain.tokens(kept[best][0]).cpu(), self.names[best]
 
     def _evaluate(self, u: Tensor, members: list[int], step: int) -> LipschitzEstimate:
+        # Every evaluation has a random start of its own that depends on seed, start and step only.
         seeds = [((self.seed * 1_000_003 + i) * 1_000_003 + step) % 2**62 for i in members]
         return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
 
     def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
-        """Gradient in coordinates of log σ at ``u``, whose estimates are the rows ``rows`` of ``found``."""
+        """Return the gradient of log σ in the domain's coordinates at ``u``.
+
+        The estimates of the members of ``u`` are the rows ``rows`` of ``found``.
+        """
         f = self.f
         x = self.domain.tokens(u)
         heads = f.heads if isinstance(f, SelfAttention) else 16
+        # The gradient of a Jacobian product keeps several n × n matrices for each head.
         chunk = max(1, _GRADIENT_NUMBERS // (heads * x.shape[-2] ** 2))
         parts = []
         for i in range(0, len(x), chunk):
@@ -289,10 +310,12 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Gradient without what projection would undo, longer tokens shortened by the square root.
+        """Return the part of the gradient that projection onto the domain keeps, with long rows shortened.
 
-        Heavy tokens have gradients hundreds of times those of light ones; the square root moves both.
+        The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
+        row is divided by the square root of its length, so that all tokens move.
         """
+        # A tiny step is projected, which removes the part of the gradient that points out of the domain.
         reach = self.domain.project_coordinates(u + 1e-6 * self.domain.radius * _unit(gradient)) - u
         length = torch.linalg.vector_norm(reach, dim=-1, keepdim=True)
         top = length.amax(dim=-2, keepdim=True)
@@ -326,22 +349,25 @@ class _Climb:
 
 
 def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Gradient in x of Σ ⟨left, D_x f right⟩, (batch, n, d): members are independent."""
+    """Return the gradient in x of Σ ⟨left, D_x f right⟩, of shape (batch, n, d).
+
+    One backward pass serves the whole batch, because members do not depend on each other.
+    """
     with torch.enable_grad():
         point = x.detach().requires_grad_()
         tangent = torch.func.jvp(f, (point,), (right,))[1]
-        (gradient,) = torch.autograd.grad((left * tangent).sum(), point)
+        (gradient,) = torch.autograd.grad((left * tangent).sum(), point)  # reverse over forward mode
     result: Tensor = gradient
     return result
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide each member by its longest token; zero stays zero."""
+    """Divide each member by the norm of its longest token; members that are zero stay zero."""
     top = torch.linalg.vector_norm(x, dim=-1).amax(dim=-1)[:, None, None]
     return x / torch.where(top > 0, top, 1.0)
 
 
-# ---- what to climb on, where and from
+# ---- arguments and starts of the ascent
 
 
 def _domain_and_length(f: TokenMap, length: object, radius: object, domain: object) -> tuple[Domain, int]:
@@ -400,12 +426,12 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
     if not isinstance(inner, SelfAttention) or inner.rotary is not None:
         return []
     radius = domain.radius
-    if isinstance(domain, Ellipsoid):  # the ball around zero that holds it
+    if isinstance(domain, Ellipsoid):  # the constructions need a ball around zero that contains it
         shift, gain = domain.tokens(torch.zeros(inner.d, dtype=torch.float64)), domain.norm.weight.double()
         radius = float(shift.norm() + math.sqrt(inner.d) * gain.abs().max())
     built = constructions(inner.to(dtype=torch.float64, device="cpu"), n, radius) if radius > 0 else []
     named: dict[str, Tensor] = {}
-    for c in built:  # two clusters may come twice, for γ_max and for γ_min
+    for c in built:  # two_cluster may occur twice, for γ_max and for γ_min
         name = f"{c.name}, head {c.head}"
         named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
     return list(named.items())
@@ -421,15 +447,17 @@ def _search_atoms(
     generator: torch.Generator,
 ) -> AtomSearch:
     near = [atoms for name, x in given if (atoms := Atoms.of(f"atoms near {name}", x)) is not None]
-    if f.causal:  # there the search has light copies at the end only
+    if f.causal:  # in the causal search only the last atom may be repeated
         near = [atoms for atoms in near if set(atoms.counts[:-1]) <= {1}]
     return search_atoms(f, n, domain, near, restarts=restarts, steps=steps, generator=generator)
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis (d, r) of what the projections of ``f`` see, if that is less than all.
+    """Return an orthonormal basis (d, r) of the row space of all query, key and value matrices, or None.
 
-    f depends on X B only, and X B Bᵀ is no longer than X: nothing is lost in a ball about zero.
+    f depends on X B only, and X B Bᵀ is no longer than X, so a search over X B in a ball about zero loses
+    no inputs. None means that the matrices have at least d rows, that f is not attention, or that the
+    domain is not a ball.
     """
     if not (isinstance(f, SelfAttention) and isinstance(domain, Ball)):
         return None
@@ -441,7 +469,7 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Return the map of coordinates X B: X ↦ f(X Bᵀ), with the same Jacobian norm."""
+    """Return the map on coordinates X B, that is X ↦ f(X Bᵀ), whose Jacobian has the same norm."""
     if basis is None:
         return f
     assert isinstance(f, SelfAttention)

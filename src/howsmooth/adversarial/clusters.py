@@ -1,10 +1,11 @@
-"""Search among inputs of few distinct tokens, whose constant costs the same however long the sequence is.
+"""Search among inputs that consist of few distinct tokens ("atoms"), each repeated many times.
 
-With atoms x_1..x_c of multiplicities m, ‖D_X f‖ is at least the norm of a c × c block matrix (docs/theory/
-worst-inputs.md, "Few atoms"); with a causal mask and the heavy atoms first, at least that of the heavy
-tokens' columns. That norm is max ⟨u, J v⟩ over unit u, v, so tokens and directions are raised together:
-each step is one gradient for tokens, u and v, hundreds of restarts at once. Any u and v give a lower
-limit, so no value here is too large; the winners are measured in full by ``ascend``.
+The cost of evaluating such an input does not depend on its length. If atoms x_1..x_c occur with
+multiplicities m, then ‖D_X f‖ is at least the norm of a c × c block matrix (documentation page "Worst
+inputs, and lower bounds", section "Few atoms"). With a causal mask and the heavy atoms first, it is at
+least the norm of the heavy tokens' columns. That norm is the maximum of ⟨u, J v⟩ over unit u and v, so each
+step is one gradient in tokens, u and v, for hundreds of restarts in one batch. Every u and v give a lower
+limit of the norm, so no value of the search is too large. ``ascend`` then measures the best inputs in full.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ from howsmooth.attention import SelfAttention
 
 __all__ = ["AtomSearch", "Atoms", "can_search_atoms", "search_atoms"]
 
-# Light rows of a causal sequence are taken in this many groups, of equal width in the logarithm.
+# In a causal sequence, the rows of the light token are put into this many groups of equal logarithmic
+# width.
 _GROUPS = 48
 
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Distinct tokens with their multiplicities; in a causal sequence the last one is the light token."""
+    """Distinct tokens with their multiplicities; in a causal sequence the last one is the light token.
+
+    A heavy token occurs once or a few times and attracts much attention; a light token is repeated many
+    times.
+    """
 
     name: str
     points: Float[Tensor, "c d"]
     counts: tuple[int, ...]
 
     def tokens(self) -> Float[Tensor, "n d"]:
-        """Return the sequence, atoms in order."""
+        """Return the whole sequence, with the copies of each atom next to each other."""
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Return the atoms of a sequence, or None if they are more than eight."""
+        """Return the atoms of a sequence, or None if it has more than eight runs of equal tokens."""
         points: list[Tensor] = []
         counts: list[int] = []
         for token in x:
@@ -57,16 +63,16 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """What a search found.
+    """The result of a search among few atoms.
 
     Attributes
     ----------
     found
-        The best atoms of each restart, best restart first.
+        The best atoms of each restart, sorted by value from high to low.
     values
-        Their lower limits of ‖D_X f‖, from ⟨u, J v⟩.
+        The lower limit ⟨u, J v⟩ of ‖D_X f‖ for each entry of ``found``.
     history
-        One row a restart and step: start, step, value, step_size.
+        Table with one row for each restart and step, and columns start, step, value, step_size.
 
     """
 
@@ -76,7 +82,7 @@ class AtomSearch:
 
 
 def can_search_atoms(f: object, domain: Domain) -> bool:
-    """Tell whether sequences of few atoms are exact for ``f`` and lie in ``domain``."""
+    """Tell whether the formula for few atoms holds for ``f`` and the domain contains such inputs."""
     return (
         isinstance(f, SelfAttention)
         and f.rotary is None
@@ -97,13 +103,15 @@ def search_atoms(
     steps: int,
     generator: torch.Generator,
 ) -> AtomSearch:
-    """Raise the constant over atoms, with long steps from random ones, then with short steps.
+    """Increase the lower limit over atoms, first with long steps from random atoms, then with short steps.
 
-    The short steps start at the best quarter of what the long ones found, and at ``starts``: long steps would
-    leave a good start. Restarts of the same multiplicities are batched.
+    The short steps start from the best quarter of the atoms that the long steps found, and from ``starts``,
+    because long steps would move away from a good start. Restarts with the same number of atoms form a
+    batch.
     """
     f = f.to(dtype=torch.float64)
     drawn = _random_atoms(f, length, domain, restarts, generator)
+    # The rates are the largest step of an atom, in units of the domain's radius.
     far = _search(f, domain, drawn, steps, 0.2, generator)
     near = _search(f, domain, [*starts, *far.found[: (len(drawn) + 3) // 4]], steps // 2, 0.03, generator)
     return AtomSearch(near.found, near.values, pd.concat([far.history, near.history], ignore_index=True))
@@ -146,7 +154,11 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Which atom each row is, what it sees how often, and the weights of rows and columns.
+    """The data of a search that do not change: groups of rows, what each group sees, and weights.
+
+    ``row_atom`` says which atom each row belongs to. ``log_counts`` has the logarithm of how often each row
+    sees each atom. The weights scale rows and columns of the Jacobian. All but ``row_atom`` have a leading
+    axis for the members.
 
     All but the first have a leading axis for the members.
     """
@@ -158,16 +170,19 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Make the problem of members that have equally many atoms, and if causal equal multiplicities."""
+        """Return the problem of members with equally many atoms, and equal multiplicities if f is causal."""
         m = torch.tensor(counts, dtype=torch.float64, device=f.device)
         batch, c = m.shape
         if not f.causal:
             rows = torch.arange(c, device=f.device)
             return cls(rows, m.log()[:, None, :].expand(batch, c, c), m.sqrt(), m.rsqrt())
-        heavy = c - 1  # atoms before the light one, once each
+        # The heavy atoms come first, once each: row i sees atoms 0 to i.
+        heavy = c - 1
         seen = torch.full((heavy, c), -math.inf, dtype=torch.float64)
         for i in range(heavy):
             seen[i, : i + 1] = 0.0
+        # A later row sees all heavy atoms and some number of copies of the light atom. These rows are
+        # grouped by that number, and each group is represented by its middle.
         light = int(counts[0][-1])
         edges = torch.logspace(0, math.log10(light + 1), _GROUPS + 1, dtype=torch.float64).floor()
         edges = torch.cat([edges[edges <= light], torch.tensor([light + 1.0], dtype=torch.float64)]).unique()
@@ -186,16 +201,23 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """⟨u, J v⟩ for each member, J the weighted Jacobian: x, v (batch, c, d), u (batch, rows, d_out)."""
+    """Return ⟨u, J v⟩ for each member, where J is the weighted Jacobian of the problem.
+
+    Shapes are x and v (batch, c, d), u (batch, rows, d_out).
+    """
     e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
+    # J v by the product rule: tangents dq, dk, dw of queries, keys and values give the tangent of the output.
+    # Biases have no tangent, so `linear` has none.
     q, k, w = f.projections(x)
     linear = SelfAttention(f.query, f.key, f.value, scale=f.scale)
     dq, dk, dw = linear.projections(e)
     k, w, dk, dw = (t.repeat_interleave(group, dim=-3) for t in (k, w, dk, dw))
     q, dq = (f.scale * t[..., problem.row_atom, :] for t in (q, dq))
+    # The logarithm of the multiplicities makes one column stand for all copies of an atom.
     p = torch.softmax(q @ k.mT + problem.log_counts[:, None], dim=-1)
     ds = dq @ k.mT + q @ dk.mT
+    # The derivative of the softmax.
     dp = p * (ds - (p * ds).sum(-1, keepdim=True))
     out = (dp @ w + p @ dw).movedim(-3, -2).flatten(-2)
     if f.output is not None:
@@ -219,7 +241,7 @@ def _raise(
     rate: float,
     generator: torch.Generator,
 ) -> _Raised:
-    """Adam over coordinates of the atoms, one power step for u and v a step."""
+    """Improve the atoms by Adam on their coordinates, with one power step for u and v in each step."""
     batch, c, d = points.shape
 
     def noise(*shape: int) -> Tensor:
@@ -234,6 +256,7 @@ def _raise(
     best = torch.full((batch,), -math.inf, dtype=torch.float64, device=f.device)
     kept = coordinates
     history = torch.zeros(batch, steps, dtype=torch.float64)
+    # The directions u and v first approach the leading singular pair at fixed atoms.
     warm = 10  # power steps before the atoms move
     for step in range(-warm, steps):
         leaves = [t.detach().requires_grad_() for t in (coordinates, u, v)]
@@ -250,10 +273,12 @@ def _raise(
         best = torch.where(better, value, best)
         kept = torch.where(better[:, None, None], coordinates, kept)
         g = torch.nan_to_num(g / value.clamp_min(1e-300)[:, None, None])
-        # One second moment an atom: steps are of equal length for all, and keep the gradient's direction.
+        # Adam with one second moment for each atom instead of each entry: all atoms take steps of similar
+        # length, in the direction of their gradients.
         first = 0.9 * first + 0.1 * g
         second = 0.99 * second + 0.01 * (g * g).sum(-1, keepdim=True)
         corrected = (second / (1 - 0.99 ** (step + 1))).sqrt().clamp_min(1e-300)
+        # Cosine schedule: steps shrink to 2 % of the first ones.
         size = rate * domain.radius * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         move = size * (first / (1 - 0.9 ** (step + 1))) / corrected
         coordinates = domain.project_coordinates(coordinates + move)
@@ -272,7 +297,7 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Random atoms: a few heavy ones, once or twice each, and one to three light ones."""
+    """Return random atoms: a few heavy ones, each once or twice, and one to three light ones."""
     found = []
     for i in range(restarts):
         patterns = [p for p in _patterns(length, causal=f.causal) if all(count >= 1 for count in p)]
@@ -284,10 +309,12 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Multiplicities that are tried: heavy atoms first, the light ones last."""
+    """Return the multiplicities that the search tries; the heavy atoms come first."""
+    # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]
     if causal:
         return single
+    # Heavy atoms may also be repeated, and there may be two light atoms or two halves.
     half = (n - 2) // 2
     return [
         *single,

@@ -1,8 +1,8 @@
-"""Inputs at which attention is provably steep: the paper's two clusters, and ours.
+"""Inputs with a provably large local constant: the paper's two clusters, and two more constructions.
 
-Each has its heavy tokens first, which causal attention needs and unmasked attention does not mind. What
-the constant is at least there is a theorem: ``howsmooth.bounds`` evaluates it at the same tokens.
-Derivations: docs/theory/worst-inputs.md.
+Every input has its heavy tokens first. Causal attention needs this order, and for unmasked attention the
+order is irrelevant. ``howsmooth.bounds`` evaluates the theorems that give lower bounds at the same tokens.
+Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _CHOICES = ("paper", "max", "min")
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """Tokens built to make an attention steep.
+    """Tokens built so that an attention has a large local Lipschitz constant there.
 
     Attributes
     ----------
     name
-        Of the function that built it.
+        Name of the function that built the tokens.
     x
         Tokens (n, d), in the dtype and on the device of the attention.
     head
         The head whose A and W_h V_h they were built for.
     source
-        Theorem and paper, or where it is derived.
+        The theorem and paper, or the page of the documentation with the derivation.
     description
-        One phrase.
+        One phrase that describes the tokens.
 
     """
 
@@ -57,9 +57,10 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the paper's two clusters: Ru once and Ru/2 else, or Ru once and −Ru else.
+    """Return the paper's two clusters: one token Ru and n − 1 tokens Ru/2, or one Ru and n − 1 tokens −Ru.
 
-    u is a unit eigenvector of A for γ_max in the first case, for γ_min in the second.
+    In the first case u is a unit eigenvector of A for its largest real eigenvalue γ_max, in the second case
+    for its smallest real eigenvalue γ_min.
 
     Parameters
     ----------
@@ -68,11 +69,12 @@ def two_cluster(
     length
         Number of tokens n >= 2.
     radius
-        Radius R > 0 of the ball that holds the tokens.
+        Radius R > 0 of the ball that contains the tokens.
     head
-        The head whose A is used.
+        Number of the head whose matrix A is used.
     choice
-        "paper": the first case if γ_max/8 >= −γ_min, else the second. "max" or "min" forces one.
+        "paper" takes the first case if γ_max/8 >= −γ_min, else the second. "max" forces the first case,
+        "min" the second.
 
     Raises
     ------
@@ -94,7 +96,7 @@ def two_cluster(
             "attention",
             expected=f"a matrix A of head {head} with a real eigenvalue",
             got="complex eigenvalues only",
-            remedy="no_real_eigenvalue(attention, length, radius) needs none.",
+            remedy="Use no_real_eigenvalue(attention, length, radius), which needs no real eigenvalue.",
         )
     half = float(points.heavy @ points.light) > 0
     phrase = "Ru against Ru/2, u for γ_max" if half else "Ru against −Ru, u for γ_min"
@@ -108,9 +110,9 @@ def two_cluster(
 
 
 def no_real_eigenvalue(attention: object, length: int, radius: float, head: int = 0) -> Construction:
-    """Return Ry/|y| once and w else, y = Aw + b, where w makes the gap of scores R|y| − ⟨y, w⟩ largest.
+    """Return one token R y/|y| and copies of a token w, where y = Aw + b, for any matrix A.
 
-    For every A, real eigenvalues or not.
+    w maximises the gap of scores R|y| − ⟨y, w⟩. A needs no real eigenvalue.
 
     Parameters
     ----------
@@ -124,7 +126,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds", section "No real eigenvalue is needed".
 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
@@ -140,10 +142,10 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
 
 
 def tie(attention: object, length: int, radius: float, head: int = 0) -> Construction:
-    """Return two heavy tokens R(cosθ ŷ ± sinθ v) and copies of w, which cannot decide between them.
+    """Return two heavy tokens R(cosθ ŷ ± sinθ v) and copies of a token w whose scores for them are equal.
 
-    y = Aw + b, ŷ = y/|y|, v ⊥ ŷ; w, θ and v are those of the largest certified value that was found, with
-    the attention's own masking.
+    Here y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that were tried, the result takes those with the
+    largest certified lower bound under the attention's masking.
 
     Parameters
     ----------
@@ -155,11 +157,11 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
     Raises
     ------
     ArgumentError
-        If A and b are zero, V is zero or d = 1, or an argument is out of range.
+        If A and b are zero, V is zero, d = 1, or an argument is out of range.
 
     References
     ----------
-    This library: docs/theory/worst-inputs.md.
+    Documentation page "Worst inputs, and lower bounds", section "The tie".
 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
@@ -183,14 +185,14 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
 def constructions(
     attention: object, length: int, radius: float, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return every construction that applies, for each of the heads.
+    """Return every construction that is possible, for each of the given heads.
 
     Parameters
     ----------
     attention, length, radius
         As in :func:`two_cluster`.
     heads
-        All by default.
+        Numbers of the heads; all heads by default.
 
     Raises
     ------
@@ -218,12 +220,12 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether a head has a tie: d >= 2, and scores and values that are not zero."""
+    """Tell whether :func:`tie` applies to a head: d >= 2, and neither scores nor values are zero."""
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
 class _Give:
-    """Puts a witness into the dtype and onto the device of the attention."""
+    """A function that makes a Construction from witness points, with the attention's dtype and device."""
 
     def __init__(self, attention: object, head: int) -> None:
         f = _map_of(attention)

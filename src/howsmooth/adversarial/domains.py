@@ -1,7 +1,7 @@
-"""Where the worst inputs are sought: a ball for each token, what a norm layer can give, around given tokens.
+"""Sets of inputs to search: a ball for each token, the outputs of a norm layer, or a ball around tokens.
 
-A domain has coordinates, in which it is a ball (a product of balls) and steps are taken; for all but the
-image of a norm layer they are the tokens themselves.
+Each domain has coordinates in which it is a ball or a product of balls. Steps of the ascent are made in
+these coordinates. For Ball and Around they are the tokens themselves.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """Radius of the balls, in coordinates."""
+        """Radius of the domain's balls, in coordinates."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the nearest coordinates inside."""
+        """Return the coordinates in the domain that are nearest to u."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens of the domain, float64 on the CPU."""
+        """Return random tokens in the domain, float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Return the coordinates of tokens x (..., n, d)."""
@@ -49,11 +49,11 @@ class Domain(abc.ABC):
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient in coordinates, of a gradient in tokens."""
+        """Return the gradient with respect to coordinates, given the gradient with respect to tokens."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Return tokens X (..., n, d) moved to the nearest, in coordinates, of the domain."""
+        """Return tokens X (..., n, d) moved to the nearest point of the domain, measured in coordinates."""
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
@@ -67,7 +67,7 @@ class Domain(abc.ABC):
 
 
 class Ball(Domain):
-    """Every token in the ball of radius R about zero: B_R^n, as in the paper's theorems.
+    """The set of all sequences whose tokens have norm at most R: B_R^n, as in the paper's theorems.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Ball(Domain):
     Raises
     ------
     ArgumentError
-        If the radius is not one.
+        If the radius is not such a number.
 
     """
 
@@ -86,15 +86,15 @@ class Ball(Domain):
 
     @property
     def radius(self) -> float:
-        """R."""
+        """The radius R."""
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Shrink the tokens that are too long."""
+        """Return u with every token of norm above R scaled down to norm R."""
         return _shrink(u, self.radius)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
@@ -104,10 +104,10 @@ class Ball(Domain):
 
 
 class Ellipsoid(Domain):
-    """What a norm layer can give: β + √d γ∘u, |u| <= 1, with mean-zero u for LayerNorm.
+    """The set of outputs of a norm layer: tokens β + √d γ∘u with |u| <= 1, and mean-zero u for LayerNorm.
 
-    The closure of the layer's image for ε > 0; for ε = 0 the image is the surface |u| = 1 alone, and so is
-    this domain.
+    This set is the closure of the layer's image if ε > 0. If ε = 0, the image is the surface |u| = 1, and
+    then the domain is that surface.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class Ellipsoid(Domain):
     Raises
     ------
     ArgumentError
-        If it is neither.
+        If ``norm`` is of another type.
 
     """
 
@@ -131,37 +131,39 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """1: that of the unit ball of u."""
+        """The radius 1 of the unit ball that contains u."""
         return 1.0
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return u; zero where the gain is."""
+        """Return the coordinates u of tokens x; entries with zero gain get u = 0."""
+        # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return β + √d γ∘u."""
+        """Return the tokens β + √d γ∘u."""
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return √d γ∘gradient, with mean zero for LayerNorm."""
+        """Return the gradient √d γ∘gradient with respect to u, centred for LayerNorm."""
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Centre for LayerNorm, shrink into the unit ball; for ε = 0 stretch onto its surface."""
+        """Return u inside the unit ball (on its surface if ε = 0), centred for LayerNorm."""
         u = self._centred(u)
         if self.norm.eps > 0:
             return _shrink(u, 1.0)
+        # For ε = 0 the layer normalises every token to the surface.
         length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
         on_surface: Tensor = torch.where(length > 0, u / length.clamp_min(1e-300), u)
         return on_surface
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return the norm of Gaussian tokens."""
+        """Return random tokens with |u| = 1."""
         u = self._centred(torch.randn(n, d, generator=generator, dtype=torch.float64))
         u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
         return self.tokens(self.project_coordinates(u))
@@ -174,23 +176,26 @@ class Ellipsoid(Domain):
 
 
 class Around(Domain):
-    """Tokens near given ones: |X − X0| <= radius in the Frobenius norm, or |x_i − x0_i| <= radius each.
+    """The set of tokens near given tokens X0.
+
+    X belongs to it if |X − X0| <= radius in the Frobenius norm or, with ``per_token``, if |x_i − x0_i| <=
+    radius for each token i.
 
     Parameters
     ----------
     X0
-        Centre (n, d).
+        The tokens (n, d) at the centre.
     radius
         A finite number > 0.
     per_token
-        Whether every token has a ball of its own.
+        Whether the radius bounds the change of each token instead of the Frobenius norm of all changes.
 
     Raises
     ------
     ArgumentError
-        If the centre is not a matrix of tokens, or the radius out of range.
+        If ``X0`` is not a matrix of tokens, or the radius is not a finite number > 0.
     NonFiniteError
-        If the centre is not finite.
+        If ``X0`` contains NaN or infinity.
 
     """
 
@@ -206,17 +211,17 @@ class Around(Domain):
 
     @property
     def radius(self) -> float:
-        """Radius of the ball."""
+        """The radius of the ball."""
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that says what the domain is."""
+        """Return one phrase that describes the domain."""
         n, d = self.X0.shape
         each = "each token" if self.per_token else "in the Frobenius norm"
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Shrink the difference from the centre where it is too long."""
+        """Return u with its difference from X0 scaled down where it is longer than the radius."""
         centre = self.X0.to(u)
         difference = u - centre
         if self.per_token:
@@ -233,7 +238,7 @@ class Around(Domain):
 
 
 def _shrink(x: Tensor, radius: float) -> Tensor:
-    """Scale the vectors (last axis) that are longer than ``radius`` down to it."""
+    """Return x with every vector (last axis) of norm above ``radius`` scaled down to that norm."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
     return inside

@@ -1,4 +1,4 @@
-"""One sequence that is too long for one device, its rows shared among the processes of torch.distributed."""
+"""Measurement of one sequence too long for one device, shared among processes of torch.distributed."""
 
 from howsmooth.distributed.cost import Device, StepCost, step_cost
 from howsmooth.distributed.measure import local_lipschitz, own_rows

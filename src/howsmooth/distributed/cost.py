@@ -1,4 +1,4 @@
-"""What one long sequence costs on several devices: operations, memory, bytes received, counted beforehand."""
+"""Predicted cost of measuring one long sequence on several devices: operations, memory and communication."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Device", "StepCost", "step_cost"]
 
 @dataclass(frozen=True)
 class Device:
-    """What is assumed of each device.
+    """Assumed speed and memory of each device.
 
     Parameters
     ----------
     operations_per_second
-        Floating-point operations that matrix products in the operator's dtype reach.
+        Floating-point operations per second of matrix products in the operator's dtype.
     memory
-        Bytes that may be used.
+        Bytes of memory that may be used.
     bytes_per_second
-        What a device receives from the others.
+        Bytes per second that a device receives from the others.
     kind
-        "cuda" or "cpu": decides on the size of tiles.
+        "cuda" or "cpu", which determines the size of tiles.
 
     """
 
@@ -41,24 +41,25 @@ class Device:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one step of Lanczos, one product with JᵀJ, to the process that has most of it.
+    """The cost of one Lanczos step, a product with JᵀJ, for the process with the largest share.
 
     Attributes
     ----------
     operations
         Floating-point operations of matrix products.
     exponentials
-        Entries of attention probabilities that are formed.
+        Number of attention probabilities that are computed.
     received
-        Bytes that come from other processes.
+        Bytes received from other processes.
     memory
-        Bytes at the peak, with the Krylov basis in half precision.
+        Largest number of bytes in use at one time, with the Krylov basis in half precision.
     heads_together
-        Key heads gathered at a time; of fewer than all, probabilities are formed twice and keys sent anew.
+        Number of key heads that are gathered at a time. If it is less than the number of all key heads,
+        probabilities are computed twice and keys are sent again in each product.
     fits
-        Whether the memory is that of the device, at most.
+        Whether ``memory`` is at most the memory of the device.
     seconds
-        Time at the rates assumed of the device, nothing overlapping.
+        Time at the device's assumed rates, if computation and communication do not overlap.
 
     """
 
@@ -80,31 +81,31 @@ def step_cost(
     dtype: torch.dtype = torch.float32,
     vectors: int = 32,
 ) -> StepCost:
-    """Return the cost of one step at ``n`` tokens shared among ``processes``, one device each.
+    """Return the cost of one Lanczos step at ``n`` tokens shared among ``processes``, with one device each.
 
     Parameters
     ----------
     f
-        :class:`~howsmooth.attention.SelfAttention`, of which sizes, order and window count.
+        A :class:`~howsmooth.attention.SelfAttention`. Its sizes, causality and window determine the cost.
     n
-        Tokens of the sequence.
+        Number of tokens of the sequence.
     processes
         Number of processes.
     device
-        What is assumed of each device.
+        Assumed speed and memory of each device.
     dtype
-        Of the products.
+        Dtype of the products.
     vectors
-        Vectors of the Krylov basis: the steps that are expected.
+        Number of vectors in the Krylov basis, which is the expected number of steps.
 
     Raises
     ------
     ArgumentError
-        If the map cannot be shared, or there are fewer than two tokens a process.
+        If the rows of the map cannot be shared, or there are fewer than two tokens for each process.
 
     References
     ----------
-    docs/guide/many-machines.md, which derives the numbers.
+    Documentation page "Many machines", which derives the numbers.
 
     """
     if not isinstance(f, SelfAttention):
@@ -120,7 +121,7 @@ def step_cost(
             + basis * own * f.d * 2
         )
 
-    # The verdict is made in float64, with one head at a time if need be and no basis.
+    # The final check of a result in float64 needs no basis, and can take one head at a time.
     verdict = stage(torch.float64, 1, 0)
     fitting = [
         heads
@@ -131,14 +132,17 @@ def step_cost(
     memory = max(stage(dtype, heads, vectors), verdict)
     whole = heads == f.kv_heads
     pairs = max(_visible_pairs(f, n, part) for part in map(shares.ranges, range(processes)))
-    # qkᵀ, dq kᵀ, q dkᵀ, dSᵀq, dS k of size key_dim; dS v, P dv, dO vᵀ, PᵀdO of size value_dim. Where heads
-    # come one after the other, J is done before Jᵀ begins, and qkᵀ is made twice.
+    # Products over pairs of tokens: qkᵀ, dq kᵀ, q dkᵀ, dSᵀq and dS k have inner size key_dim, and dS v, P dv,
+    # dO vᵀ and PᵀdO have inner size value_dim. If heads are taken in turn, J is applied for all heads before
+    # Jᵀ, so that qkᵀ is computed twice.
     formed = 1 if whole else 2
     products = 2 * pairs * f.heads * ((4 + formed) * f.key_dim + 4 * f.value_dim)
     rows = f.heads * f.key_dim + f.kv_heads * (f.key_dim + f.value_dim)
     out = 0 if f.output is None else f.heads * f.value_dim * f.d_out
+    # The projections: forward and adjoint, two operations for each entry of a weight and token.
     operations = products + 4 * own * (f.d * rows + out)
-    # Tangents are gathered, cotangents summed; keys and values, if not kept, once for J and once for Jᵀ.
+    # Tangents are gathered and cotangents are summed. Keys and values that are not kept are gathered twice
+    # more, once for J and once for Jᵀ.
     sent = 2 if whole else 4
     received = (processes - 1) * own * f.kv_heads * (f.key_dim + f.value_dim) * dtype.itemsize * sent
     return StepCost(
@@ -153,7 +157,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Count the pairs of a query in ``ranges`` and a key that it sees."""
+    """Return the number of pairs of a query in ``ranges`` and a key that the query sees."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)
@@ -163,7 +167,9 @@ def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
     def total(low: int, high: int) -> int:
         return (high - low) * (sees(low) + sees(high - 1)) // 2
 
-    # Between these rows the number of keys grows by a constant.
+    # Between two of these rows the number of visible keys is linear in the row, so its sum needs only the
+    # first and the last row.
+    # A window is cut off at the beginning and at the end of the sequence.
     bends = {0, n} if f.window is None else {0, min(f.window - 1, n), max(n - f.window, 0), n}
     count = 0
     for part in ranges:

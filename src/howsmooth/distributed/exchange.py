@@ -1,4 +1,4 @@
-"""What the processes that share a sequence tell each other; the only module with torch.distributed."""
+"""Communication between the processes that share a sequence; the only module that uses torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The three operations that all processes of a group carry out together."""
+    """The three collective operations; all processes of a group must call them together."""
 
     @property
     def rank(self) -> int:
@@ -39,12 +39,12 @@ class Collectives(Protocol):
 
 
 class ProcessGroupCollectives:
-    """A group of torch.distributed, of any backend (gloo on processors, NCCL on CUDA devices).
+    """Collective operations of a torch.distributed group, of any backend (such as gloo or NCCL).
 
     Parameters
     ----------
     group
-        A process group; None for all processes.
+        A process group, or None for all processes.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class ProcessGroupCollectives:
         _newest("all_gather_single", "all_gather_into_tensor")(out.flatten(), t.flatten(), group=self.group)
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Write into ``out`` the sum over processes of their part for this one."""
+        """Write into ``out`` the sum, over processes, of the parts that they hold for this process."""
         _newest("reduce_scatter_single", "reduce_scatter_tensor")(
             out.flatten(), t.flatten(), group=self.group
         )
@@ -94,13 +94,13 @@ class ProcessGroupCollectives:
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """Return the first of some functions that this PyTorch has: 2.13 renamed two."""
+    """Return the first of these functions that the installed PyTorch has; PyTorch 2.13 renamed two."""
     found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return found
 
 
 class Exchange:
-    """Rows gathered, sums of rows scattered, and small sums, among the processes that share a sequence."""
+    """Gathers and sums of rows among the processes that share a sequence, and sums of small tensors."""
 
     def __init__(self, collectives: Collectives, shares: RowShares, device: torch.device) -> None:
         self.collectives = collectives
@@ -112,7 +112,8 @@ class Exchange:
     def gather(
         self, first: Float[Tensor, "b own dim_1"], second: Float[Tensor, "b own dim_2"]
     ) -> tuple[Float[Tensor, "b n dim_1"], Float[Tensor, "b n dim_2"]]:
-        """Return the rows of all processes, of two tensors at once, in their order in the sequence."""
+        """Return the rows of all processes, for two tensors at once, in the order of the sequence."""
+        # Both tensors travel in one message. Collectives need equal shapes, so shorter shares are padded.
         b, own, width = first.shape[0], first.shape[1], first.shape[2]
         sent = first.new_zeros(b, self.shares.longest, width + second.shape[2])
         sent[:, :own, :width] = first
@@ -127,7 +128,7 @@ class Exchange:
     def scatter_sum(
         self, first: Float[Tensor, "b n dim_1"], second: Float[Tensor, "b n dim_2"]
     ) -> tuple[Float[Tensor, "b own dim_1"], Float[Tensor, "b own dim_2"]]:
-        """Return this process's rows of the sums over processes: the adjoint of ``gather``."""
+        """Return this process's rows of the sums over processes; this is the adjoint of ``gather``."""
         b, width = first.shape[0], first.shape[2]
         sent = first.new_zeros(self.shares.world, b, self.shares.longest, width + second.shape[2])
         for rank, place, part in self._places():
@@ -138,15 +139,15 @@ class Exchange:
         return summed[:, : self.own, :width], summed[:, : self.own, width:]
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over processes of a small tensor, with the same last digit in each of them.
+        """Return the sum of a small tensor over processes, equal to the last bit in all of them.
 
-        Decisions hang on these numbers: were they to differ by rounding, one process would stop while the
-        others wait for it.
+        The processes decide by these numbers when to stop. If the numbers differed by rounding, one process
+        could stop while the others wait for it.
         """
         return self._all(values).sum(dim=0)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest over processes of each entry of a small tensor."""
+        """Return the entrywise maximum of a small tensor over processes."""
         return self._all(values).amax(dim=0)
 
     def _all(self, values: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return, for each range of each process, where it lies in the share and in the sequence."""
+        """Return (rank, rows of the share, rows of the sequence) for each range of each process."""
         places = []
         for rank in range(self.shares.world):
             first = 0

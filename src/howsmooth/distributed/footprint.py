@@ -1,4 +1,4 @@
-"""How many bytes a process takes for its share of a sequence, and how many heads it gathers at a time."""
+"""Memory of a process for its share of a sequence, and the number of heads that it gathers at a time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ from howsmooth.jacobian.tiling import batches_apart, working_bytes
 __all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
 
 GATHERED = 7
-"""Tensors of one number for each token and entry of a key and a value of the heads taken at a time: keys and
-values, their tangents, what is received, cotangents of two ranges, what is sent; in float32 also those that
-scores are formed of."""
+"""Number of tensors as large as the keys and values of the gathered heads that are held at one time. They are
+the keys and values, their tangents, the received buffer, the cotangents of two ranges and the sent buffer,
+and in float32 the float64 keys of which scores are formed."""
 
-# As in one process: more vectors than most runs need are kept in the operator's precision, else in half.
+# As in one process, the basis is kept in the operator's precision if it has room for this many vectors, which
+# is more than most runs need. Otherwise it is kept in half precision.
 _ENOUGH_VECTORS = 64
 _FEWEST_VECTORS = 2
 
 
 @dataclass(frozen=True)
 class Room:
-    """What all processes agreed on: heads gathered at a time, vectors of the Krylov basis, their dtype."""
+    """The division of memory that all processes agreed on.
+
+    It consists of the number of heads gathered at a time, the number of vectors in the Krylov basis, and the
+    dtype of that basis.
+    """
 
     heads_together: int
     vectors: int
     basis_dtype: torch.dtype
 
     def basis_bytes(self, own: int, d: int) -> int:
-        """Bytes of the basis in a process that holds ``own`` tokens."""
+        """Return the bytes of the basis in a process that holds ``own`` tokens."""
         return self.vectors * own * d * self.basis_dtype.itemsize
 
 
@@ -51,14 +56,14 @@ def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
 
 
 def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a process for one gathered key head, of the attention that needs most."""
-    # One head alone has cotangents for each thread.
+    """Return the bytes that a process needs for one gathered key head, for the attention that needs most."""
+    # With one head alone, each thread accumulates cotangents in a buffer of its own.
     tensors = GATHERED + batches_apart(1, device) - 1
     return max((tensors * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a process for its own rows: operator, tiles, five vectors of the solver."""
+    """Return the bytes that a process needs for its rows: operator, tiles, five vectors of the solver."""
     tiles = sum(
         working_bytes(a.heads, own, n, dtype.itemsize, device, capped=a.softcap is not None)
         for a in _attentions(f)
@@ -74,7 +79,7 @@ def check_budget(
     budget: int,
     collectives: Collectives,
 ) -> None:
-    """Raise ArgumentError in every process if the budget of one is too small for one head and two vectors."""
+    """Raise ArgumentError in every process if any process lacks memory for one head and two basis vectors."""
     own = shares.count(collectives.rank)
     least = max(
         fixed_bytes(f, own, shares.n, dtype, device)
@@ -82,6 +87,7 @@ def check_budget(
         + _FEWEST_VECTORS * own * f.d * torch.float16.itemsize
         for dtype in dtypes
     )
+    # All processes see all budgets, so that all of them raise the same error.
     said = collectives.all_gather_objects((budget, least))
     short = [rank for rank, (given, needed) in enumerate(said) if given < needed]
     if short:
@@ -105,14 +111,18 @@ def room(
     max_iterations: int,
     collectives: Collectives,
 ) -> Room:
-    """Share out the memory of this process, which is enough, and agree with the others on the least."""
+    """Divide the memory of this process between heads and basis, and agree with the others on the minimum.
+
+    The budget must have passed :func:`check_budget`.
+    """
     own, n = shares.count(collectives.rank), shares.n
     per_head, vector = bytes_per_head(f, n, dtype, device), own * f.d
     kv_heads = max((a.kv_heads for a in _attentions(f)), default=1)
     left = budget - fixed_bytes(f, own, n, dtype, device)
-    # Half of what is left for the basis, the other half for heads; one head at least.
+    # Half of the remaining memory is for the basis, the other half for heads, and at least one head.
     heads = min(kv_heads, max(1, left // 2 // per_head)) if per_head else kv_heads
     basis = left - heads * per_head
+    # The processes take the smallest of each number, so that they run in step.
     answers = collectives.all_gather_objects(
         (heads, basis // (vector * dtype.itemsize), basis // (vector * torch.float16.itemsize))
     )

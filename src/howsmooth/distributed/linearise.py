@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def check_shareable(f: object) -> None:
-    """Raise ArgumentError unless the rows of ``f`` can be shared out among processes."""
+    """Raise ArgumentError unless the rows of ``f`` can be shared among processes."""
     match f:
         case SelfAttention() if f.mask is not None or f.score_bias is not None:
             raise ArgumentError(
@@ -62,9 +62,9 @@ def check_shareable(f: object) -> None:
 
 
 def together(collectives: Collectives, compute: Callable[[], T]) -> T:
-    """Compute in every process, or raise in every process what one of them refuses.
+    """Return ``compute()`` in every process, or raise in every process if the computation fails in one.
 
-    A process that raised alone would leave the others waiting for it.
+    If one process alone raised, the others would wait for it forever.
     """
     result, problem = None, None
     try:
@@ -87,14 +87,14 @@ def together(collectives: Collectives, compute: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class SharedMap:
-    """A map at one sequence of which each process holds some rows.
+    """A map at one sequence, of which each process holds some rows.
 
     Parameters
     ----------
     exchange
-        Between the processes, which all call every method alike.
+        The communication between the processes. All processes must call the same methods in the same order.
     heads_together
-        Key heads whose keys and values are gathered at a time.
+        Number of key heads whose keys and values are gathered at a time.
 
     """
 
@@ -102,9 +102,9 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Linearise a float64 map at this process's float64 tokens (1, own, d); products in ``dtype``.
+        """Return the Jacobian of a float64 map at this process's float64 tokens (1, own, d), in ``dtype``.
 
-        The operator takes and gives this process's rows; its products are made by all processes together.
+        The operator takes and returns this process's rows. All processes compute its products together.
 
         Raises
         ------
@@ -141,7 +141,8 @@ class SharedMap:
                 return f._forward(x)
 
     def _attention(self, f: SelfAttention, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        # Without sinks no derivative feels a value bias: added, it would cost the values digits.
+        # Without sinks, the rows of P sum to 1, so a value bias changes no derivative. It is left out because
+        # adding it would cost the values digits.
         local = self._placed(f if f.sinks is not None else f._rebuilt(value_bias=None))
         for norm, weight, bias in (
             (f.query_norm, f.query, f.query_bias),
@@ -156,7 +157,7 @@ class SharedMap:
         return StreamedAttentionJacobian.at(local, x, dtype, core)
 
     def _placed(self, f: SelfAttention) -> SelfAttention:
-        """Return the attention whose rotations are those of this process's rows."""
+        """Return the attention with the rotary angles of this process's rows."""
         if f.rotary is None:
             return f
         shares = self.exchange.shares

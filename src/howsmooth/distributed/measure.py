@@ -1,4 +1,4 @@
-"""The local Lipschitz constant at one long sequence, its rows shared among processes."""
+"""The local Lipschitz constant at one long sequence whose rows are shared among processes."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ from howsmooth.spectral.lanczos import lanczos
 
 __all__ = ["local_lipschitz", "measure", "own_rows"]
 
-# What a map makes of a few tokens must be the same in all processes, to rounding.
+# All processes apply their map to this many tokens, and the results must agree up to rounding.
 _PROBE_TOKENS = 4
 _PROBE_RTOL = 1e-9
 
 
 def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
-    """Return the numbers of the tokens that this process holds, of a sequence of ``n``.
+    """Return the row numbers of the tokens that this process holds, for a sequence of ``n`` tokens.
 
-    Two ranges, one from either end of the sequence: under a causal map all processes then have the same work.
+    The rows form two ranges, one from each half of the sequence, so that all processes have the same amount
+    of work for a causal map.
 
     Parameters
     ----------
     n
-        Tokens of the sequence, at least two for each process.
+        Number of tokens of the sequence, at least two for each process.
     group
         Process group of torch.distributed; all processes by default.
 
     Raises
     ------
     ArgumentError
-        If torch.distributed has not been started, or there are fewer tokens.
+        If torch.distributed has not been started, or ``n`` is too small.
 
     """
     collectives = ProcessGroupCollectives(group)
@@ -68,11 +69,11 @@ def local_lipschitz(
     seed: int = 0,
     memory: int | None = None,
 ) -> LipschitzEstimate:
-    """Measure ‖D_X f‖₂ at one sequence of ``n`` tokens of which each process holds its own rows.
+    """Measure ‖D_X f‖₂ at one sequence of ``n`` tokens whose rows are shared among processes.
 
-    It is :func:`howsmooth.local_lipschitz` with the work and the memory shared: the same start, the same
-    steps, the same interval, and numbers that differ by rounding only. Every process of the group calls it
-    with the same arguments, but for ``x`` and ``memory``.
+    This function shares the work and the memory of :func:`howsmooth.local_lipschitz`. It takes the same start
+    and the same steps, and its numbers differ from those of one process by rounding only. Every process of
+    the group must call it with the same arguments, except for ``x`` and ``memory``.
 
     Parameters
     ----------
@@ -80,33 +81,33 @@ def local_lipschitz(
         :class:`~howsmooth.attention.SelfAttention` without mask and score bias, a norm, a LayerScale, or a
         Residual or Compose of them.
     x
-        The rows :func:`own_rows` of the tokens, (own, d), float32 or float64.
+        The rows of the tokens that :func:`own_rows` returns for this process, (own, d), float32 or float64.
     n
-        Tokens of the whole sequence.
+        Number of tokens of the whole sequence.
     group
         Process group of torch.distributed; all processes by default.
     rtol, confidence, max_iterations, seed
-        As for one process.
+        As for :func:`howsmooth.local_lipschitz`.
     memory
-        Bytes that this process may use; by default half of what is free on its device, shared evenly with
-        other processes of the group there. It decides how many heads are gathered at a time and what the
-        Krylov basis is kept in.
+        Bytes that this process may use. The default is half of the free memory of its device, divided evenly
+        among the group's processes on that device. The memory determines how many heads are gathered at a
+        time and the dtype of the Krylov basis.
 
     Returns
     -------
     LipschitzEstimate
-        The same in every process, but for the directions, which are of its own rows.
+        The same in every process, except that the directions have the rows of the process.
 
     Raises
     ------
     ArgumentError
-        In every process, if an argument of one does not fit or differs from that of the others.
+        In every process, if an argument of one process is wrong or differs from the arguments of the others.
     NonFiniteError
-        In every process, if tokens or a product are not finite.
+        In every process, if tokens or a product contain NaN or infinity.
 
     References
     ----------
-    docs/guide/many-machines.md, which says what is sent and what it costs.
+    Documentation page "Many machines", which describes the communication and its cost.
 
     """
     collectives = ProcessGroupCollectives(group)
@@ -135,10 +136,11 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Do what :func:`local_lipschitz` does, over any collectives."""
+    """Do the work of :func:`local_lipschitz` with any implementation of the collective operations."""
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
+        # The free memory of a device is shared by all processes on it.
         budget //= _neighbours(collectives, x.device)
     exchange = Exchange(collectives, shares, x.device)
     dtypes = (x.dtype, torch.float64)
@@ -146,6 +148,7 @@ def measure(
     rooms = {
         dtype: room(double, shares, dtype, x.device, budget, max_iterations, collectives) for dtype in dtypes
     }
+    # The same random start as in one process; the conversion to the dtype comes later.
     start = own_start(n, f.d, exchange.ranges, seed)[None]
     tokens = x.detach().double()[None]
 
@@ -188,13 +191,14 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Solve in float32, with the verdict of float64 products, and in float64 where that is not enough."""
+    """Solve in float32 and check the result with float64 products; solve in float64 if the check fails."""
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()
+    # The float32 vector is normalised in float64, over all processes.
     right /= _length(right, exchange)
     _, rounded = single.gram_product(right.to(torch.float32))
-    del single
+    del single  # frees its probabilities and keys before the float64 operator is built
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _length(image, exchange).cpu()
@@ -204,13 +208,15 @@ def _single(
     )
     judged = judge(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
+    # The float64 check either confirms the interval, or the float32 run had not converged anyway. Only in the
+    # remaining case is a second run worth its time.
     if bool(judged.converged) or not bool(found.converged | found.broke_down):
         return judged
     return solve(exact)
 
 
 def _length(t: Tensor, exchange: Exchange) -> Tensor:
-    """Frobenius norm of a tensor (1, own, ·) over all processes, (1,)."""
+    """Return the Frobenius norm (1,), over all processes, of a tensor (1, own, ·)."""
     return exchange.total(squared_lengths(t.flatten(1))).sqrt()
 
 
@@ -224,7 +230,7 @@ def _agreed(
     max_iterations: int,
     seed: int,
 ) -> tuple[RowShares, TokenMap]:
-    """Check the arguments of every process, and that they are one call."""
+    """Check the arguments of this process, and that all processes were called with the same arguments."""
 
     def checked() -> tuple[RowShares, TokenMap, dict[str, object], list[float]]:
         if isinstance(n, bool) or not isinstance(n, int):
@@ -256,6 +262,7 @@ def _agreed(
         }
         return shares, double, said, _probe(double, n)
 
+    # An error in one process must be raised in all of them, since the next lines communicate.
     shares, double, said, probe = together(collectives, checked)
     for rank, (theirs, numbers) in enumerate(collectives.all_gather_objects((said, probe))):
         for name, value in said.items():
@@ -276,12 +283,15 @@ def _agreed(
 
 
 def _alike(a: float, b: float) -> bool:
-    """Tell whether two numbers differ by rounding only; what is no number is found by the products."""
+    """Tell whether two numbers differ by rounding only.
+
+    NaN counts as equal to NaN here, because the measurement itself reports numbers that are not finite.
+    """
     return math.isclose(a, b, rel_tol=_PROBE_RTOL, abs_tol=1e-300) or (math.isnan(a) and math.isnan(b))
 
 
 def _probe(double: TokenMap, n: int) -> list[float]:
-    """Return the lengths of the images of a few tokens, from which another map would differ."""
+    """Return the norms of the map's outputs at a few fixed tokens, by which different maps are told apart."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(min(n, _PROBE_TOKENS), double.d, generator=generator, dtype=torch.float64)
     lengths: list[float] = double._forward(tokens.to(double.device)).norm(dim=-1).tolist()
@@ -289,6 +299,6 @@ def _probe(double: TokenMap, n: int) -> list[float]:
 
 
 def _neighbours(collectives: Collectives, device: torch.device) -> int:
-    """Return how many processes of the group share this one's device."""
+    """Return the number of processes of the group that use this process's device."""
     here = (socket.gethostname(), str(device))
     return collectives.all_gather_objects(here).count(here)

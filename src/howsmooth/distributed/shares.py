@@ -1,4 +1,4 @@
-"""Which rows of one long sequence each process holds: an early and a late range, for even work."""
+"""The rows of one long sequence that each process holds: an early and a late range, for equal work."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ __all__ = ["RowShares"]
 
 @dataclass(frozen=True)
 class RowShares:
-    """The rows of n tokens in 2 · world pieces; process r holds the pieces r and 2 · world − 1 − r.
+    """The division of n rows into 2 · world pieces; process r holds the pieces r and 2 · world − 1 − r.
 
-    A causal query costs as many products as it sees keys, so that pieces taken from both ends give every
-    process the same work to one piece's rounding. Without an order the choice is of no consequence.
+    The cost of a causal query is proportional to the number of keys that it sees. With one piece from each
+    end, all processes have equal work, up to the rounding of piece lengths. For attention that is not causal,
+    every division into equal shares would do.
 
     Parameters
     ----------
     n
-        Tokens of the sequence.
+        Number of tokens of the sequence.
     world
         Number of processes.
 
     Raises
     ------
     ArgumentError
-        If there are fewer than two tokens a process.
+        If there are fewer than two tokens for each process.
 
     """
 
@@ -38,7 +39,7 @@ class RowShares:
     world: int
 
     def __post_init__(self) -> None:
-        """Refuse a process without work: an empty share has no norm, no mean and no place in a sum."""
+        """Raise ArgumentError if a process would have an empty share, where no norm or mean is defined."""
         if self.world < 1 or self.n < 2 * self.world:
             raise ArgumentError(
                 "n",
@@ -48,7 +49,7 @@ class RowShares:
             )
 
     def ranges(self, rank: int) -> tuple[slice, ...]:
-        """Return the ranges of rows of one process, in their order in the sequence."""
+        """Return the ranges of rows of one process, in the order of the sequence."""
         pieces = 2 * self.world
         first, last = (
             slice(self.n * piece // pieces, self.n * (piece + 1) // pieces)
@@ -57,14 +58,14 @@ class RowShares:
         return (slice(first.start, last.stop),) if first.stop == last.start else (first, last)
 
     def rows(self, rank: int) -> Int[Tensor, " own"]:
-        """Return the numbers of the rows of one process."""
+        """Return the row numbers of one process."""
         return torch.cat([torch.arange(part.start, part.stop) for part in self.ranges(rank)])
 
     def count(self, rank: int) -> int:
-        """Return how many rows a process holds."""
+        """Return the number of rows of one process."""
         return sum(part.stop - part.start for part in self.ranges(rank))
 
     @property
     def longest(self) -> int:
-        """Rows of the process that holds most."""
+        """The number of rows of the process with most rows."""
         return max(self.count(rank) for rank in range(self.world))

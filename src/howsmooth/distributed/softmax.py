@@ -1,4 +1,4 @@
-"""The derivative of softmax attention with the rows of queries shared out, keys and values gathered."""
+"""The derivative of softmax attention with query rows shared among processes, and all keys gathered."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["SharedSoftmax", "shared_softmax"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """Some key heads: the derivative at each range of this process's queries, and its own keys and values.
+    """The derivatives of some key heads at each range of this process's queries.
 
-    Where keys are not kept, the derivatives hold none; ``own`` has this process's rows of keys and values.
-    ``value_mean`` is what values were centred by.
+    If keys and values are not kept, the derivatives hold none. Then ``own`` has this process's rows of the
+    keys and values, and ``own_exact`` its float64 keys if any process needs them. ``value_mean`` is the mean
+    that was subtracted from the values.
     """
 
     heads: slice
@@ -35,24 +36,24 @@ class _Heads:
 
 @dataclass(frozen=True)
 class SharedSoftmax:
-    """Derivative of attention at one sequence, its query rows shared among processes.
+    """The derivative of attention at one sequence whose query rows are shared among processes.
 
-    It takes and gives this process's rows, with the doors of
-    :class:`~howsmooth.jacobian.streamed.StreamedDerivative`. Tangents of keys and values are gathered from
-    all processes, cotangents summed over them, some heads at a time; every process must call it alike.
+    It has the methods of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`, for this process's rows.
+    Tangents of keys and values are gathered from all processes, and their cotangents are summed over
+    processes, for some heads at a time. All processes must call the same methods in the same order.
 
     Parameters
     ----------
     k
-        This process's keys, whose shape is looked at only.
+        This process's keys; only their shape is used.
     parts
-        The derivative, some heads after the other.
+        The derivatives of groups of heads, in the order of the heads.
     exchange
-        Between the processes.
+        The communication between the processes.
     group
-        Query heads to a key head.
+        Number of query heads for each key head.
     kappa_rounding
-        See ``rounding``.
+        The relative error that ``rounding`` returns.
 
     """
 
@@ -63,7 +64,7 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Relative error of the derivative's norm that rounding may cause: the largest of all processes."""
+        """Return the relative error of the derivative's norm due to rounding, the largest over processes."""
         return self.kappa_rounding.expand(batch)
 
     def product(
@@ -72,10 +73,14 @@ class SharedSoftmax:
         dk: Float[Tensor, "b own key_dim"],
         dv: Float[Tensor, "b own value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return dO of this process's rows, for its tangents of scaled queries, keys and values."""
+        """Return the tangent of this process's output rows for tangents of its queries, keys and values.
+
+        The queries are the scaled ones.
+        """
         queries = self._by_row(dq)
         out = dv.new_empty(*queries.shape[:3], dv.shape[-1])
         for part in self.parts:
+            # Tangents of keys and values of all processes act on the query rows of this process.
             every_dk, every_dv = self.exchange.gather(dk[part.heads], dv[part.heads])
             for piece, rows in self._pieces(part):
                 own = queries[part.heads, :, rows]
@@ -88,7 +93,7 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Return the adjoint's parts for this process's rows of tokens, summed over all rows of queries."""
+        """Return the cotangents of this process's queries, keys and values, summed over all query rows."""
         outputs = self._by_row(do)
         queries = do.new_empty(*outputs.shape[:3], self.k.shape[-1])
         keys, values = [], []
@@ -99,6 +104,7 @@ class SharedSoftmax:
                 dq, *others = piece.adjoint(own.flatten(1, 2))
                 queries[part.heads, :, rows] = dq.view(*own.shape[:3], -1)
                 total = _added(total, others)
+            # The query rows of this process contribute to the keys and values of all processes.
             dk, dv = self._scattered(total)
             keys.append(dk)
             values.append(dv)
@@ -113,21 +119,23 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Return the adjoint of ``through`` of the product; in one pass if all heads are taken at once.
+        """Apply the derivative, then ``through`` to the result, then the adjoint, and return the cotangents.
 
-        ``through`` mixes heads: where they come one after the other, the product is made first, then its
-        adjoint.
+        If all heads are gathered at once, this takes one pass over the tiles. ``through`` mixes heads, so if
+        heads are taken in turn, the product of all heads is computed before the adjoint.
         """
         if len(self.parts) > 1:
             do = self._by_row(self.product(dq, dk, dv))
             return self.adjoint(through(0, slice(0, self.exchange.own), do).flatten(1, 2))
+        # All heads at once: each tile of probabilities serves J and its adjoint.
         (part,) = self.parts
         tangents = self._by_row(dq)
         every_dk, every_dv = self.exchange.gather(dk, dv)
         queries = torch.empty_like(tangents)
         total: tuple[Tensor, Tensor] | None = None
         for piece, rows in self._pieces(part):
-
+            # The piece counts rows from its own first row, while ``through`` counts all rows of the process.
+            # The default argument binds the offset of this iteration.
             def moved(member: int, some: slice, do: Tensor, first: int = rows.start) -> Tensor:
                 return through(member, slice(some.start + first, some.stop + first), do)
 
@@ -139,7 +147,7 @@ class SharedSoftmax:
         return queries.flatten(1, 2), *self._scattered(total)
 
     def image(self) -> Float[Tensor, "kv_heads group own value_dim"]:
-        """Return P v of this process's rows."""
+        """Return the attention outputs P v of this process's rows."""
         return torch.cat(
             [
                 torch.cat([piece.mean for piece in part.pieces], dim=2) + part.value_mean[:, None]
@@ -148,7 +156,7 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return the same: there is one member, all of whose heads are taken."""
+        """Return the derivative itself, because it has a single member to select."""
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:
@@ -159,12 +167,14 @@ class SharedSoftmax:
         return self.exchange.scatter_sum(*parts)
 
     def _pieces(self, part: _Heads) -> Iterator[tuple[StreamedDerivative, slice]]:
-        """Yield the derivatives of some heads and the rows, of this process's, that each stands for."""
+        """Yield the derivatives of some heads, each with the rows of this process that it covers."""
         pieces = part.pieces
         if part.own is not None:
+            # Keys and values were not kept: gather them for the time of this iteration.
             k, v = self.exchange.gather(*part.own)
             exact = None
             if part.own_exact is not None:
+                # The second tensor of this gather is empty.
                 exact, _ = self.exchange.gather(part.own_exact, part.own_exact[..., :0])
             pieces = tuple(_with_keys(piece, k, v, exact) for piece in pieces)
         first = 0
@@ -187,8 +197,8 @@ def shared_softmax(
 ) -> SharedSoftmax:
     """Return the derivative at this process's float64 queries, keys and values, for products in ``dtype``.
 
-    Keys and values of all heads are kept whole if ``heads_together`` is their number; else those of so many
-    heads are gathered anew at each use.
+    If ``heads_together`` is the number of all key heads, the gathered keys and values are kept. Otherwise
+    each use gathers them again, for ``heads_together`` heads at a time.
     """
     kv_heads, group = q.shape[:2]
     parts = [
@@ -208,7 +218,8 @@ def shared_softmax(
     ]
     pieces = [piece for part in parts for piece in part.pieces]
     rounding = torch.stack([piece.rounding(1) for piece in pieces]).amax(dim=0)
-    # Processes gather together: if one of them forms scores in float64, all send the keys for it.
+    # All processes must take part in a gather: if one of them computes scores in float64, all must send their
+    # float64 keys.
     wanted = torch.tensor([float(piece.exact is not None) for piece in pieces]).amax()
     if not bool(exchange.largest(wanted)):
         parts = [replace(part, own_exact=None) for part in parts]
@@ -237,7 +248,7 @@ def _some_heads(
         own_q = q[None, heads, :, begun : begun + length]
         operands = Operands.of_heads(own_q, every_k[None], every_v[None], scale, of_heads)
         piece = streamed_derivative(operands, visibility, dtype, first_row=part.start)
-        if pieces:  # one copy of the keys serves all ranges
+        if pieces:  # all ranges share one copy of the keys
             exact = next((one.exact[1] for one in pieces if one.exact is not None), None)
             piece = _with_keys(piece, pieces[0].k, pieces[0].v, exact)
         pieces.append(piece)
@@ -248,9 +259,9 @@ def _some_heads(
     rows = exchange.shares.rows(exchange.collectives.rank).to(k.device)
     own = (pieces[0].k[:, rows], pieces[0].v[:, rows])
     own_exact = k[heads]
-    if features.softcap is None and features.sinks is None:  # as Operands.of_heads shifts them
+    if features.softcap is None and features.sinks is None:  # Operands.of_heads centres keys here, too
         own_exact = own_exact - every_k.mean(dim=1, keepdim=True)
-    # Empty, not views of nothing, which would keep the whole alive.
+    # New empty tensors; empty views would keep the memory of all gathered keys alive.
     no_k, no_v = (t.new_empty(t.shape[0], 0, t.shape[2]) for t in own)
     bare = tuple(_with_keys(piece, no_k, no_v, k.new_empty(no_k.shape)) for piece in pieces)
     return _Heads(heads, bare, own, own_exact, value_mean)
@@ -262,7 +273,7 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return the derivative with these keys and values in place of its own; no float64 keys, its own stay."""
+    """Return the derivative with other keys and values; float64 keys are replaced if ``exact`` is given."""
     keys = piece.exact
     if keys is not None and exact is not None:
         keys = (keys[0], exact)

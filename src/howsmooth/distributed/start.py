@@ -1,4 +1,4 @@
-"""A process's rows of the random start that one process alone would draw."""
+"""A process's rows of the random start vector that one process alone would draw."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from howsmooth.seeds import torch_seed
 
 __all__ = ["own_start"]
 
-# Numbers drawn at a time.
+# Random numbers drawn at a time.
 _CHUNK = 1 << 22
-# PyTorch draws normal numbers in groups of this many, the last group of a tensor anew.
+# PyTorch draws normal numbers in groups of 16. If the size of a tensor is no multiple of 16, it draws the
+# last 16 numbers again.
 _GROUP = 16
 
 
 def own_start(
     n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
 ) -> Float[Tensor, "own d"]:
-    """Return the rows ``ranges`` of the Gaussian start (n, d) of ``seed``, float64 on the CPU.
+    """Return the rows ``ranges`` of the Gaussian start (n, d) for ``seed``, float64 on the CPU.
 
-    Bit for bit the rows that one process draws with ``torch.randn(n, d)``, so that the result does not depend
-    on the number of processes. All numbers are drawn in turn, in memory of the own rows and one chunk.
+    They equal, bit for bit, the rows that one process draws with ``torch.randn(n, d)``, so the result does
+    not depend on the number of processes. Every process draws all numbers, but keeps only its rows and one
+    chunk in memory.
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))
+    # Chunks hold a multiple of 16 numbers, so that their last groups are complete.
     step = max(1, chunk // (d * _GROUP)) * _GROUP
     own = torch.empty(sum(part.stop - part.start for part in ranges), d, dtype=torch.float64)
     first = 0
     while first < n:
         last = first + step
-        if (n - last) * d < _GROUP:  # too little for a group of its own
+        if (n - last) * d < _GROUP:  # the remaining numbers do not fill a group, so they join this chunk
             last = n
         drawn = torch.randn(last - first, d, generator=generator, dtype=torch.float64)
         place = 0
+        # Keep the rows of this chunk that belong to this process; drop the others.
         for part in ranges:
             low, high = max(part.start, first), min(part.stop, last)
             if low < high:

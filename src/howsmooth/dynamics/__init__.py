@@ -1,7 +1,8 @@
-"""Attention through depth: tokens, measures and Gaussians as they flow.
+"""Attention through depth: the flow of tokens, measures and Gaussians.
 
-``flow`` integrates x' = Γ_μ(x); ``Layers``, ``Sphere`` and ``Rescaled`` are fields to integrate; ``growth``
-measures how far a flow spreads perturbations, ``cluster_metrics`` how far its tokens have clustered.
+``flow`` integrates x' = Γ_μ(x). ``Layers``, ``Sphere`` and ``Rescaled`` are velocity fields to integrate.
+``growth`` measures how much a flow amplifies small perturbations, and ``cluster_metrics`` how far its tokens
+have clustered.
 """
 
 from howsmooth.dynamics.clusters import (

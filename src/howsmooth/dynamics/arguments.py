@@ -1,4 +1,4 @@
-"""Times, methods, steps and tolerances that the user gives, checked against each other and the field."""
+"""Checks of the user's times, methods, steps and tolerances, against each other and against the field."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["check_plan", "check_times"]
 
-# Default and smallest tolerances: a step's error cannot be told from rounding below the last.
+# Default rtol, default atol, and the smallest rtol that is accepted. Below the smallest rtol, the error of a
+# step cannot be told from rounding.
 _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1e-5)}
 
 
 def check_times(times: object, field: Field) -> list[float]:
-    """Return the times as floats, after checking that they increase and the field is defined there."""
+    """Return the times as floats, after checking that they increase and that the field is defined there."""
     expected = "at least two finite, increasing times"
     if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
         raise ArgumentError("times", expected=expected, got=type(times).__name__)
@@ -33,6 +34,7 @@ def check_times(times: object, field: Field) -> list[float]:
     for before, after in pairwise(moments):
         if not before < after:
             raise ArgumentError("times", expected=expected, got=f"{after:g} after {before:g}")
+    # The last time may exceed the field's end by rounding.
     slack = 1e-9 * (abs(field.until) if math.isfinite(field.until) else 0.0)
     if math.isfinite(field.until) and (moments[0] < 0 or moments[-1] > field.until + slack):
         raise ArgumentError(
@@ -53,7 +55,7 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Plan:
-    """Return how to integrate, after checking that method, step and tolerances fit each other."""
+    """Return the plan of an integration, after checking that method, step and tolerances fit each other."""
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
@@ -64,7 +66,7 @@ def check_plan(
         if step is not None:
             raise ArgumentError(
                 "step",
-                expected=f"None: {method} chooses its steps",
+                expected=f"None, because {method} chooses its steps",
                 got=repr(step),
                 remedy=f"Give rtol and atol, or a method with a step: {', '.join(FIXED)}.",
             )
@@ -73,28 +75,33 @@ def check_plan(
         if not smallest <= relative < 1:
             raise ArgumentError(
                 "rtol",
-                expected=f"a number from {smallest:g}, below which {dtype} rounds, to 1",
+                expected=f"a number from {smallest:g}, below which rounding in {dtype} dominates, to 1",
                 got=f"{relative:g}",
             )
         return Plan(method, None, relative, absolute, max_steps)
     for name, given in (("rtol", rtol), ("atol", atol)):
         if given is not None:
-            raise ArgumentError(name, expected=f"None: {method} has a step", got=repr(given))
+            raise ArgumentError(
+                name, expected=f"None, because {method} has a fixed step and no tolerances", got=repr(given)
+            )
     layers = field.field if isinstance(field, Sphere) else field
+    # Residual layers of Layers take one step each, counted from time 0. All other steps have the given size
+    # and are counted from the first time.
     if method == "residual" and isinstance(layers, Layers):
         if step is not None and not _whole(positive("step", step), layers.duration, once=True):
             raise ArgumentError(
-                "step", expected=f"None, or {layers.duration:g}: one step a layer", got=repr(step)
+                "step", expected=f"None, or {layers.duration:g} for one step per layer", got=repr(step)
             )
         size, origin = layers.duration, 0.0
     else:
         if step is None:
             raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
         size, origin = positive("step", step), moments[0]
+    # A step must not jump over an output time.
     if size > gap * (1 + 1e-9):
         raise ArgumentError(
             "step",
-            expected=f"at most {gap:g}, the least distance of two times",
+            expected=f"at most {gap:g}, the smallest difference of two times",
             got=f"{size:g}",
             remedy="Take a smaller step, or fewer times.",
         )
@@ -118,6 +125,6 @@ def check_plan(
 
 
 def _whole(length: float, unit: float, *, once: bool = False) -> bool:
-    """Whether ``length`` is a whole number of units (exactly one, if ``once``), up to rounding."""
+    """Tell whether ``length`` is a multiple of ``unit`` (equal to it, if ``once``), up to rounding."""
     count = 1 if once else round(length / unit)
     return abs(length - count * unit) <= 1e-9 * max(unit, abs(length))

@@ -1,4 +1,4 @@
-"""How far tokens have clustered: number of clusters, rank, energy, distance to the limit."""
+"""Measures of clustering: number of clusters, rank, interaction energy, distance to a limit."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = [
     "numerical_rank",
 ]
 
-# Distances and scores of pairs are formed in blocks of rows of at most this many pairs.
+# Distances and scores are computed for blocks of rows with at most this many pairs of tokens.
 _PAIRS = 1 << 20
 
 
 def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
     """Return the cluster of each token, numbered in the order of the clusters' first tokens.
 
-    Two tokens are in one cluster where steps of length at most ``tolerance`` lead over tokens from one to the
-    other (the connected components of that graph).
+    The clusters are the connected components of the graph that joins any two tokens whose distance is at most
+    ``tolerance``.
 
     Parameters
     ----------
     state
-        Tokens (n, d), or a measure with atoms, whose weights do not matter.
+        Tokens (n, d), or a measure with atoms; the weights of the atoms are ignored.
     tolerance
-        A length, >= 0. There is no default: at each time the number of clusters is a function of it.
+        A distance >= 0. There is no default because the number of clusters depends on it.
 
     Raises
     ------
@@ -56,11 +56,13 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
     points = _atoms(state)[0].cpu().numpy()
     n = len(points)
     labels = np.arange(n, dtype=np.int64)
+    # Labels of connected tokens are merged block by block, without the whole n × n distance matrix.
     rows = max(1, _PAIRS // n)
     for first in range(0, n, rows):
-        # Columns before the block were compared with it in an earlier one.
+        # Earlier blocks have compared the columns before ``first`` with these rows.
         i, j = np.nonzero(cdist(points[first : first + rows], points[first:]) <= tolerance)
         a, b = labels[first + i], labels[first + j]
+        # Pairs that already share a label would add nothing to the graph of labels.
         apart = a != b
         if apart.any():
             edges = (np.ones(int(apart.sum()), dtype=bool), (a[apart], b[apart]))
@@ -70,24 +72,26 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
 
 
 def number_of_clusters(state: State, tolerance: float) -> int:
-    """Return how many clusters :func:`cluster_labels` finds."""
+    """Return the number of clusters that :func:`cluster_labels` finds."""
     return int(cluster_labels(state, tolerance).max()) + 1
 
 
 def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
-    """Return log E, E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), of tokens or of a measure.
+    """Return log E of tokens or of a measure, where E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y).
 
-    With A = I it is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A mathematical
-    perspective on Transformers*, 2023). Along the flow of unmasked attention on the sphere it increases where
-    βA = V is symmetric, up to a positive factor of V (docs/theory/growth.md). The logarithm, because E
-    overflows where tokens are long.
+    For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A mathematical
+    perspective on Transformers*, 2023). It increases along the flow of unmasked attention on the sphere if V
+    is symmetric and equals βA up to a positive factor (documentation page "Growth along a flow, clusters,
+    rescaled tokens", section "Energy"). The function returns the logarithm because E overflows for long
+    tokens.
 
     Parameters
     ----------
     state
-        Tokens (n, d), weighted 1/n each, or a measure with atoms.
+        Tokens (n, d), each with weight 1/n, or a measure with atoms.
     matrix
-        A, (d, d); the identity by default. For the scores of one head: scale · KᵀQ, and beta = 1.
+        The matrix A, (d, d); the identity by default. For the scores of one attention head, give scale · KᵀQ
+        and beta = 1.
     beta
         The inverse temperature, > 0.
 
@@ -107,16 +111,17 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
     total = -math.inf
     for i in range(0, len(points), rows):
         exponents = beta * (images[i : i + rows] @ points.mT) + logs[i : i + rows, None] + logs
+        # Sums of exponentials are accumulated in logarithms, over blocks of rows.
         total = float(np.logaddexp(total, float(torch.logsumexp(exponents, (0, 1)))))
     return total - math.log(2 * beta)
 
 
 def effective_rank(state: State) -> float:
-    """Return exp(−Σ p_i log p_i), p_i = σ_i / Σσ the singular values of the tokens (n × d).
+    """Return exp(−Σ p_i log p_i), where p_i = σ_i / Σσ for the singular values σ of the tokens (n, d).
 
-    It lies between 1 (all tokens on one line through the origin) and the rank, and is 0 where all are zero.
-    Tokens are not centred; the atoms of a measure are taken times the root of their weight. Roy and Vetterli,
-    *The effective rank*, 2007.
+    The effective rank lies between 1 (all tokens on one line through the origin) and the rank. It is 0 if all
+    tokens are zero. Tokens are not centred, and each atom of a measure is multiplied by the square root of
+    its weight. Source: Roy and Vetterli, *The effective rank*, 2007.
     """
     sigma = _singular_values(state)
     total = sigma.sum()
@@ -127,7 +132,7 @@ def effective_rank(state: State) -> float:
 
 
 def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
-    """Return how many singular values of the tokens (n × d) exceed ``tolerance`` times the largest.
+    """Return the number of singular values of the tokens (n, d) above ``tolerance`` times the largest one.
 
     Raises
     ------
@@ -151,26 +156,27 @@ def cluster_metrics(
     limit: State | None = None,
     transport: str | None = "auto",
 ) -> pd.DataFrame:
-    """Return a table of how far tokens have clustered, one row a time.
+    """Return a table of clustering measures along a trajectory, with one row for each time.
 
-    Columns: ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square distance
-    from the mean; ``effective_rank``, ``numerical_rank``; ``log_energy`` (:func:`log_interaction_energy`);
-    and ``to_limit``, the distance W₂ to the limit, between ``to_limit_lower`` and ``to_limit_upper``.
+    The columns are ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square
+    distance of the tokens from their mean; ``effective_rank``; ``numerical_rank``; ``log_energy``
+    (:func:`log_interaction_energy`); and ``to_limit``, the distance W₂ to the limit, with its interval from
+    ``to_limit_lower`` to ``to_limit_upper``.
 
     Parameters
     ----------
     trajectory
-        Of one sequence of tokens, or of a discrete measure.
+        Trajectory of one sequence of tokens or of one discrete measure.
     tolerance
-        Distance at which two tokens are in one cluster.
+        Distance up to which two tokens belong to one cluster.
     matrix, beta
-        The A and β of the energy.
+        The matrix A and the inverse temperature β of the energy.
     rank_tolerance
         As for :func:`numerical_rank`.
     limit
-        Tokens or measure that the trajectory is thought to go to; its last state by default.
+        Tokens or measure to which the distance is measured; by default the last state of the trajectory.
     transport
-        How :func:`howsmooth.measures.wasserstein` solves for W₂; None leaves these columns out.
+        Method by which :func:`howsmooth.measures.wasserstein` computes W₂; None leaves the three columns out.
 
     Raises
     ------
@@ -210,7 +216,7 @@ def _measure(state: State) -> DiscreteMeasure:
 
 
 def _spread(state: State) -> float:
-    """Root mean square distance of the tokens from their mean."""
+    """Return the root mean square distance of the tokens from their mean."""
     points, logs = _atoms(state)
     weights = logs.exp()
     centred = points - weights @ points
@@ -224,7 +230,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return points and log-weights in float64, after checking that there are some."""
+    """Return the points and log-weights of a state in float64, after checking the state."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

@@ -1,7 +1,7 @@
-"""Velocities of tokens in time: what a flow integrates.
+"""Velocity fields that a flow integrates.
 
-A map of this library is a velocity that does not depend on time; ``Layers`` is one map after another;
-``Sphere`` keeps the tokens on a sphere; any callable (t, x) is taken as it is.
+A map of this library is a velocity that does not depend on time. ``Layers`` applies several maps one after
+another, ``Sphere`` keeps the tokens on a sphere, and any callable (t, x) can be a velocity too.
 """
 
 from __future__ import annotations
@@ -21,45 +21,48 @@ __all__ = ["Field", "Layers", "Sphere", "Velocity", "as_field"]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
-# Tokens given as lying on a sphere may miss it by this much, relative to its radius: float32 norms do.
+# Largest relative distance from a sphere at which tokens still count as lying on it; norms computed in
+# float32 have such errors.
 _ON_SPHERE = 1e-5
 
 
 class Field(abc.ABC):
-    """A velocity of tokens, which may depend on time and then jumps at ``switches`` only."""
+    """A velocity of tokens that may depend on time, and is continuous in time except at ``switches``."""
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """Times, increasing, at which the velocity jumps; integrators stop there."""
+        """The increasing times at which the velocity jumps; integrators begin a new step there."""
         return ()
 
     @property
     def until(self) -> float:
-        """Time up to which the field is defined, counted from 0; infinite without an end."""
+        """The time, counted from 0, up to which the field is defined; infinite if there is no end."""
         return math.inf
 
     @abc.abstractmethod
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless tokens ``x`` (..., n, d) can flow."""
+        """Raise ArgumentError unless the field accepts tokens ``x`` (..., n, d)."""
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return (t, x) -> velocity for the times from ``begin`` to ``end``, between which no switch lies.
+        """Return the function (t, x) -> velocity for times from ``begin`` to ``end``, with no switch between.
 
-        ``weighting`` makes the tokens atoms of a measure, whose weights and positions stay as they are.
+        If ``weighting`` is given, the tokens are atoms of a measure, whose weights and positions do not
+        change.
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity that a residual layer adds, before :meth:`settle`: that of the flow itself."""
+        """Return the velocity v of residual layers x ← settle(x + h v); by default the flow's velocity."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map whose value is the velocity in this time.
+        """Return the map whose value is the velocity between these times.
 
         Raises
         ------
         ArgumentError
-            If there is none: then Gaussians, which maps act on by formulas of their own, cannot flow.
+            If the velocity is not a map of this library. Then a Gaussian cannot flow, because its flow uses
+            closed formulas of the map.
 
         """
         raise ArgumentError(
@@ -70,30 +73,30 @@ class Field(abc.ABC):
         )
 
     def settle(self, x: Tensor) -> Tensor:
-        """Return the tokens put back on what the flow preserves, if it preserves anything."""
+        """Return tokens projected onto the set that the flow preserves; without such a set, ``x`` itself."""
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return how far the tokens are from what the flow preserves, relative; None if there is nothing."""
+        """Return the relative distance of tokens from the set that the flow preserves, if there is one."""
         return None
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that says what the velocity is."""
+        """Return one phrase that describes the velocity."""
 
 
 class MapField(Field):
-    """The velocity x' = f(x) of one map."""
+    """The velocity x' = f(x) of one map, at all times."""
 
     def __init__(self, f: TokenMap) -> None:
         self.map = _square(f, "field")
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the map takes ``x``."""
+        """Raise ArgumentError unless the map accepts ``x``."""
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the map, at all times."""
+        """Return the map as a velocity that does not depend on time."""
         return lambda t, x: self.map._forward(x, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
@@ -101,26 +104,27 @@ class MapField(Field):
         return self.map
 
     def describe(self) -> str:
-        """Return the words of the map."""
+        """Return the description of the map."""
         return self.map.describe()
 
 
 class Layers(Field):
-    """Maps in sequence, each the velocity for an equal part of the time: a model's layers as one flow.
+    """Maps in sequence, such as a model's layers; each is the velocity for an equal share of the time.
 
     Parameters
     ----------
     maps
-        Maps with d_out = d, the first layer first. They are velocities: the residual connection is the
-        flow itself, so what is wanted is attention (behind its norm layer, if there is one) without it.
+        Maps with d_out = d, in the order of the layers. They are velocities, so give each attention (with its
+        norm layer, if any) without its residual connection, which the flow supplies.
     total_time
-        The time that all layers take together, from 0; by default their number. Then ``method="residual"``
-        is the residual network X + f_l(X) itself, and other methods are the flow that it discretises.
+        The end of the last layer; the first layer begins at time 0. The default is the number of layers. Then
+        ``method="residual"`` computes the residual network X + f_l(X), and other methods integrate the flow
+        that this network discretises.
 
     Raises
     ------
     ArgumentError
-        If there is no map, the maps do not fit each other, or the time is not positive.
+        If there is no map, the maps differ in dimension, dtype or device, or the time is not positive.
 
     """
 
@@ -133,62 +137,62 @@ class Layers(Field):
             if (f.d, f.dtype, f.device) != (first.d, first.dtype, first.device):
                 raise ArgumentError(
                     "maps",
-                    expected=f"maps of one kind: d = {first.d}, {first.dtype} on {first.device}",
+                    expected=f"maps that all have d = {first.d} and {first.dtype} on {first.device}",
                     got=f"d = {f.d}, {f.dtype} on {f.device}",
                 )
         self.total_time = positive("total_time", len(self.maps) if total_time is None else total_time)
 
     @property
     def duration(self) -> float:
-        """Time that one layer takes."""
+        """The time that each layer takes."""
         return self.total_time / len(self.maps)
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """Times at which one layer follows another."""
+        """The times at which one layer ends and the next begins."""
         return tuple(self.total_time * i / len(self.maps) for i in range(1, len(self.maps)))
 
     @property
     def until(self) -> float:
-        """The end of the last layer."""
+        """The time at which the last layer ends."""
         return self.total_time
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless every layer takes ``x``."""
+        """Raise ArgumentError unless every layer accepts ``x``."""
         for f in self.maps:
             check_tokens(x, f)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the layer whose time holds the interval from ``begin`` to ``end``."""
+        """Return the layer that is active between ``begin`` and ``end``."""
         index = int((begin + end) / 2 / self.duration)
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the layer of this time."""
+        """Return the layer that is active in this time, as a velocity."""
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
 
     def describe(self) -> str:
-        """Return how many layers, in what time."""
+        """Return a phrase with the number of layers, their total time and the first layer."""
         return f"{len(self.maps)} layers in time {self.total_time:g}, the first {self.maps[0].describe()}"
 
 
 class Sphere(Field):
-    """A velocity projected on the tangent spaces of a sphere: x' = v − ⟨v, x⟩ x / |x|².
+    """A velocity projected onto the tangent spaces of a sphere: x' = v − ⟨v, x⟩ x / |x|².
 
     Parameters
     ----------
     field
-        A map, ``Layers`` or a callable, as :func:`~howsmooth.dynamics.flow` takes.
+        A map, ``Layers`` or a callable, as for :func:`~howsmooth.dynamics.flow`.
     radius
-        Radius of the sphere, on which the tokens must start.
+        Radius of the sphere. The flow must start with tokens on this sphere.
 
     Notes
     -----
-    The norms are constant along the flow. An integrator keeps them up to its error: they are set back at
-    every output time and every switch of layers, and the trajectory's ``drift`` is the largest relative
-    difference met there. ``method="residual"`` is x ← radius · (x + h v) / |x + h v|, the residual layer
-    followed by a norm layer.
+    The exact flow keeps the norms of tokens constant, but an integrator changes them by its error. At every
+    output time and every switch of layers the tokens are projected back onto the sphere. The trajectory's
+    ``drift`` is the largest relative distance from the sphere before such a projection. ``method="residual"``
+    computes x ← radius · (x + h v) / |x + h v|, a residual layer followed by a norm layer.
 
     """
 
@@ -200,16 +204,16 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """Times at which the inner field jumps."""
+        """The times at which the inner field jumps."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """Time up to which the inner field is defined."""
+        """The time up to which the inner field is defined."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the inner field takes ``x`` and every token is on the sphere."""
+        """Raise ArgumentError unless the inner field accepts ``x`` and every token is on the sphere."""
         self.field.check(x)
         off = self.drift(x)
         if not off <= _ON_SPHERE:
@@ -222,11 +226,11 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the inner velocity, not projected: the norm layer behind it does that."""
+        """Return the inner velocity without projection, because :meth:`settle` projects after each layer."""
         return self.field.velocity(begin, end, weighting)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the projected velocity."""
+        """Return the velocity projected onto the tangent spaces."""
         inner = self.field.velocity(begin, end, weighting)
 
         def tangent(t: Tensor, x: Tensor) -> Tensor:
@@ -237,39 +241,42 @@ class Sphere(Field):
         return tangent
 
     def settle(self, x: Tensor) -> Tensor:
-        """Return the tokens at their radius again."""
+        """Return the tokens scaled to the sphere's radius."""
         scale: Tensor = self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * scale
 
     def drift(self, x: Tensor) -> float:
-        """Return the largest ||x_i| − radius| / radius."""
+        """Return the largest relative distance of a token from the sphere, ||x_i| − radius| / radius."""
         norms = torch.linalg.vector_norm(x.detach(), dim=-1)
         return float((norms / self.radius - 1).abs().max())
 
     def describe(self) -> str:
-        """Return the words of the inner field, and the sphere."""
+        """Return the description of the inner field and of the sphere."""
         return f"{self.field.describe()}, on the sphere of radius {self.radius:g}"
 
 
 class CallableField(Field):
-    """A velocity that someone wrote: (t, x) -> velocity of the shape of x."""
+    """A velocity given as a callable (t, x) that returns a tensor with the shape of x."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
         self.function = function
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless ``x`` is tokens; the velocity is checked whenever it is evaluated."""
+        """Raise ArgumentError unless ``x`` has the shape (..., n, d).
+
+        The callable's results are checked at every evaluation.
+        """
         if x.ndim < 2 or min(x.shape) < 1:
             raise ArgumentError("start", expected="tokens (..., n, d)", got=f"shape {tuple(x.shape)}")
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the function, with its answers checked."""
+        """Return the callable with a check of its results."""
         if weighting is not None:
             raise ArgumentError(
                 "start",
-                expected="tokens, for a velocity (t, x), which does not see the weights of atoms",
+                expected="tokens, because a callable velocity (t, x) does not get the weights of atoms",
                 got="a measure",
-                remedy="Give its points, or a map as the field.",
+                remedy="Give the points of the measure, or a map as the field.",
             )
 
         def checked(t: Tensor, x: Tensor) -> Tensor:
@@ -282,12 +289,12 @@ class CallableField(Field):
         return checked
 
     def describe(self) -> str:
-        """Return the function's name."""
+        """Return a phrase with the callable's name."""
         return f"the velocity {getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
 def as_field(field: object) -> Field:
-    """Return a Field for a map, a Field or a callable (t, x)."""
+    """Return a Field, given a map, a Field or a callable (t, x)."""
     if isinstance(field, Field):
         return field
     if isinstance(field, TokenMap):
@@ -309,7 +316,7 @@ def positive(name: str, value: object) -> float:
 
 
 def _square(f: object, name: str) -> TokenMap:
-    """Return the map, after checking that its values are velocities of its tokens."""
+    """Return the map, after checking that d_out = d, so that its values can be velocities."""
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:
@@ -317,7 +324,7 @@ def _square(f: object, name: str) -> TokenMap:
             name,
             expected="a map with d_out = d, whose values are velocities of the tokens",
             got=f"d = {f.d}, d_out = {f.d_out}",
-            remedy="Give it an output matrix.",
+            remedy="Give the map an output matrix with d rows.",
         )
     return f
 

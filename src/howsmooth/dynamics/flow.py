@@ -1,6 +1,7 @@
-"""The flow x' = Γ_μ(x) of tokens and of measures through attention.
+"""The flow x' = Γ_μ(x) of tokens and measures through attention.
 
-Derivations, and the rates at which integrators, layers and particles converge: docs/theory/flows.md.
+The documentation page "Flows: tokens, measures and Gaussians through depth" has the derivations and the
+convergence rates of integrators, layers and particles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from howsmooth.errors import NonFiniteError
 
 __all__ = ["flow"]
 
-# Two runs with a step whose blow-ups lie further apart than this part of the time to them tell of none.
+# Two fixed-step runs confirm a blow-up only if their blow-up times differ by at most this fraction of the
+# time from the start.
 _APART = 0.25
 
 
@@ -37,60 +39,65 @@ def flow(
     max_steps: int = 100_000,
     on_progress: Callable[[float, State], None] | None = None,
 ) -> Trajectory:
-    """Let tokens or a measure flow along a velocity, x' = f(X)_x, and keep the states at given times.
+    """Integrate tokens or a measure along a velocity, x' = f(X)_x, and return the states at given times.
 
     Parameters
     ----------
     field
-        The velocity: a map of this library with d_out = d (any attention, masked or not, behind a norm layer
-        or not), :class:`Layers` of maps in sequence, :class:`Sphere` of one of these, or a callable (t, x).
+        The velocity: a map of this library with d_out = d (any attention, with or without mask and norm
+        layer), a sequence of maps as :class:`Layers`, a :class:`Sphere` around one of these, or a callable
+        (t, x).
     start
-        Tokens (n, d) or (batch, n, d), in the dtype of the map; a
-        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions stay as they are; or a
-        :class:`~howsmooth.measures.Gaussian`, which remains one, under unmasked attention. Members of a
+        Tokens (n, d) or (batch, n, d) in the dtype of the map; a
+        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions do not change; or a
+        :class:`~howsmooth.measures.Gaussian`, which stays Gaussian under unmasked attention. The members of a
         batch share the steps of adaptive methods.
     times
-        Increasing times, at least two. At the first the state is ``start``.
+        At least two increasing times. The state at the first time is ``start``.
     method
-        An integrator of torchdiffeq: "dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", which
-        choose their steps, or "euler", "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule) with ``step``. Or
-        "residual": x ← x + h f(X), residual layers with step size h; under :class:`Layers` one a layer,
-        without ``step``; on a :class:`Sphere` each followed by the projection on it.
+        An integrator of torchdiffeq, or "residual". The adaptive methods are "dopri5", "dopri8", "bosh3",
+        "fehlberg2" and "adaptive_heun". The methods with a fixed ``step`` are "euler", "midpoint", "heun2",
+        "heun3" and "rk4" (the 3/8 rule). "residual" applies residual layers x ← x + h f(X) of step size h.
+        With :class:`Layers` it takes one step per layer and needs no ``step``. On a :class:`Sphere` it
+        projects the tokens onto the sphere after each layer.
     step
-        Step of the methods that do not choose it, at most the least distance of two times. Where it does not
-        divide such a distance (or a layer's time), shorter steps of equal length are taken; residual layers
-        are not shortened but refused.
+        Step of the fixed-step methods, at most the smallest difference of two times. If it does not divide a
+        difference (or the time of a layer), shorter steps of equal length are taken. Residual layers are
+        never shortened; such times raise an error instead.
     rtol, atol
-        Tolerances of adaptive methods, held for every token alone; by default 1e-7 and 1e-9 in float64,
-        1e-4 and 1e-6 in float32.
+        Tolerances of adaptive methods, which every token must meet. The defaults are 1e-7 and 1e-9 in
+        float64, and 1e-4 and 1e-6 in float32.
     estimate_error
-        Estimate the error of the last state by a second run, at half the step or a tenth of the tolerances.
+        Whether to estimate the error of the last state by a second run with half the step or a tenth of the
+        tolerances.
     max_steps
-        Steps allowed between two times.
+        Largest number of steps between two times.
     on_progress
-        Called as ``on_progress(time, state)`` whenever an output time has been reached.
+        Function that is called as ``on_progress(time, state)`` at each output time.
 
     Returns
     -------
     Trajectory
-        The states, whether all times were reached, and if not, why and when it ended.
+        The states and the status of the flow: whether it reached all times, and if not, why and when it
+        ended.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
     NonFiniteError
-        If the start, or the velocity there, is not finite.
+        If the start, or the velocity at the start, contains NaN or infinity.
 
     Notes
     -----
-    A flow that is continued from a state gives exactly the states of one that was not interrupted. Gradients
-    are kept if the start asks for them; memory is that of the states, O(n d) each, and of some ten more.
+    A flow that is continued from a returned state gives exactly the same states as one flow over all times.
+    The states have gradients if ``start`` requires them. The memory is O(n d) for each returned state, plus
+    about ten more states.
 
     References
     ----------
-    Castin, Ablin, Peyré, ICML 2024, section 2; Geshkovski et al. 2023, for the flow and its clusters.
-    This library: docs/theory/flows.md.
+    Castin, Ablin, Peyré, ICML 2024, section 2. For the flow and its clusters: Geshkovski et al. 2023.
+    Documentation page "Flows: tokens, measures and Gaussians through depth".
 
     """
     velocity = as_field(field)
@@ -107,12 +114,14 @@ def flow(
         run = integrate(system, system.start, moments, plan, tell)
         second: Run | None = None
         blows_up = run.status == "blew up" and plan.method != "residual"
+        # A second, finer run estimates the error, and confirms or rejects a blow-up.
         if estimate_error or blows_up:
             with torch.no_grad():
                 second = integrate(system, system.start.detach(), moments, plan.refined())
     status, reason, blow_up = _ending(plan, run, second if blows_up else None, moments[0])
     kept = len(run.states)
     if blow_up is not None:
+        # States from the beginning of the interval on may lie beyond the true blow-up.
         kept = max(1, sum(time < blow_up[0] for time in moments[:kept]))
     error = _error(system, plan, run, second, kept) if second is not None and estimate_error else None
     return Trajectory(
@@ -135,7 +144,7 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Return status, reason and the interval of a blow-up, from the run and a finer one."""
+    """Return the status, the reason and the interval of a blow-up, given a run and a finer run."""
     if run.status == "finished" or run.ended is None:
         return "finished", "", None
     lower, upper = run.ended
@@ -143,7 +152,12 @@ def _ending(
         return "stopped", f"{run.reason}, at t = {lower:.6g}", None
     if second is not None:
         if second.status != "blew up" or second.ended is None:
-            return "stopped", f"{run.reason} at t = {lower:.6g}, which a finer run does not: refine it", None
+            return (
+                "stopped",
+                f"{run.reason} at t = {lower:.6g}, but not in a second, finer run: take a smaller step or "
+                "smaller tolerances",
+                None,
+            )
         apart = abs(sum(run.ended) - sum(second.ended)) / 2
         if not plan.adaptive and apart > _APART * max(lower - origin, second.ended[0] - origin):
             return (
@@ -159,7 +173,7 @@ def _ending(
 
 
 def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
-    """Estimate the error of the last state kept, from that of a finer run (Richardson's extrapolation)."""
+    """Estimate the error of the last kept state by Richardson extrapolation from a finer run."""
     last = min(kept, len(second.states)) - 1
     difference = system.distance(run.states[last].detach(), second.states[last])
     if plan.adaptive:

@@ -1,9 +1,8 @@
-"""The Jacobian of a discrete flow map as a chain of linear operators (docs/theory/growth.md).
+"""The Jacobian of a discrete flow map as a chain of linear operators.
 
-One Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at each stage
-point; steps are multiplied by the chain rule, adjoints run backward. What is kept is the stage points; the
-linearisations, each as large as the attention matrices, are kept up to a stated number of bytes and made
-anew at every product beyond it.
+Each Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at the stage's
+point. The chain rule multiplies the steps, and the adjoint runs backward through them. Derivation:
+documentation page "Growth along a flow, clusters, rescaled tokens", section "The operator".
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["ChainJacobian", "ProjectionJacobian", "StepJacobian", "TangentJacobi
 
 
 class StepJacobian(LinearOperator):
-    """Derivative of one explicit Runge–Kutta step, from those of the velocity at its stages.
+    """The Jacobian of one explicit Runge–Kutta step, given the Jacobians of the velocity at its stages.
 
     Forward: dk_i = J_i (dx + h Σ_j a_ij dk_j), dx⁺ = dx + h Σ_i b_i dk_i. Backward, from the last stage to
     the first: w_i = J_iᵀ (h b_i u + h Σ_{j>i} a_ji w_j), and the result is u + Σ_i w_i.
@@ -28,6 +27,7 @@ class StepJacobian(LinearOperator):
 
     def __init__(self, stages: Sequence[LinearOperator], tableau: Tableau, step: float) -> None:
         first = stages[0]
+        # The relative rounding of a step is that of its worst stage.
         rounding = first.rounding
         for stage in stages[1:]:
             rounding = torch.maximum(rounding, stage.rounding)
@@ -44,8 +44,9 @@ class StepJacobian(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         s = len(self.stages)
-        images: list[Tensor] = [u] * s
+        images: list[Tensor] = [u] * s  # becomes the w_i of the class docstring
         for i in reversed(range(s)):
+            # Stage i was an input of all later stages j with weight a_ji.
             later = [self.tableau.a[j][i] for j in range(i + 1, s)]
             pulled = _plus(self.step * self.tableau.b[i] * u, self.step, later, images[i + 1 :])
             images[i] = self.stages[i].adjoint_product(pulled)
@@ -53,9 +54,10 @@ class StepJacobian(LinearOperator):
 
 
 class TangentJacobian(LinearOperator):
-    """Derivative of the projected velocity w(x) = v − ⟨v, x⟩ x / |x|² of each token, from that of v.
+    """The Jacobian of the projected velocity w(x) = v − ⟨v, x⟩ x / |x|², given the Jacobian of v.
 
-    With x̂ = x/|x|, s = ⟨v, x̂⟩ and Π = 1 − x̂x̂ᵀ: dw = Π dv − (⟨v, e⟩ x̂ + s e − 2 s ⟨x̂, e⟩ x̂) / |x|.
+    For each token, with x̂ = x/|x|, s = ⟨v, x̂⟩, Π = 1 − x̂x̂ᵀ and a tangent e of x, the tangent of w is dw =
+    Π dv − (⟨v, e⟩ x̂ + s e − 2 s ⟨x̂, e⟩ x̂) / |x|.
     """
 
     def __init__(self, inner: LinearOperator, x: Tensor, v: Tensor) -> None:
@@ -82,7 +84,7 @@ class TangentJacobian(LinearOperator):
 
 
 class ProjectionJacobian(LinearOperator):
-    """Derivative of x ↦ radius · x/|x| for each token; without a radius the tangent projection alone."""
+    """The Jacobian of x ↦ radius · x/|x| for each token, or the tangent projection if no radius is given."""
 
     def __init__(self, x: Tensor, *, radius: float | None = None) -> None:
         batch, n, d = x.shape
@@ -100,16 +102,16 @@ class ProjectionJacobian(LinearOperator):
 
 
 class ChainJacobian(LinearOperator):
-    """The product of the Jacobians of successive steps, each asked for by its index.
+    """The product of the Jacobians of successive steps.
 
     Parameters
     ----------
     step
-        ``step(i)`` returns the Jacobian of step i; it may be made anew at each call.
+        Function that returns the Jacobian of step i; it may compute the Jacobian again at each call.
     count
-        Steps in the chain, at least one.
+        Number of steps in the chain, at least one.
     rounding
-        See :class:`LinearOperator`.
+        Relative rounding error of the products, as in :class:`LinearOperator`.
 
     """
 
@@ -131,7 +133,7 @@ class ChainJacobian(LinearOperator):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each pair of tokens, (..., n, 1)."""
+    """Return the inner product of each token of ``a`` with the same token of ``b``, (..., n, 1)."""
     return (a * b).sum(dim=-1, keepdim=True)
 
 

@@ -1,8 +1,9 @@
-"""How a flow of tokens spreads perturbations: the largest singular value of its flow map, with an interval.
+"""Growth of perturbations along a flow: the largest singular value of its flow map, with an interval.
 
-For X' = f(t, X) the flow map Φ_t sends X(0) to X(t), and ‖D_X Φ_t‖₂ is the factor by which the worst small
-perturbation of X(0) has grown at t: the local Lipschitz constant of all the depth up to t. It is at most the
-product of the local constants of the steps. Derivations: docs/theory/growth.md.
+For X' = f(t, X) the flow map Φ_t maps X(0) to X(t). ‖D_X Φ_t‖₂ is the factor by which the flow amplifies the
+worst small perturbation of X(0) until time t, that is, the local Lipschitz constant of all layers up to t. It
+is at most the product of the local constants of the steps. Derivations: documentation page "Growth along a
+flow, clusters, rescaled tokens".
 """
 
 from __future__ import annotations
@@ -31,48 +32,50 @@ from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 __all__ = ["Growth", "growth"]
 
 _KEPT_BYTES = 1 << 30
-# The relative rounding from which on golub_kahan refuses an operator.
+# golub_kahan raises an error for an operator with this relative rounding error or more.
 _NO_DIGIT = 0.1
-# Width of the intervals of the velocity's local constants: the values are right to its square, and their
-# integral is no bound.
+# Relative width of the intervals for the velocity's local constants. A wide interval is enough here: the
+# error of the values is of the order of its square, and their integral is not a strict bound anyway.
 _RATE = 1e-2
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The growth ‖D_X Φ‖₂ of a flow from the first time to each time, beside what its steps allow.
+    """The growth ‖D_X Φ‖₂ of a flow from the first time to each time, with the bounds given by its steps.
 
     Attributes
     ----------
     times
-        (frames,); the first is the start, where the growth is 1.
+        The times, (frames,). At the first time, the start, the growth is 1.
     value, lower, upper
-        The leading singular value of the flow map of the method up to each time, float64, (frames,), and an
-        interval that holds it with probability at least ``confidence`` each, rounding included.
+        The leading singular value of the method's flow map up to each time, float64, (frames,), and an
+        interval that contains it with probability at least ``confidence`` for each time. The interval allows
+        for rounding.
     confidence, converged, iterations, rtol, seed
         As for :func:`howsmooth.local_lipschitz`.
     product
-        Product of the upper limits of the steps' own local constants up to each time, (frames,): at least
-        the growth, with probability at least ``confidence`` for all frames together.
+        Product of the upper limits of the local constants of all steps up to each time, (frames,). It is at
+        least the growth, with probability at least ``confidence`` for all frames together.
     exponential
-        exp(∫‖J‖dt) with ‖J‖ the local constant of the velocity along the trajectory, (frames,): what bounds
-        the growth if of each layer only ‖J‖ is known. It exceeds the product, in which the parts of J that
-        turn and shrink count too. The integral is the method's own quadrature, so this is no strict bound.
+        exp(∫‖J‖dt), (frames,), where ‖J‖ is the local constant of the velocity along the trajectory: the
+        bound on the growth if only ‖J‖ is known for each layer. It exceeds the product, which also accounts
+        for the parts of J that rotate or contract. The integral is computed with the method's quadrature
+        weights, so this number is not a strict bound.
     discretisation_error
-        Estimate of what the step changes in ``value``, (frames,): from the growth at half the step. None if
-        it was not asked for.
+        Estimate of the discretisation error of ``value``, (frames,), from the growth with half the step. None
+        if it was not requested.
     input_direction, output_direction
-        Unit vectors (frames, n, d): the perturbation of the start that grows most until each time, and where
-        the flow carries it. At the first time they are zero: nothing has happened yet. Of a measure they hold
-        √a_i e_i, e_i the displacement of the atom of weight a_i.
+        Unit vectors (frames, n, d): the perturbation of the start that grows most until each time, and the
+        direction of the resulting change. At the first time they are zero. For a measure, their rows are √a_i
+        e_i, where e_i is the displacement of the atom with weight a_i.
     states
-        (frames, n, d), float64.
+        The tokens or atoms at each time, (frames, n, d), float64.
     step_times, step_value, step_lower, step_upper
-        Start of each step, (steps,), and the local constant of the step's map there, with its interval.
+        Start time of each step, (steps,), and the local constant of the step's map with its interval.
     step_rate
         ∫‖J‖dt over each step, (steps,).
     method, step, steps
-        The method, the largest step, how many were made.
+        The method, its largest step, and the number of steps.
 
     """
 
@@ -101,12 +104,12 @@ class Growth:
 
     @property
     def steps(self) -> int:
-        """How many steps the method made."""
+        """The number of steps that the method took."""
         return len(self.step_times)
 
     @property
     def remedy(self) -> str:
-        """What to do about times that did not converge; empty if all did."""
+        """What to do about times that did not converge; an empty string if all converged."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -143,37 +146,37 @@ def growth(
     max_steps: int = 100_000,
     kept_bytes: int = _KEPT_BYTES,
 ) -> Growth:
-    """Measure how much a flow has spread the worst small perturbation of its start.
+    """Measure by how much a flow amplifies the worst small perturbation of its start.
 
-    The flow map of a fixed-step method is differentiated step by step, and its leading singular value found
-    by the same Golub–Kahan bidiagonalisation, with the same interval, as :func:`howsmooth.local_lipschitz`.
-    All is computed in float64.
+    The flow map of a fixed-step method is differentiated step by step. Its leading singular value is computed
+    by Golub–Kahan bidiagonalisation with an interval, as in :func:`howsmooth.local_lipschitz`. All
+    computations are in float64.
 
     Parameters
     ----------
     field, start, times
-        As for :func:`flow`, of one sequence of tokens (n, d) or of a discrete measure, whose perturbations
-        e_i are measured in the norm (Σ_i a_i |e_i|²)^½. On a :class:`Sphere` only perturbations along it
-        count, and tokens are put back on it after each step.
+        As for :func:`flow`, for one sequence of tokens (n, d) or one discrete measure. Perturbations e_i of a
+        measure's atoms are measured in the norm (Σ_i a_i |e_i|²)^½. On a :class:`Sphere` only perturbations
+        tangent to the sphere count, and tokens are projected onto the sphere after each step.
     method, step, max_steps
-        As for :func:`flow`: a method with a fixed step, "rk4" by default. One that chooses its steps by the
-        tokens has no derivative.
+        As for :func:`flow`. The method must have a fixed step, because a method that adapts its steps to the
+        tokens is not differentiable.
     rtol, confidence, max_iterations, seed
-        As for :func:`howsmooth.local_lipschitz`, at each time. The product of the steps' constants holds
-        with ``confidence`` as a whole.
+        As for :func:`howsmooth.local_lipschitz`, at each time. The product of the steps' constants is a bound
+        with probability at least ``confidence`` for all steps together.
     estimate_error
-        Measure the growth at half the step too. Residual :class:`Layers` are not halved: they are what they
-        are.
+        Whether to measure the growth with half the step, too. For residual :class:`Layers` there is no
+        discretisation error to estimate.
     kept_bytes
-        Jacobians of the velocity (n² numbers a head each) are kept in memory up to this; what is beyond
-        it is made anew at each product.
+        Bytes for Jacobians of the velocity, which take n² numbers per head each. Jacobians that do not fit
+        are computed again at each product.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
     NonFiniteError
-        If the flow leaves the range of float64 on the way, or rounding leaves its Jacobian no digit.
+        If the flow leaves the range of float64, or rounding errors are as large as its Jacobian.
     DerivativeError
         If the field cannot be differentiated.
 
@@ -184,7 +187,7 @@ def growth(
             "method",
             expected=f"one of {', '.join(FIXED)}",
             got=repr(method),
-            remedy="A method that chooses its steps by the tokens has no derivative.",
+            remedy="A method that adapts its steps to the tokens is not differentiable.",
         )
     velocity = as_field(field)
     system = _in_double(velocity, start)
@@ -202,10 +205,13 @@ def growth(
             max_iterations=max_iterations,
         )
 
+    # One linearised trajectory serves the growth at all times and the constants of all steps.
     trajectory = LinearisedFlow(system, t, plan, kept_bytes)
+    # The risk is divided among the steps, so that all their intervals hold together with ``confidence``.
     each = 1 - (1 - confidence) / len(trajectory.steps)
     check_accuracy(rtol, each, "float64")
     found = _along(trajectory, t, solve)
+    # Random starts are numbered: first the frames, then for each step the step itself and its stages.
     stages = len(trajectory.tableau.b) + 1
     by_step = [solve(trajectory.step(i), len(t) + i * stages, each) for i in range(len(trajectory.steps))]
     rates = torch.tensor(
@@ -218,8 +224,10 @@ def growth(
     error = None
     layers = velocity.field if isinstance(velocity, Sphere) else velocity
     if estimate_error and not (method == "residual" and isinstance(layers, Layers)):
+        # The second run has its own points, so its Jacobians are computed, not kept from the first.
         halved = _along(LinearisedFlow(system, t, plan.refined(), kept_bytes), t, solve)
         error = (_values(halved, "sigma", 1.0) - _values(found, "sigma", 1.0)).abs()
+        # Richardson extrapolation: halving the step divides the error by 2^order.
         error = error / (1 - 0.5 ** ORDERS[method])
 
     def up_to(logs: Tensor) -> Tensor:
@@ -258,32 +266,36 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Solve for the flow map up to each time but the first."""
+    """Compute the leading singular triplet of the flow map up to each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
             raise NonFiniteError(
                 "times",
-                expected="times until which rounding leaves the growth a digit",
-                got=f"t = {time:g}, where it may be off by a factor of {1 + float(relative):.2g}",
-                remedy="End earlier: the scores are too large by then, or the flow spreads rounding itself.",
+                expected="times up to which rounding leaves at least one correct digit of the growth",
+                got=f"t = {time:g}, where the growth may be wrong by a factor of {1 + float(relative):.2g}",
+                remedy="End earlier: the scores become too large, or the flow amplifies rounding errors.",
             )
     return [solve(trajectory.until(frame, rounding[frame]), frame) for frame in range(1, len(times))]
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Integrate the local constant of the velocity over step ``i``; starts are numbered after ``index``."""
+    """Return the integral of the velocity's local constant over step ``i``, by the method's quadrature.
+
+    The random starts of the stages have the numbers after ``index``.
+    """
     stages = enumerate(zip(trajectory.rates(i), trajectory.tableau.b, strict=True), start=index + 1)
     local = [weight * float(solve(stage, s).sigma) for s, (stage, weight) in stages if weight]
     return trajectory.steps[i].length * sum(local)
 
 
 def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
-    """Return the relative error of the growth up to each time that rounding may cause.
+    """Return, for each time, the relative error of the growth that rounding may cause.
 
-    The products' own errors add up over the steps. And a computed trajectory is a true one of a start off by
-    rounding, which the flow may spread: so a product is taken at starts moved by one machine epsilon too, and
-    what that changes is allowed for as in :class:`~howsmooth.jacobian.AutodiffJacobian`.
+    It has two parts. First, the rounding errors of the products add up over the steps. Second, a computed
+    trajectory is the exact trajectory of a slightly different start, and the flow may amplify that
+    difference. So the product with one direction is also computed from starts moved by one machine epsilon,
+    and the resulting change is allowed for as in :class:`~howsmooth.jacobian.AutodiffJacobian`.
     """
     system = trajectory.system
     x = system.start
@@ -298,7 +310,7 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the product with e of the flow map up to each time, and the rounding of all products in it."""
+    """Return for each time the flow map's product with e, and the sum of the rounding errors of its steps."""
     rounding = torch.zeros(1, dtype=torch.float64)
     frames = [(e, rounding)]
     for first, last in pairwise(trajectory.steps_until):
@@ -315,8 +327,9 @@ def _values(found: Sequence[LeadingTriplet], name: str, first: float | None = No
 
 
 def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
-    """Return a Gaussian start of its own stream, whatever else is measured."""
+    """Return a Gaussian start vector from a random stream that depends only on ``seed`` and ``index``."""
     state = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
+    # manual_seed takes signed 64-bit numbers.
     generator = torch.Generator().manual_seed(state - 2**64 * (state >= 2**63))
     drawn = torch.randn(operator.batch, *operator.in_shape, generator=generator, dtype=torch.float64)
     return drawn.to(device=operator.device, dtype=operator.dtype)
@@ -326,7 +339,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Return field and start in float64, after checking that they fit."""
+    """Return the field and the start in float64, after checking that they fit each other."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__
@@ -353,7 +366,7 @@ def _field_in_double(field: Field) -> Field:
         case _:
             raise ArgumentError(
                 "start",
-                expected="float64 tokens, where the velocity is a function",
+                expected="float64 tokens, because the velocity is a function that cannot be converted",
                 got="float32",
                 remedy="Write the function for float64 and give start.double().",
             )

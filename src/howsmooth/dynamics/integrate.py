@@ -1,8 +1,8 @@
-"""From one output time to the next: torchdiffeq's integrators, watched at every step.
+"""Integration between output times with torchdiffeq, with a check of every step.
 
-Each stretch between two output times (and between two switches of the field) is integrated on its own, from
-its first state alone. So a flow that is continued from a state it has kept gives the same numbers as
-one that was never interrupted, and what was reached before a blow-up is not lost.
+Each stretch between two output times or switches of the field is integrated separately, from its first state
+alone. Therefore a flow that is continued from one of its states gives the same numbers as an uninterrupted
+flow, and the states before a blow-up are kept.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ORDERS = {"euler": 1, "residual": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4
 
 Status = Literal["finished", "blew up", "stopped"]
 
-# A state that has grown so much, and whose size over whose speed is so small a part of the time asked for,
-# has blown up.
+# A run counts as a blow-up if its state has grown by the factor _GROWN and its size divided by its speed is
+# at most the fraction _SUDDEN of the requested time.
 _GROWN = 1e3
 _SUDDEN = 1e-8
-# Numbers beyond this power of the largest float are on their way out: squares of them overflow.
+# Numbers above the largest float raised to this power will soon overflow, as their squares nearly do.
 _LARGE_POWER = 0.4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to integrate: method, step of fixed ones, tolerances of adaptive ones."""
+    """How to integrate: the method, with its step if it is fixed or its tolerances if it is adaptive."""
 
     method: str
     step: float | None
@@ -52,32 +52,32 @@ class Plan:
         return self.method in ADAPTIVE
 
     def refined(self) -> Plan:
-        """Return the same at half the step, or at a tenth of the tolerances."""
+        """Return the plan with half the step, or with a tenth of the tolerances."""
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return the number of equal steps of a fixed method in a stretch of this length."""
+        """Return the number of equal steps that a fixed-step method takes in a stretch of this length."""
         assert self.step is not None
         return max(1, math.ceil(length / self.step - 1e-6))
 
 
 @dataclass
 class Run:
-    """What one integration gave: the states at the times reached, and why it ended."""
+    """The result of one integration: the states at the times that were reached, and why it ended."""
 
     states: list[Tensor]
     evaluations: int = 0
     drift: float | None = None
     status: Status = "finished"
     reason: str = ""
-    # Between the last finite state and the first time at which there is none.
+    # The time of the last finite state, and the first time without a finite state.
     ended: tuple[float, float] | None = None
 
 
 class _EndedError(Exception):
-    """No further step is possible."""
+    """Raised when no further step is possible, to end the run."""
 
     def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
         super().__init__(reason)
@@ -88,12 +88,12 @@ class _EndedError(Exception):
 
 
 class _SmallerStepError(Exception):
-    """A trial step left the finite numbers."""
+    """Raised when a trial step gave numbers that are not finite, to repeat it with a smaller step."""
 
 
 @dataclass
 class _Watch:
-    """The velocity as torchdiffeq calls it, with the callbacks by which it tells of its steps."""
+    """The velocity as torchdiffeq calls it, with the callback that torchdiffeq calls before each step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
@@ -104,7 +104,7 @@ class _Watch:
     state: Tensor
     evaluations: int = 0
     steps: int = 0
-    # The last step tried.
+    # Length of the last step that was tried.
     tried: float | None = None
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class _Watch:
         return self.velocity(t, y)
 
     def callback_step(self, t0: Tensor, y0: Tensor, dt: Tensor) -> None:
-        """Look at the state before a step is tried; end the run where none is possible."""
+        """Check the state before a step, and raise an error if the step is not possible."""
         time, step = float(t0), float(dt)
         if not self.finite(y0):
-            # An overflow can pass for a step without error, where the tolerance overflows as well.
+            # An adaptive method can accept a step that overflows, if its tolerance overflows, too.
             raise _SmallerStepError if self.plan.adaptive else self.overflow(self.time, time)
         self.steps += 1
         if self.steps > self.plan.max_steps:
@@ -135,13 +135,15 @@ class _Watch:
         self.tried = step
 
     def overflow(self, lower: float, upper: float) -> _EndedError:
-        """Return the end of a run whose numbers are no longer finite."""
+        """Return the error that ends a run whose numbers are no longer finite."""
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the end of an adaptive run whose steps fell below the spacing of floating-point times."""
+        """Return the error that ends an adaptive run whose steps have become too small for floating point."""
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
+        # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded
+        # state means that the velocity itself is the problem.
         size, speed = _size(self.state), _size(self(torch.tensor(lower), self.state))
         if size > torch.finfo(self.state.dtype).max ** _LARGE_POWER:
             return self.overflow(lower, upper)
@@ -152,7 +154,7 @@ class _Watch:
         return _EndedError(
             "stopped",
             "no step is small enough, though the state is bounded: the velocity jumps, is not finite, or "
-            "rounds more than the tolerance allows",
+            "has rounding errors above the tolerance",
             lower,
             upper,
         )
@@ -165,13 +167,14 @@ def integrate(
     plan: Plan,
     on_output: Callable[[float, Tensor], None] | None = None,
 ) -> Run:
-    """Integrate from times[0] and keep the state at each of ``times``, until the last or until it ends."""
+    """Integrate from times[0] and keep the state at each time, until the last time or the end of the flow."""
     run = Run([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
     for begin, end in pairwise(times):
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
+            # The integrator starts anew at each output time and each switch, from the state alone.
             watch = _Watch(system.velocity(left, right), system.finite, plan, span, initial, left, y)
             try:
                 y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
@@ -195,7 +198,7 @@ def integrate(
 
 
 def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
-    """Take the residual layers y ← settle(y + h v(y)) of one stretch."""
+    """Apply the residual layers y ← settle(y + h v(y)) of one stretch."""
     count = watch.plan.steps(end - begin)
     h = (end - begin) / count
     watch.velocity = system.layer(begin, end)
@@ -208,19 +211,20 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
 
 
 def _ode(watch: _Watch, end: float) -> Tensor:
-    """Integrate one stretch by torchdiffeq; begin again with smaller steps where a trial step overflowed."""
+    """Integrate one stretch with torchdiffeq; if a trial step overflows, resume there with a smaller step."""
     first: float | None = None
     while True:
         begin, y = watch.time, watch.state
         t = torch.tensor([begin, end], dtype=torch.float64, device=y.device)
         options: dict[str, object]
         if watch.plan.adaptive:
-            # The last step ends at the output time, which is therefore no interpolation.
+            # ``step_t`` makes a step end at the output time, so that the state there is not interpolated.
             options = {"step_t": t[1:], "norm": _largest_token}
             if first is not None:
                 options["first_step"] = first
         else:
             grid = torch.linspace(begin, end, watch.plan.steps(end - begin) + 1, dtype=t.dtype).to(t.device)
+            # Fixed methods take equal steps that end exactly at the output time.
             options = {"grid_constructor": lambda func, y0, t, grid=grid: grid}
         try:
             solution = odeint(
@@ -233,8 +237,10 @@ def _ode(watch: _Watch, end: float) -> Tensor:
                 options=options,
             )
         except _SmallerStepError:
+            # A trial step overflowed: resume at the last good state with a step a tenth as long.
             first = (end - begin) * 1e-3 if watch.tried is None else min(watch.tried, end - begin) / 10
             size, speed = _size(watch.state), _size(watch(t[0], watch.state))
+            # A step that changes the state by less than its rounding cannot make progress.
             still = first * speed <= torch.finfo(y.dtype).eps * size / 8
             if still or not watch.time + first > watch.time:
                 raise watch.exhausted() from None
@@ -246,7 +252,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Root mean square over a token's coordinates, and the largest over tokens: none is averaged away."""
+    """Return the largest root mean square error of a token, so that no token's error is averaged away."""
     return error.detach().square().mean(dim=-1).max().sqrt()
 
 

@@ -1,4 +1,7 @@
-"""A trajectory of a fixed-step method, and the Jacobians of its steps (docs/theory/growth.md)."""
+"""The trajectory of a fixed-step method together with the Jacobians of its steps.
+
+Derivation: documentation page "Growth along a flow, clusters, rescaled tokens", section "The operator".
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,18 @@ from howsmooth.spectral import LinearOperator
 
 __all__ = ["LinearisedFlow"]
 
-# Reverse mode keeps the scores, the probabilities and what lies between; a closed form the probabilities.
+# Reverse-mode differentiation keeps about this many n × n matrices (scores, probabilities and intermediates);
+# a closed form keeps one per head.
 _AUTODIFF_COPIES = 6
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: from where to where, the points (n, d) at which the velocity was taken, and where it led."""
+    """One step: its times, the points (n, d) where the velocity was evaluated, and the point it led to.
+
+    ``stretch`` is the interval between switches of the field in which the step lies. ``before_settling`` is
+    the result before the projection onto a sphere.
+    """
 
     begin: float
     end: float
@@ -52,21 +60,21 @@ class _Step:
 
 
 class LinearisedFlow:
-    """The steps of one trajectory, each with its derivative.
+    """The steps of one trajectory, each with its Jacobian.
 
-    On a sphere the tokens are put back on it after each step, and only perturbations along it count.
+    On a sphere, tokens are projected onto it after each step, and only tangent perturbations count.
 
     Parameters
     ----------
     system
-        Field and start: tokens (n, d) or the atoms of a measure, float64.
+        The field and the start: tokens (n, d) or the atoms of a measure, float64.
     times
-        Increasing.
+        Increasing times, the first of which is the time of the start.
     plan
-        A fixed-step method. Each stretch between two times (and two switches of the field) is divided into
-        equal steps.
+        A plan with a fixed-step method. Each stretch between two times or switches of the field is divided
+        into equal steps.
     kept_bytes
-        Linearisations are kept up to this many bytes; one is always held while it is used.
+        Bytes for Jacobians that are kept. A Jacobian that is not kept is computed again for each use.
 
     Raises
     ------
@@ -86,6 +94,8 @@ class LinearisedFlow:
         for begin, end in pairwise(times):
             for left, right in pairwise([begin, *(s for s in system.switches if begin < s < end), end]):
                 residual = plan.method == "residual"
+                # Residual layers add the unprojected velocity; the projection onto a sphere follows in
+                # `settle`.
                 velocity = (system.layer if residual else system.velocity)(left, right)
                 grid = torch.linspace(left, right, plan.steps(right - left) + 1, dtype=torch.float64).tolist()
                 for a, b in pairwise(grid):
@@ -108,6 +118,7 @@ class LinearisedFlow:
                 slopes.append(velocity(torch.tensor(t, dtype=torch.float64, device=x.device), point))
                 points.append(point)
             before = x + length * _combined(self.tableau.b, slopes, x)
+            # Tokens return to the sphere after each step.
             x = self.system.settle(before)
         if not bool(torch.isfinite(x).all()):
             raise NonFiniteError(
@@ -135,12 +146,16 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return what bounds the growth at the stages of step ``i``: on a sphere, the part along it."""
+        """Return the Jacobians of the velocity whose norms bound the growth at the stages of step ``i``.
+
+        On a sphere they are projected onto the tangent spaces.
+        """
         stages = self.stages(i)
         if not isinstance(self.system.field, Sphere):
             return stages
         if self.plan.method == "residual":
-            # The norm layer behind a layer makes its velocity the projected one.
+            # The stages hold the unprojected velocity. With the projection after each layer, the velocity
+            # along the sphere is the projected one, so it is differentiated here.
             step = self.steps[i]
             stages = [
                 _linearise(self.system.field, step.stretch, t, x, self.system.weighting)
@@ -159,7 +174,7 @@ class LinearisedFlow:
         if not isinstance(self.system.field, Sphere):
             return operator
         settling = ProjectionJacobian(one.before_settling[None], radius=self.system.field.radius)
-        # The first stage of every method is the point where the step begins.
+        # ``points[0]`` is the start of the step, because the first stage of every method is there.
         return ComposedJacobian(settling, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
@@ -177,7 +192,7 @@ def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> 
 def _linearise(
     field: Field, stretch: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
 ) -> LinearOperator:
-    """Return the Jacobian of the velocity at tokens (n, d); between weighted norms, if they are atoms."""
+    """Return the Jacobian of the velocity at tokens (n, d), between weighted norms for atoms of a measure."""
     t = torch.tensor(time, dtype=torch.float64, device=x.device)
     if isinstance(field, Sphere):
         with torch.no_grad():
@@ -191,12 +206,13 @@ def _linearise(
     velocity = field.velocity(*stretch, weighting)
     if weighting is None:
         return AutodiffJacobian(lambda y: velocity(t, y), x)
+    # In coordinates √a_i x_i, the Euclidean norm is the weighted norm of displacements.
     root = (weighting.log_weights / 2).exp()[:, None]
     return AutodiffJacobian(lambda y: root * velocity(t, y / root), root * x)
 
 
 def _bytes(system: Tokens) -> int:
-    """Bytes that one linearisation holds, to the number of attention matrices."""
+    """Estimate the bytes of one Jacobian from the number of its attention matrices."""
     field = system.field.field if isinstance(system.field, Sphere) else system.field
     if isinstance(field, MapField):
         matrices = _matrices(field.map)

@@ -1,7 +1,8 @@
-"""Rescaled tokens z(t) = e^{−tV} x(t): what clusters where the tokens themselves run away.
+"""Rescaled tokens z(t) = e^{−tV} x(t), which can form clusters even if the tokens x(t) diverge.
 
-Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence of clusters in self-attention dynamics*,
-NeurIPS 2023. The equation of z, and where it is defined: docs/theory/growth.md.
+Source: Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence of clusters in self-attention dynamics*,
+NeurIPS 2023. The documentation page "Growth along a flow, clusters, rescaled tokens" derives the equation of
+z and says where it is defined.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ from howsmooth.measures import DiscreteMeasure
 
 __all__ = ["Rescaled", "rescaled", "value_matrix"]
 
-# Heads commute with V up to this part of their size.
+# Heads count as commuting with V if the commutator is at most this fraction of their norms' product.
 _COMMUTE = 1e-6
 
 
 class Rescaled(Field):
-    """The velocity of z(t) = e^{−tV} x(t), x' = f(x), integrated without ever forming x.
+    """The velocity of z(t) = e^{−tV} x(t), where x' = f(x), integrated without computing x.
 
-    z_i' = Σ_h W_h (Σ_j P^h_ij z_j − z_i) + e^{−tV} c, with W_h = O_h V_h the value and output matrix of head
-    h, V = Σ_h W_h, c the constant that value and output biases add, and P^h the probabilities of the tokens
-    x = e^{tV} z. At t = 0, z = x.
+    The velocity is z_i' = Σ_h W_h (Σ_j P^h_ij z_j − z_i) + e^{−tV} c. Here W_h = O_h V_h is the product of
+    the output and value matrices of head h, V = Σ_h W_h, c is the sum of the value and output biases'
+    contributions, and P^h are the attention probabilities at the tokens x = e^{tV} z. At t = 0, z = x.
 
     Parameters
     ----------
     attention
-        Self-attention with d_out = d, causal or not, without rotary positions, each of whose W_h commutes
-        with V; one head always does.
+        Self-attention with d_out = d, causal or not, without rotary positions. Every W_h must commute with V,
+        which always holds for a single head.
 
     Raises
     ------
     ArgumentError
-        If the attention is not of that kind.
+        If ``attention`` does not meet these conditions.
 
     Notes
     -----
-    The scores grow as e^{2λt}, λ the largest real part of an eigenvalue of V. The growth is kept apart as one
-    factor, so that z is right for as long as its own numbers are. Beyond 1/ε that softmax is the maximum, and
-    which of two tokens it takes whose scores agree to ε is up to rounding, here as in the flow of x.
+    The scores grow like e^{2λt}, where λ is the largest real part of an eigenvalue of V. This growth is kept
+    as a separate scalar factor, so large scores do not reduce the accuracy of z. Once the scores exceed 1/ε
+    (ε is the machine epsilon), the softmax is in effect a maximum. If two scores then agree up to ε, rounding
+    decides which token is taken, as in the flow of x.
 
     """
 
@@ -78,12 +80,17 @@ class Rescaled(Field):
         self._limit = 0.4 * math.log(torch.finfo(attention.dtype).max)
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the attention takes ``x``."""
+        """Raise ArgumentError unless the attention accepts ``x``."""
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:
-        """Return the attention by which rescaled tokens see each other at time t, without c."""
+        """Return the attention between rescaled tokens at time t, without the constant c.
+
+        Its queries and keys are those of e^{tV} z; the factor e^{2λt} is in its scale, bounded below
+        overflow.
+        """
         f = self.attention
+        # exp(t(V − λI)) stays bounded; the factor e^{2λt} of the scores goes into their scale.
         growth = torch.linalg.matrix_exp(
             t * (self.value - self.rate * torch.eye(f.d, dtype=f.dtype, device=f.device))
         )
@@ -95,11 +102,12 @@ class Rescaled(Field):
             key_bias=None,
             value_bias=None,
             output_bias=None,
+            # Above the limit, the softmax is a maximum anyway, and scores must not overflow.
             scale=f.scale * math.exp(min(2 * self.rate * t, self._limit)),
         )
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity of z."""
+        """Return the velocity of the rescaled tokens z."""
         return lambda t, z: self._velocity(float(t), z, weighting)
 
     def _velocity(self, t: float, z: Tensor, weighting: Weighting | None) -> Tensor:
@@ -109,24 +117,24 @@ class Rescaled(Field):
         return moved + shift
 
     def describe(self) -> str:
-        """Return the words of the attention, and that tokens are rescaled."""
+        """Return the description of the attention, with the remark that tokens are rescaled."""
         return f"{self.attention.describe()}, in rescaled tokens"
 
 
 def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajectory:
-    """Return the trajectory of z(t) = e^{−tV} x(t).
+    """Return the trajectory of the rescaled tokens z(t) = e^{−tV} x(t).
 
     Parameters
     ----------
     trajectory
-        Of tokens, or of a discrete measure.
+        A trajectory of tokens or of a discrete measure.
     value
-        V, (d, d), or attention, of which it is :func:`value_matrix`.
+        The matrix V, (d, d), or an attention whose :func:`value_matrix` is taken as V.
 
     Raises
     ------
     ArgumentError
-        If the trajectory has no points, or V does not fit them.
+        If the trajectory is of Gaussians, or the shape of V does not fit its points.
 
     """
     points = trajectory.points
@@ -151,22 +159,24 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 
 
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
-    """Return V = Σ_h O_h V_h, by which attention moves tokens that are all equal (biases apart).
+    """Return V = Σ_h O_h V_h, the matrix by which attention without biases acts on equal tokens.
 
     Raises
     ------
     ArgumentError
-        If d_out is not d, or there are sinks.
+        If d_out is not d, or the attention has sinks.
 
     """
     return _head_matrices(attention).sum(dim=0)
 
 
 def _head_matrices(attention: SelfAttention) -> Float[Tensor, "heads d d"]:
-    """Return W_h = O_h V_h of each head."""
+    """Return W_h = O_h V_h for each head."""
     f = attention
     if f.sinks is not None:
-        raise ArgumentError("attention", expected="rows of P that sum to one", got="sinks")
+        raise ArgumentError(
+            "attention", expected="attention without sinks, whose probabilities sum to one", got="sinks"
+        )
     if f.d_out != f.d:
         raise ArgumentError(
             "attention", expected="attention with d_out = d", got=f"d = {f.d}, d_out = {f.d_out}"

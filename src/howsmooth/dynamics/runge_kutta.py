@@ -1,4 +1,4 @@
-"""The fixed-step methods whose flow map is differentiated, as explicit Runge–Kutta tableaux."""
+"""Tableaux of the fixed-step Runge–Kutta methods whose flow maps are differentiated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ __all__ = ["TABLEAUX", "Tableau"]
 
 @dataclass(frozen=True)
 class Tableau:
-    """k_i = f(t + c_i h, x + h Σ_j a_ij k_j), x⁺ = x + h Σ_i b_i k_i, with a strictly lower triangular."""
+    """The coefficients of an explicit Runge–Kutta method, with a strictly lower triangular matrix a.
+
+    A step of length h is k_i = f(t + c_i h, x + h Σ_j a_ij k_j) and x⁺ = x + h Σ_i b_i k_i.
+    """
 
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
@@ -18,7 +21,7 @@ class Tableau:
 
 _EULER = Tableau(a=((),), b=(1.0,), c=(0.0,))
 
-# As torchdiffeq has them (its rk4 is the 3/8 rule); "residual" is a layer X + h f(X).
+# These are torchdiffeq's methods (its rk4 is the 3/8 rule). "residual" is a layer X + h f(X).
 TABLEAUX = {
     "euler": _EULER,
     "residual": _EULER,

@@ -1,4 +1,7 @@
-"""Tokens and measures as the one tensor that is integrated, and back (docs/theory/flows.md)."""
+"""Conversion between a state (tokens, discrete measure, Gaussian) and the tensor that is integrated.
+
+Derivation for Gaussians: documentation page "Flows: tokens, measures and Gaussians through depth".
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """A state as a tensor, whose rows move along a field."""
+    """A state represented as one tensor, with the velocity of that tensor along a field."""
 
     start: Tensor
 
@@ -26,48 +29,48 @@ class System(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """Times at which the field jumps."""
+        """The times at which the field jumps."""
         return self.field.switches
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tensor between two times without a switch between them."""
+        """Return the velocity of the tensor between two times that have no switch between them."""
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity that a residual layer adds."""
+        """Return the velocity that a residual layer adds to the tensor."""
 
     def settle(self, y: Tensor) -> Tensor:
-        """Return the tensor put back on what the flow preserves."""
+        """Return the tensor projected onto the set that the flow preserves."""
         return self.field.settle(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return how far the tensor is from what the flow preserves; None if there is nothing."""
+        """Return the relative distance of the tensor from the set that the flow preserves, or None."""
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor from which the flow goes on after a stretch, as if it started there."""
+        """Return the tensor from which the next stretch starts: the one that a new flow would start from."""
         return y
 
     def finite(self, y: Tensor) -> bool:
-        """Tell whether what the tensor stands for is finite."""
+        """Tell whether the state that the tensor represents is finite."""
         return bool(torch.isfinite(y).all())
 
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return an upper bound of the distance W₂ of two states: that of tokens matched as they stand."""
+        """Return an upper bound of the distance W₂ of two states, by matching tokens in their given order."""
 
     @abc.abstractmethod
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return what the tensor stands for."""
+        """Return the state that the tensor represents."""
 
     @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Return what the tensors stand for, as a trajectory keeps it."""
+        """Return the states that the tensors represent, in the form that a trajectory keeps."""
 
 
 class Tokens(System):
-    """Tokens (..., n, d)."""
+    """A state of tokens (..., n, d), which are the tensor itself."""
 
     def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
         super().__init__(field)
@@ -80,15 +83,15 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the field, with the weights of the atoms."""
+        """Return the velocity of the field, with the weights of atoms if there are any."""
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the field of a residual layer, with the weights of the atoms."""
+        """Return the velocity of the field's residual layer, with the weights of atoms if there are any."""
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return the root mean square distance of corresponding tokens, the largest of a batch."""
+        """Return the root mean square distance of corresponding tokens; for a batch, the largest one."""
         squares = (y - other).square().sum(dim=-1)
         if self.weighting is None:
             mean = squares.mean(dim=-1)
@@ -101,28 +104,29 @@ class Tokens(System):
         return y
 
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Return the tokens at all times, stacked."""
+        """Return the tokens at all times, stacked along a first axis."""
         return torch.stack(ys)
 
 
 class Atoms(Tokens):
-    """The atoms (n, d) of a discrete measure, whose weights and positions stay as they are."""
+    """A discrete measure, represented by its atoms (n, d); its weights and positions do not change."""
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the measure with its atoms there."""
+        """Return the measure with its atoms at y."""
         assert self.weighting is not None
         return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the measures."""
+        """Return the measures at all times."""
         return tuple(self.state(y) for y in ys)
 
 
 class Moments(System):
-    """A Gaussian, as a tensor (d, 1 + d): its mean α in the first column, then a square root L of Σ.
+    """A Gaussian N(α, Σ), represented by a tensor (d, 1 + d): its mean α, then a square root L of Σ.
 
-    A map that acts on N(α, Σ) by x ↦ M x + c moves it by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The latter follows
-    from L' = M L, by which Σ = L Lᵀ has no negative eigenvalue, whatever the step.
+    If a map acts on N(α, Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The
+    second equation follows from L' = M L. Integrating L instead of Σ ensures that Σ = L Lᵀ has no negative
+    eigenvalue for any step.
     """
 
     def __init__(self, field: Field, start: Gaussian) -> None:
@@ -131,15 +135,16 @@ class Moments(System):
             raise ArgumentError(
                 "start",
                 expected="a Gaussian without gradients",
-                got="one that requires them",
-                remedy="Give it detached, or let a sample flow, which keeps them.",
+                got="a Gaussian that requires gradients",
+                remedy="Detach its mean and covariance, or let a sample of it flow, which keeps gradients.",
             )
+        # Raises ArgumentError here, before the flow begins, if a layer cannot act on a Gaussian.
         for begin, end in pairwise([0.0, *field.switches, field.until]):
             affine_action(field.map_at(begin, end), start)
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return M (α, L) + (c, 0)."""
+        """Return the velocity M (α, L) + (c, 0) of mean and square root."""
         f = self.field.map_at(begin, end)
 
         def affine(t: Tensor, y: Tensor) -> Tensor:
@@ -151,26 +156,29 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the same: a residual layer moves N(α, Σ) by x ↦ x + h (M x + c)."""
+        """Return the velocity itself, because a residual layer maps N(α, Σ) by x ↦ x + h (M x + c)."""
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the symmetric root in place of L, with which a flow from this Gaussian starts."""
+        """Return the tensor with the symmetric square root in place of L, as a new flow would start."""
         return _pack(*_unpack(y))
 
     def settle(self, y: Tensor) -> Tensor:
-        """Return the state."""
+        """Return the tensor unchanged."""
         return y
 
     def drift(self, y: Tensor) -> None:
-        """Return None: nothing is preserved."""
+        """Return None, because no set is preserved."""
 
     def finite(self, y: Tensor) -> bool:
-        """Tell whether mean and covariance are finite; the latter overflows before its root does."""
+        """Tell whether mean and covariance are finite; a covariance overflows before its square root."""
         return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return √(|α − α'|² + ‖L − L'‖²): that of x = α + L z and x' = α' + L' z, root mean square."""
+        """Return √(|α − α'|² + ‖L − L'‖²).
+
+        This is the root mean square distance of x = α + L z and x' = α' + L' z for a standard Gaussian z.
+        """
         return float(torch.linalg.vector_norm(y - other))
 
     def state(self, y: Tensor) -> AbstractMeasure:
@@ -178,12 +186,12 @@ class Moments(System):
         return Gaussian(*_unpack(y))
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the Gaussians."""
+        """Return the Gaussians at all times."""
         return tuple(self.state(y) for y in ys)
 
 
 def system_of(field: Field, start: object) -> System:
-    """Return what is integrated for a start."""
+    """Return the system to integrate for a start of tokens, a discrete measure or a Gaussian."""
     match start:
         case Tensor():
             return Tokens(field, start)
@@ -201,6 +209,7 @@ def system_of(field: Field, start: object) -> System:
 
 
 def _pack(mean: Tensor, covariance: Tensor) -> Tensor:
+    # The symmetric square root; negative eigenvalues are rounding.
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
     return torch.cat((mean[:, None], root), dim=1)

@@ -1,4 +1,4 @@
-"""What a flow gives."""
+"""The result of a flow: states at increasing times."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ State = Tensor | AbstractMeasure
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """States at increasing times.
+    """The states of a flow at increasing times, and how the flow ended.
 
     Attributes
     ----------
     times
-        The times reached, float64: all that were asked for, or those before the flow ended.
+        The times that the flow reached, float64: all requested times, or only those before its end.
     states
-        The state at each of them: a tensor (times, n, d) or (times, batch, n, d) for tokens, a tuple of
-        measures for a measure.
+        The state at each time: a tensor (times, n, d) or (times, batch, n, d) for tokens, or a tuple of
+        measures.
     status
-        "finished"; "blew up": there is no finite state beyond ``blow_up``; "stopped": the integrator gave up.
+        "finished" if all times were reached, "blew up" if no finite state exists beyond ``blow_up``, or
+        "stopped" if the integrator could not go on.
     reason
         Why the flow ended before the last time, in one sentence; empty if it finished.
     blow_up
-        Interval (lower, upper) that holds the time of the blow-up, if there is one. It is estimated by a
-        second run at half the step or a tenth of the tolerances. Twice the difference, and one step or the
-        relative tolerance, are added on both sides. For residual layers it is the layer at which the
-        numbers overflow.
+        Interval (lower, upper) with the estimated time of the blow-up, or None. It comes from two runs, the
+        second with half the step or a tenth of the tolerances. The interval is widened on both sides by twice
+        the difference of the two blow-up times, and by one step or rtol times the elapsed time. For residual
+        layers it is the time interval of the layer at which the numbers overflow.
     error
-        Estimate of the error of the last state, or None where it was not asked for: the root mean square
-        distance of its tokens (with the weights of a measure) from those of the flow, from a second run at
-        half the step or a tenth of the tolerances. It bounds the distance W₂ of the two measures. It does
-        not include rounding.
+        Estimate of the error of the last state, or None if it was not requested. It is the root mean square
+        distance (weighted, for a measure) between the tokens of the last state and the tokens of the exact
+        flow, estimated by a second run with half the step or a tenth of the tolerances. The distance W₂ of
+        the two measures is at most this number. Rounding is not included.
     drift
-        On a sphere: the largest relative distance of a token from it, before it was put back. Else None.
+        On a sphere, the largest relative distance of a token from the sphere before a projection; otherwise
+        None.
     evaluations
-        How many times the velocity was evaluated, over all runs.
+        Number of evaluations of the velocity in all runs.
     method, step, rtol, atol
-        As integrated; ``step`` is None for adaptive methods, the tolerances are None for the others.
+        The method and its settings. ``step`` is None for adaptive methods; the tolerances are None for the
+        others.
     field
-        What the velocity is, in words.
+        Description of the velocity.
 
     """
 
@@ -76,7 +79,7 @@ class Trajectory:
 
     @property
     def points(self) -> Float[Tensor, "times *batch n d"]:
-        """Tokens or atoms at all times.
+        """The tokens or atoms at all times.
 
         Raises
         ------

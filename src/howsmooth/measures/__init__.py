@@ -1,4 +1,4 @@
-"""Probability measures that attention acts on, and the distances between them."""
+"""Probability measures on which attention acts, and distances between them."""
 
 from howsmooth.measures.conditional import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure

@@ -1,4 +1,4 @@
-"""Two discrete measures as solvers take them: scaled, without atoms that are too light for float64."""
+"""Two discrete measures prepared for a transport solver: scaled, and without atoms of negligible weight."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from howsmooth.measures.solvers import Solution
 
 __all__ = ["Answer", "Pair", "in_units"]
 
-# Distances that are not known, but below this part of the extent of the points, count as zero.
+# An upper limit below this fraction of the points' extent counts as zero distance.
 NEGLIGIBLE = 1e-6
 
-# Lighter atoms are left to the interval: POT's float64 has no room to split such masses.
+# Solvers do not see lighter atoms, because POT computes in float64, which cannot divide such masses. The
+# interval is widened to allow for them.
 _LIGHTEST = math.log(1e-300)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """W_p with its interval in units of the scaled points, and what its derivative is made of.
+    """The distance W_p between scaled points with its interval, and the data for its derivative.
 
-    ``log_masses`` are those of the plan, whose rows and columns are atoms of the measures; ``left`` and
-    ``right`` are potentials of all atoms.
+    ``plan`` moves mass between the atoms numbered by its rows and columns, and ``log_masses`` are the
+    logarithms of its masses. ``left`` and ``right`` are the dual potentials of all atoms, if the solver has
+    them.
     """
 
     value: float
@@ -45,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Atoms and log-weights of two measures, scaled by ``2**-exponent``: no distance exceeds one."""
+    """Atoms and log-weights of two measures, scaled by ``2**-exponent`` so that no distance exceeds one."""
 
     x: Float[ndarray, "n d"]
     y: Float[ndarray, "m d"]
@@ -56,10 +58,11 @@ class Pair:
 
     @classmethod
     def of(cls, mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Pair:
-        """Return both measures in float64 on the CPU, scaled."""
+        """Return the pair of two measures in float64 on the CPU, scaled."""
         x, y = (measure.points.detach().double().cpu().numpy() for measure in (mu, nu))
         log_a, log_b = (measure.log_weights.detach().cpu().numpy() for measure in (mu, nu))
-        # Powers of two, so that nothing is rounded; first to one, so that differences do not overflow.
+        # Scaling by powers of two rounds nothing. The first scaling brings coordinates below one, so that
+        # their differences cannot overflow.
         size = _exponent(max(np.abs(x).max(), np.abs(y).max()))
         x, y = np.ldexp(x, -size), np.ldexp(y, -size)
         span = np.maximum(x.max(0), y.max(0)) - np.minimum(x.min(0), y.min(0))
@@ -68,28 +71,30 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Which atoms the solvers see."""
+        """Masks of the atoms that solvers see, for both measures."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
     def problem(self) -> Problem:
-        """The transport problem of the atoms that are kept."""
+        """The transport problem between the kept atoms."""
         here, there = self.kept
         a, b = np.exp(self.log_a[here]), np.exp(self.log_b[there])
         return Problem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """How far W_p can move when the atoms left out are added: Σ m^{1/p} times the largest distance."""
+        """The largest change of W_p by the atoms left out: the sum of m^{1/p} over their masses m."""
         here, there = self.kept
+        # No distance exceeds one, so mass m changes W_p by at most m^{1/p}.
         light = [logs[~kept] for logs, kept in ((self.log_a, here), (self.log_b, there)) if not kept.all()]
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the answer if equal weights stand in equal order and no atom is nearer than the own image.
+        """Return the answer if moving x_i to y_i for each i is optimal and easy to see; otherwise None.
 
-        Then W_p^p = Σ a_i |x_i − y_i|^p: the plan is the identity, the potentials are min_j |x_i − y_j|^p and
-        zero. In logarithms, so that weights of any size count.
+        The weights must be equal in the given order, and each y_i must be the nearest atom of ``y`` to x_i.
+        Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and zero. Sums are formed
+        from logarithms, so weights of any size count.
         """
         if not np.array_equal(self.log_a, self.log_b):
             return None
@@ -97,11 +102,13 @@ class Pair:
         if not self._own_is_nearest(own):
             return None
         moved = own > 0
+        # Atoms that do not move have no logarithm of a cost; they are left out of the sum.
         log_cost = self.p * np.log(own[moved])
         log_value = float(logsumexp(self.log_a[moved] + log_cost)) / self.p if moved.any() else -math.inf
         if moved.any() and log_value < math.log(TINY):
             raise _below_float64(f"exp({log_value:.6g}) times the extent of the points")
         value = math.exp(log_value)
+        # Rounding of the distances, of the sum of logarithms, and of the exponential.
         slack = (3 * self.x.shape[1] + 64 + 4 * abs(log_value) if moved.any() else 0) * EPSILON
         n = len(own)
         plan = Plan(np.arange(n), np.arange(n), np.exp(self.log_a))
@@ -110,19 +117,21 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Whether no atom is nearer to its own image than another's is, to rounding."""
+        """Tell whether, for each i, no atom of ``y`` is nearer to x_i than y_i, up to rounding."""
         if self.x.shape[1] == 1:
+            # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
         else:
-            # Distances, since powers of close ones may underflow.
+            # p-th powers of small distances may underflow, so distances are compared.
             nearest = Problem(self.x, self.y, self.log_a, self.log_b, 1.0).costs.min(axis=1)
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
-        """Return the answer of a solver, in terms of all atoms."""
+        """Return the answer to the whole problem, given a solver's solution for the kept atoms."""
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
         slack = self.reach_of_light_atoms
+        # The p-th roots of the cost's limits are rounded outwards, and light atoms widen the interval.
         above = solution.above ** (1 / self.p)
         with np.errstate(divide="ignore"):
             log_masses = np.log(plan.masses)
@@ -138,9 +147,9 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """W_p that rounding of the weights alone can make: ((n + m) ε)^{1/p} times the largest distance.
+        """The distance W_p that rounding of the weights alone can cause, at most ((n + m) ε)^{1/p}.
 
-        Of large orders that is no longer small; an answer counts as zero below a millionth only.
+        For large p this number is not small. It is therefore limited to 1e-6 (``NEGLIGIBLE``).
         """
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
@@ -150,7 +159,7 @@ class Pair:
 
 
 def in_units(scaled: float, exponent: int) -> float:
-    """Return ``scaled · 2**exponent``, or raise ArgumentError if that is no number of float64."""
+    """Return ``scaled · 2**exponent``; raise ArgumentError if float64 cannot hold that number."""
     try:
         distance = math.ldexp(scaled, exponent)
     except OverflowError:
@@ -158,7 +167,7 @@ def in_units(scaled: float, exponent: int) -> float:
             "mu, nu",
             expected="a distance below 1.8e308",
             got=f"{scaled:g} · 2^{exponent}",
-            remedy="Scale the points down: W_p scales with them.",
+            remedy="Scale the points down; W_p scales with them.",
         ) from None
     if distance < TINY and scaled > 0:
         raise _below_float64(f"{scaled:g} · 2^{exponent}")
@@ -166,13 +175,13 @@ def in_units(scaled: float, exponent: int) -> float:
 
 
 def _exponent(size: float) -> int:
-    """Return the least e with size <= 2**e, zero for no size at all."""
+    """Return the least e with size <= 2**e, or zero if the size is zero."""
     mantissa, exponent = math.frexp(size)
     return exponent - (mantissa == 0.5) if size > 0 else 0
 
 
 def _spread(values: ndarray, places: ndarray, n: int) -> ndarray:
-    """Return ``values`` at their places among n zeros: what is left out has no weight to speak of."""
+    """Return n numbers that are ``values`` at ``places`` and zero elsewhere."""
     spread = np.zeros(n)
     spread[places] = values
     return spread

@@ -1,7 +1,8 @@
-"""W₂ between Gaussians by the Bures formula, in a form that loses no digits, with an interval.
+"""W₂ between Gaussians by the Bures formula, without cancellation, and with an interval.
 
-Above stands a coupling, below a pair of quadratic potentials; neither is trusted to be the best. Derivation:
-docs/guide/transport.md.
+The upper limit is the cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both
+limits hold even if the coupling and the potentials are not optimal. Derivation: documentation page "Distances
+between measures", section "Gaussians".
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from howsmooth.measures.problem import EPSILON
 
 __all__ = ["GaussianAnswer", "between_gaussians"]
 
-# Covariances are made regular by this part of their size before their map is formed, and its eigenvalues are
-# kept below the root of the inverse: where one is singular the lower limit loses about 1e-8 to either.
+# For the transport map, this fraction of their size is added to the covariances, and the map's eigenvalues
+# are kept between _STEEPEST and 1 / _STEEPEST. If a covariance is singular, each of the two lowers the lower
+# limit by about 1e-8.
 _RIDGE = 1e-16
 _STEEPEST = 1e-8
 
 
 @dataclass(frozen=True)
 class GaussianAnswer:
-    """W₂ in units of ``2**exponent``, and its derivatives by means and covariances, in the units of these."""
+    """W₂ in units of ``2**exponent``, and its derivatives with respect to means and covariances.
+
+    The derivatives are in the units of the means and covariances.
+    """
 
     value: float
     lower: float
@@ -35,7 +40,7 @@ class GaussianAnswer:
     exponent: int
     by_means: tuple[Float[ndarray, " d"], Float[ndarray, " d"]]
     by_covariances: tuple[Float[ndarray, "d d"], Float[ndarray, "d d"]]
-    #: Whether the derivatives by covariances are there: none is singular, and the distance is not zero.
+    #: Whether the derivatives by covariances exist: no covariance is singular, and the distance is positive.
     regular: bool
 
     def in_units(self, scaled: float) -> float:
@@ -44,26 +49,34 @@ class GaussianAnswer:
 
     @property
     def noise(self) -> float:
-        """W₂ that rounding of the covariances alone can make, as :attr:`Pair.noise`."""
+        """The distance W₂ that rounding of the covariances alone can cause, as in :attr:`Pair.noise`."""
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)
 
 
 def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
-    """Return W₂(N(α, Σ), N(β, Τ)): W₂² = |α − β|² + min over orthogonal U of |Σ^{1/2} − Τ^{1/2} U|²."""
+    """Return W₂ between N(α, Σ) and N(β, Τ), with an interval and derivatives.
+
+    The formula is W₂² = |α − β|² + min over orthogonal U of |Σ^{1/2} − Τ^{1/2} U|².
+    """
     means = [measure.mean.detach().double().cpu().numpy() for measure in (mu, nu)]
     covariances = [measure.covariance.detach().double().cpu().numpy() for measure in (mu, nu)]
+    # Halves are subtracted because the difference of the means could overflow.
     size = max(*(math.sqrt(np.abs(c).max()) for c in covariances), np.abs(means[0] / 2 - means[1] / 2).max())
+    # Scaling by powers of two rounds nothing and keeps squares in range.
     exponent = math.frexp(size)[1] + 1 if size > 0 else 0
     moved = np.ldexp(means[0], -exponent) - np.ldexp(means[1], -exponent)
     one, other = (np.ldexp(c, -2 * exponent) for c in covariances)
     shift = float(np.linalg.norm(moved))
     spectra = [_Spectrum(*np.linalg.eigh(c)) for c in (one, other)]
     roots = [spectrum.root() for spectrum in spectra]
+    # The best U is the orthogonal polar factor of Τ^{1/2} Σ^{1/2}. The difference of the roots does not
+    # cancel for close covariances, unlike the traces in the usual formula.
     left, _, right = np.linalg.svd(roots[1].T @ roots[0])
     apart = float(np.linalg.norm(roots[0] - roots[1] @ (left @ right)))
     slacks = [spectrum.slack for spectrum in spectra]
     value = math.hypot(shift, apart)
+    # Rounding of the two square roots, and of the distance between them.
     slack = math.fsum(slacks) + 4 * len(one) * EPSILON * value
     values, vectors = _map(*spectra)
     lower = math.sqrt(shift**2 + _below(one, other, values, vectors)) - slack
@@ -76,6 +89,7 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
         upper=value + slack,
         exponent=exponent,
         by_means=(slope, -slope),
+        # The derivative of W₂² by the first covariance is I − T, by the second I − T⁻¹.
         by_covariances=(
             np.ldexp(steep * ((vectors * (1 - values)) @ vectors.T), -exponent),
             np.ldexp(steep * ((vectors * (1 - 1 / values)) @ vectors.T), -exponent),
@@ -86,27 +100,28 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """Eigenvalues of a covariance, in increasing order, and eigenvectors."""
+    """The eigenvalues of a covariance in increasing order, and its eigenvectors."""
 
     values: Float[ndarray, " d"]
     vectors: Float[ndarray, "d d"]
 
     @property
     def error(self) -> float:
-        """What rounding can have done to an eigenvalue."""
+        """Bound on the rounding error of an eigenvalue."""
         return 8 * len(self.values) * EPSILON * float(np.abs(self.values).max())
 
     @property
     def least(self) -> float:
-        """The least eigenvalue, rounded down; zero where the covariance may be singular."""
+        """The least eigenvalue minus its rounding error, or zero if the covariance may be singular."""
         return max(float(self.values[0]) - self.error, 0.0)
 
     @property
     def slack(self) -> float:
-        """How far in W₂ rounding can have moved the Gaussian.
+        """Bound on the distance W₂ by which rounding may have moved the Gaussian.
 
-        Roots differ by at most the root of the trace norm of the difference, or by its size over twice the
-        least root: those of singular covariances are known to half the digits only.
+        The square roots of two covariances differ by at most the root of the trace norm of their difference,
+        and by at most the size of the difference over twice the least root. For singular covariances only the
+        first bound applies, so their roots have half of the digits.
         """
         d = len(self.values)
         slack = math.sqrt(d * self.error)
@@ -115,15 +130,16 @@ class _Spectrum:
         )
 
     def root(self) -> Float[ndarray, "d d"]:
-        """Return a square root of the covariance."""
+        """Return the symmetric square root of the covariance."""
         root: ndarray = (self.vectors * np.sqrt(np.maximum(self.values, 0.0))) @ self.vectors.T
         return root
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return eigenvalues and eigenvectors of T > 0 with T one T = other, covariances made regular.
+    """Return eigenvalues and eigenvectors of the transport map T > 0 with T ``one`` T = ``other``.
 
-    Eigenvalues are kept between two bounds: beyond, what is zero of a covariance is not known to be zero.
+    A small multiple of the identity is added to the covariances first. The eigenvalues are clipped, because
+    directions in which a covariance is zero give no reliable eigenvalue of T.
     """
     ridge = _RIDGE * max(one.values.sum(), other.values.sum()) or 1.0
     roots, others = (np.sqrt(np.maximum(side.values, 0.0) + ridge) for side in (one, other))
@@ -135,10 +151,11 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return tr (I − T) one + tr (I − T⁻¹) other, less rounding: 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y for any T > 0.
+    """Return tr (I − T) one + tr (I − T⁻¹) other, less rounding, which is a lower bound of the squared W₂.
 
-    Along the eigenvectors q of T, as Σ (t − 1)(qᵀ other q / t − qᵀ one q): of Gaussians that are close both
-    factors are small.
+    The bound holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y. It is summed over the eigenvectors q of T
+    as Σ (t − 1)(qᵀ other q / t − qᵀ one q). For close Gaussians both factors of each term are small, so
+    nothing cancels.
     """
     d = len(one)
     sizes, errors = [], []

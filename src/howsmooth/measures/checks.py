@@ -1,4 +1,4 @@
-"""Checks of arguments that all measures share."""
+"""Checks of tensors that all measures share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_numbers"]
 
 
 def check_numbers(name: str, value: Tensor) -> None:
-    """Raise ArgumentError unless ``value`` is float32 or float64, NonFiniteError unless it is finite."""
+    """Raise ArgumentError unless ``value`` is float32 or float64, and NonFiniteError unless it is finite."""
     if value.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
             name,

@@ -1,4 +1,4 @@
-"""The conditional Wasserstein distance, in which masked attention is measured: one problem a position."""
+"""The conditional Wasserstein distance for masked attention: one transport problem for each position."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ def conditional_wasserstein(
 ) -> Transport:
     """Measure the conditional distance d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, with an interval.
 
-    θ is the marginal of the positions, which both measures share, and μ^s is μ given the position s: mass
-    never moves from position to position. Where the marginals differ the distance is infinite. At distinct
-    positions of equal weight it is |X − Y|_F/√n for p = 2.
+    θ is the marginal distribution of positions, which both measures must share, and μ^s is μ conditioned on
+    position s. Mass never moves between positions. If the marginals differ, the distance is infinite. For n
+    tokens X and Y at n distinct positions of equal weight, the distance with p = 2 is |X − Y|_F/√n.
 
     Parameters
     ----------
     mu, nu
         Two discrete measures with positions.
     p
-        The order, p >= 1, finite.
+        The order, a finite number p >= 1.
     position_tolerance
-        Positions no further apart than this are one position. Zero asks for equal numbers.
+        Positions whose difference is at most this number count as equal. With zero, only equal numbers do.
     mass_tolerance
-        Masses of a position in μ and ν whose ratio is within this of one are equal; those of μ count.
+        The masses of a position in μ and in ν count as equal if their logarithms differ by at most this
+        number. The distance uses the masses in μ.
     method, regularisation, rtol, max_iterations
-        As for :func:`wasserstein`, for each position with several atoms in both measures.
+        As for :func:`wasserstein`, applied to each position that has several atoms in both measures.
     gradient
-        Whether ``value`` carries the derivative by points that ask for one.
+        Whether ``value`` is differentiable with respect to points that require gradients.
 
     Returns
     -------
     Transport
-        Its ``method`` is "conditional", its ``plan`` that of all atoms; infinite without a plan where the
-        marginals differ.
+        The distance. Its ``method`` is "conditional", and its ``plan`` covers all atoms. If the marginals
+        differ, the distance is infinite and there is no plan.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit, a measure has no positions, or positions follow each other so closely
-        that the tolerance does not tell which are one.
+        If an argument has a wrong type or value, a measure has no positions, or a chain of close positions
+        extends over more than the tolerance, so that it is unclear which of them are equal.
 
     References
     ----------
@@ -94,15 +95,20 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Return the distance over all positions: costs are added with their masses, in logarithms."""
+    """Return the distance over all positions, by adding their costs, weighted with their masses.
+
+    Costs are added in logarithms, so that masses of any size count.
+    """
     members = [_members(group, len(masses[0])) for group in groups]
     log_a = pair.log_a - masses[0][groups[0]]
     log_b = pair.log_b - masses[1][groups[1]]
+    # If one of the measures has a single atom at a position, there is only one plan. All such positions are
+    # handled together, without a solver.
     forced = np.array([len(here) == 1 or len(there) == 1 for here, there in zip(*members, strict=True)])
     rows, columns, logs = _forced(members, log_a, log_b, masses[0], forced)
     own = np.linalg.norm(pair.x[rows] - pair.y[columns], axis=1)
     slack = (3 * pair.x.shape[1] + 64) * EPSILON
-    # Logarithms of θ(s) W_p^p, lower, middle and upper.
+    # Logarithms of θ(s) W_p^p: lower limits, values and upper limits.
     with np.errstate(divide="ignore"):
         terms = [
             np.tile(logs + pair.p * np.log(own), (3, 1)) + pair.p * slack * np.array([[-1.0], [0.0], [1.0]])
@@ -130,7 +136,7 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return rows, columns and log-masses of the only plans there are: one atom on one side of a position."""
+    """Return rows, columns and log-masses of the plan at positions where one measure has a single atom."""
     rows, columns, logs = [], [], []
     for s in np.flatnonzero(forced):
         here, there = members[0][s], members[1][s]
@@ -144,7 +150,10 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return the lower, middle and upper distance of logarithms of costs, rounded outwards."""
+    """Return lower limit, value and upper limit of the distance, given logarithms of costs (3, k).
+
+    The limits are rounded outwards.
+    """
     logs = logsumexp(terms, axis=1) / p
     slack = [(64 + 4 * abs(log)) * EPSILON if np.isfinite(log) else 0.0 for log in logs]
     return [math.exp(log + sign * one) for log, one, sign in zip(logs, slack, (-1, 0, 1), strict=True)]
@@ -153,7 +162,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return the number of each atom's position, in increasing order."""
+    """Return the position number of each atom of μ and of ν; positions are numbered in increasing order."""
     sides = [_positions(measure) for measure in (mu, nu)]
     every = np.concatenate(sides)
     order = np.argsort(every, kind="stable")
@@ -165,7 +174,7 @@ def _groups(
         raise ArgumentError(
             "position_tolerance",
             expected="a tolerance below the steps between positions",
-            got=f"{tolerance:g}, by which a chain of positions reaches over {widths.max():g}",
+            got=f"{tolerance:g}, which joins a chain of positions that extends over {widths.max():g}",
             remedy="Make it smaller, or give atoms of one position the same number.",
         )
     numbers = np.empty(len(every), dtype=int)
@@ -174,14 +183,14 @@ def _groups(
 
 
 def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
-    """Return the logarithm of the mass at each position, minus infinity where there is none."""
+    """Return the logarithm of the mass at each position, −inf where there is no mass."""
     masses = np.full(int(group.max()) + 1, -np.inf)
     np.logaddexp.at(masses, group, logs)
     return masses
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return the atoms of each position."""
+    """Return, for each position, the numbers of its atoms."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 
@@ -200,7 +209,7 @@ def _with_positions(name: str, measure: object) -> DiscreteMeasure:
         raise ArgumentError(
             name,
             expected="a measure with positions",
-            got="one without",
+            got="a measure without positions",
             remedy="Give positions in [0, 1]; DiscreteMeasure.sequence(X) puts tokens in their order.",
         )
     return checked

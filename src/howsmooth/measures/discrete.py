@@ -19,42 +19,45 @@ from howsmooth.measures.checks import check_numbers
 
 __all__ = ["DiscreteMeasure"]
 
-# Weights are asked to sum to one within this, then made to do so exactly.
+# The sum of the given weights may differ from one by this much; the weights are then normalised.
 _MASS = 1e-6
 
 
 class DiscreteMeasure(AbstractMeasure):
-    """Σ_j a_j δ_{x_j} on R^d, or Σ_j a_j δ_{(s_j, x_j)} on [0, 1] × R^d for masked attention.
+    """A discrete probability measure: weighted atoms in R^d, each with a position in [0, 1] if needed.
 
-    A map called on it moves the atoms and keeps weights and positions: the push-forward by mean-field
-    attention (Definitions 2.4, 2.6 and C.4 of Castin et al., 2024). On equal weights it is the map on tokens.
+    It is Σ_j a_j δ_{x_j} or, with positions s_j for masked attention, Σ_j a_j δ_{(s_j, x_j)}.
+
+    A map that is called on the measure moves its atoms and keeps weights and positions. This is the
+    push-forward by mean-field attention (Definitions 2.4, 2.6 and C.4 of Castin et al., 2024). With equal
+    weights, it agrees with the map on tokens.
 
     Parameters
     ----------
     points
-        Atoms (n, d), float32 or float64, finite. They may coincide, and keep their gradient.
+        Atoms (n, d), float32 or float64, finite. Atoms may coincide. Gradients flow through them.
     weights
-        (n,), float32 or float64, each > 0, their sum one within 1e-6; 1/n by default.
+        Positive weights (n,), float32 or float64, whose sum is one up to 1e-6; by default 1/n each.
     log_weights
-        Natural logarithms of the weights, in their place: for weights below 1e-308.
+        Natural logarithms of the weights, instead of ``weights``, for weights that may be below 1e-308.
     positions
-        (n,) in [0, 1]: the first coordinate of Definition 2.6, seen by causal maps only.
+        Positions (n,) in [0, 1], the first coordinate in Definition 2.6. Only causal maps use them.
 
     Attributes
     ----------
     points
         Atoms (n, d).
     log_weights, weights
-        (n,), float64, normalised; ``weights`` are their exponentials, which may underflow.
+        Normalised log-weights and weights (n,), float64. ``weights`` may underflow.
     positions
-        (n,), float64, or None.
+        Positions (n,), float64, or None.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type, shape or value; the message names the argument.
     NonFiniteError
-        If an entry is NaN or infinite.
+        If an argument contains NaN or infinity.
 
     """
 
@@ -89,23 +92,23 @@ class DiscreteMeasure(AbstractMeasure):
     def sequence(cls, X: object) -> DiscreteMeasure:
         """Return the empirical measure of tokens X (n, d) at the positions 1/n, 2/n, …, 1.
 
-        A causal map moves it as the same map moves the tokens X in their order.
+        A causal map moves its atoms exactly as it moves the tokens X.
         """
         points = _check_points(X, name="X")
         n = points.shape[0]
         positions = torch.arange(1, n + 1, dtype=torch.float64, device=points.device) / n
         return cls(points, positions=positions)
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def n(self) -> int:
-        """Number of atoms."""
+        """The number of atoms."""
         return self.points.shape[0]
 
     @property
     def d(self) -> int:
-        """Dimension of an atom."""
+        """The dimension of an atom."""
         return self.points.shape[1]
 
     @property
@@ -120,17 +123,17 @@ class DiscreteMeasure(AbstractMeasure):
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """Weights, float64; those below about 1e-308 come out as less than they are, down to zero."""
+        """The weights, float64; weights below about 1e-308 lose digits or become zero."""
         return self.log_weights.exp()
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
-        """Σ_j a_j x_j."""
+        """The mean Σ_j a_j x_j."""
         return self.weights.to(self.dtype) @ self.points
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """Σ_j a_j (x_j − mean)(x_j − mean)ᵀ."""
+        """The covariance Σ_j a_j (x_j − mean)(x_j − mean)ᵀ."""
         centred = self.points - self.mean
         return (self.weights.to(self.dtype)[:, None] * centred).mT @ centred
 
@@ -143,24 +146,24 @@ class DiscreteMeasure(AbstractMeasure):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DiscreteMeasure:
-        """Return the same measure with atoms of another dtype, or on another device; weights stay float64."""
+        """Return the measure with its atoms in another dtype or on another device; weights stay float64."""
         weighting = self._weighting().to(device=device)
         return self._rebuilt(self.points.to(dtype=dtype, device=device), weighting)
 
-    # ---- what is done with it
+    # ---- operations
 
     def weighted_tokens(self) -> tuple[Float[Tensor, "n d"], Weighting]:
-        """Return the atoms with their weighting."""
+        """Return the atoms and their weighting (log-weights and positions)."""
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Return the image of the measure under ``f``; the same as ``f(measure)``.
+        """Return the image of the measure under ``f``, which is also the result of ``f(measure)``.
 
         Raises
         ------
         ArgumentError
-            If dimension, dtype or device differ, if ``f`` has a boolean mask or rotary positions, or if it is
-            causal and the measure has no positions.
+            If dimension, dtype or device of map and measure differ, if ``f`` has a boolean mask or rotary
+            positions, or if ``f`` is causal and the measure has no positions.
 
         """
         check_measure(self, f)
@@ -168,10 +171,11 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure with coinciding atoms of one position put together, their weights added.
+        """Return the measure with coinciding atoms merged and their weights added.
 
-        Atoms are joined when a chain of steps of at most ``tolerance`` leads from one to the other; they
-        are put at their weighted mean. The order is that of the first atoms.
+        Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
+        are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the
+        order of the first atoms of their groups.
 
         Raises
         ------
@@ -184,11 +188,13 @@ class DiscreteMeasure(AbstractMeasure):
         group, count = self._groups(tolerance)
         if count == self.n:
             return self
+        # The weights of a group are added relative to its largest weight, so that they do not underflow.
         largest = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.device)
         largest = largest.scatter_reduce(0, group, self.log_weights.detach(), "amax")
         shares = (self.log_weights - largest[group]).exp()
         totals = torch.zeros_like(largest).index_add(0, group, shares)
-        # Around the first atom of each group, so that coinciding atoms stay where they are to the last bit.
+        # The mean is computed relative to the first atom of each group, so that the mean of coinciding atoms
+        # equals them to the last bit.
         first = _first_members(group, count)
         shift = (shares / totals[group]).to(self.dtype)[:, None] * (self.points - self.points[first][group])
         points = self.points[first].index_add(0, group, shift)
@@ -196,10 +202,14 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return the group of each atom, numbered in the order of first appearance, and their number."""
+        """Return the group number of each atom and the number of groups.
+
+        Groups are numbered in the order of their first atoms.
+        """
         points = self.points.detach().double().cpu()
         if self.positions is not None:
-            # One more coordinate, in which different positions are further apart than the tolerance.
+            # The position becomes one more coordinate, scaled so that different positions are further apart
+            # than the tolerance.
             _, level = torch.unique(self.positions.cpu(), return_inverse=True)
             points = torch.cat((level.double()[:, None] * (1.0 + 2.0 * tolerance), points), dim=1)
         if tolerance == 0.0:
@@ -209,6 +219,7 @@ class DiscreteMeasure(AbstractMeasure):
             graph = coo_array((np.ones(len(i)), (i, j)), shape=(self.n, self.n))
             group = torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.int64)
         count = int(group.max()) + 1
+        # Number the groups in the order of their first atoms.
         rank = torch.argsort(torch.argsort(_first_members(group, count)))
         return rank[group].to(self.device), count
 
@@ -217,7 +228,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     def _rebuilt(self, points: Tensor, weighting: Weighting) -> DiscreteMeasure:
         built = DiscreteMeasure(points)
-        # Neither checked nor normalised again: nothing has changed them.
+        # Weights and positions were checked and normalised before, so this is not repeated.
         built.log_weights, built.positions = weighting.log_weights, weighting.positions
         return built
 
@@ -251,7 +262,7 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Return ``value``, after checking that it holds one finite number for each atom."""
+    """Return ``value`` after checking that it has one finite number for each atom."""
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(
@@ -268,11 +279,11 @@ def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
 
 
 def _check_weights(weights: Tensor) -> Tensor:
-    """Return the logarithms of weights, float64."""
+    """Return the logarithms of the weights in float64, after checking that the weights are positive."""
     smallest = float(weights.min())
     if smallest < torch.finfo(weights.dtype).tiny:
         if smallest > 0:
-            remedy = f"Numbers so small have lost digits in {weights.dtype}: give log_weights."
+            remedy = f"Such small numbers have lost digits in {weights.dtype}; give log_weights instead."
         else:
             remedy = "Leave out atoms of weight zero." if smallest == 0 else ""
         raise ArgumentError("weights", expected="positive numbers", got=f"{smallest:g}", remedy=remedy)
@@ -287,7 +298,7 @@ def _check_mass(name: str, logs: Tensor) -> None:
             name,
             expected="weights that sum to one",
             got=got,
-            remedy="Divide weights by their sum; from log_weights take their logsumexp.",
+            remedy="Divide weights by their sum; subtract from log_weights their logsumexp.",
         )
 
 

@@ -1,4 +1,7 @@
-"""Gaussian measures, on which attention acts by an affine map (docs/theory/maps-on-measures.md)."""
+"""Gaussian measures, on which unmasked attention acts by an affine map.
+
+Proof: documentation page "Maps on measures", section "Gaussian measures".
+"""
 
 from __future__ import annotations
 
@@ -24,32 +27,33 @@ from howsmooth.seeds import torch_seed
 
 __all__ = ["Gaussian", "affine_action", "affine_action_at"]
 
-# How far from symmetric and from positive a covariance may be, relative to its largest entry or
-# eigenvalue and in units of d · eps: rounding of a product such as B Bᵀ stays below.
+# A covariance may be asymmetric or have negative eigenvalues up to this many units of d · eps, relative to
+# its largest entry or eigenvalue. Rounding in a product such as B Bᵀ stays below this limit.
 _ROUNDINGS = 32
 
 
 class Gaussian(AbstractMeasure):
     """The normal distribution N(mean, covariance) on R^d.
 
-    Unmasked attention acts on it as x ↦ M x + c, so that its image is Gaussian again: f(gaussian), for
-    :class:`~howsmooth.attention.SelfAttention`, :class:`~howsmooth.attention.L2Attention`, and residuals
-    and compositions of them. Other maps refuse it; they act on a sample.
+    Unmasked attention acts on it as an affine map x ↦ M x + c, so f(gaussian) is Gaussian, too. This holds
+    for :class:`~howsmooth.attention.SelfAttention`, :class:`~howsmooth.attention.L2Attention`, and residuals
+    and compositions of them. Other maps raise an error; apply them to a sample instead.
 
     Parameters
     ----------
     mean
-        (d,), float32 or float64, finite.
+        The mean (d,), float32 or float64, finite.
     covariance
-        (d, d), of the same dtype, symmetric and positive semidefinite up to rounding. It may be singular: the
-        measure then lives on a subspace.
+        The covariance (d, d) in the same dtype, symmetric and positive semidefinite up to rounding. It may be
+        singular.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or the covariance is not symmetric or has a negative eigenvalue.
+        If an argument has a wrong type or shape, or the covariance is not symmetric or has a negative
+        eigenvalue.
     NonFiniteError
-        If an entry is NaN or infinite.
+        If an argument contains NaN or infinity.
 
     """
 
@@ -71,7 +75,7 @@ class Gaussian(AbstractMeasure):
 
     @property
     def d(self) -> int:
-        """Dimension of a token."""
+        """The dimension of the space."""
         return self.mean.shape[0]
 
     @property
@@ -89,18 +93,18 @@ class Gaussian(AbstractMeasure):
         return f"Gaussian(d={self.d}, covariance of rank {rank})"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Gaussian:
-        """Return the same measure in another dtype or on another device."""
+        """Return the Gaussian in another dtype or on another device."""
         return Gaussian(
             self.mean.to(dtype=dtype, device=device), self.covariance.to(dtype=dtype, device=device)
         )
 
     def sample(self, n: object, seed: object) -> DiscreteMeasure:
-        """Return ``n`` independent atoms of equal weight, the same ones for the same seed.
+        """Return ``n`` independent atoms of equal weight, drawn from the Gaussian with this seed.
 
         Raises
         ------
         ArgumentError
-            If n is not a whole number >= 1, or the seed is no whole number.
+            If n is not an integer >= 1, or the seed is not an integer.
 
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -110,51 +114,52 @@ class Gaussian(AbstractMeasure):
         generator = torch.Generator().manual_seed(torch_seed(seed))
         drawn = torch.randn(n, self.d, generator=generator, dtype=torch.float64)
         values, vectors = torch.linalg.eigh(self.covariance.double())
+        # The symmetric square root is unique, so the sample does not depend on the choice of eigenvectors.
         root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
         return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
 
     def push_forward(self, f: TokenMap) -> Gaussian:
-        """Return the image N(M α + c, M Σ Mᵀ) of the measure under ``f``; the same as ``f(gaussian)``.
+        """Return the image N(M α + c, M Σ Mᵀ) of the Gaussian under ``f``, which is also ``f(gaussian)``.
 
         Raises
         ------
         ArgumentError
-            If dimension, dtype or device differ, or ``f`` does not keep measures Gaussian.
+            If dimension, dtype or device of map and Gaussian differ, or the image is not Gaussian.
 
         """
         matrix, shift = affine_action(f, self)
         return Gaussian(matrix @ self.mean + shift, matrix @ self.covariance @ matrix.mT)
 
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Raise ArgumentError: a Gaussian has no atoms."""
+        """Raise ArgumentError, because a Gaussian has no atoms."""
         raise ArgumentError(
             "measure",
             expected="a measure with atoms",
             got="a Gaussian",
-            remedy="Take gaussian.sample(n, seed).",
+            remedy="Use a sample of it, gaussian.sample(n, seed).",
         )
 
 
 def affine_action(
     f: TokenMap, gaussian: Gaussian
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return M and c with Γ_μ(x) = M x + c, for the mean-field map Γ_μ of ``f`` at a Gaussian μ = N(α, Σ).
+    """Return M and c such that the mean-field map of ``f`` at the Gaussian N(α, Σ) is x ↦ M x + c.
 
-    Self-attention with A_h = scale · K_hᵀQ_h and b_h = scale · K_hᵀb_q,h sees at x the Gaussian shifted
-    by Σ(A_h x + b_h): M = Σ_h O_h Σ A_h and c = Σ_h O_h(α + Σ b_h) + biases, with O_h the value and output
-    matrices of head h. For L2 attention the Gaussian seen at x has the mean
-    (I + 2sΣK_hᵀK_h)⁻¹(α + 2sΣK_hᵀ(Q_h x + b_q,h − b_k,h)).
+    Head h of self-attention, with A_h = scale · K_hᵀQ_h and b_h = scale · K_hᵀb_q,h, weights the keys at
+    query x so that they are distributed as the Gaussian shifted by Σ(A_h x + b_h). Hence M = Σ_h O_h Σ A_h
+    and c = Σ_h O_h(α + Σ b_h) + biases, where O_h is the product of the output and value matrices of head h.
+    For L2 attention the shifted Gaussian has the mean (I + 2sΣK_hᵀK_h)⁻¹(α + 2sΣK_hᵀ(Q_h x + b_q,h − b_k,h)).
 
     Raises
     ------
     ArgumentError
-        If dimension, dtype or device differ, or ``f`` does not keep measures Gaussian: a mask, a norm layer,
-        rotary positions, another map.
+        If dimension, dtype or device of map and Gaussian differ, or the image is not Gaussian, as for a mask,
+        a norm layer or rotary positions.
 
     References
     ----------
     Castin, Ablin, Carrillo, Peyré, *A Unified Perspective on the Dynamics of Deep Transformers*, 2025.
-    Proof: docs/theory/maps-on-measures.md.
+    Proof: documentation page "Maps on measures", section "Gaussian measures".
 
     """
     check_measure(gaussian, f)
@@ -164,7 +169,7 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """As :func:`affine_action`, at a mean and a symmetric covariance that are taken as they are."""
+    """Return M and c as :func:`affine_action`, given mean and covariance without checks."""
     match f:
         case SelfAttention() | L2Attention():
             return _attention_action(f, mean, covariance)
@@ -186,6 +191,7 @@ def affine_action_at(
 def _attention_action(
     f: SelfAttention | L2Attention, mean: Tensor, covariance: Tensor
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
+    # A mask, positions or changed scores let queries see other weights than e^{⟨Ax, y⟩}.
     if f.causal or (
         isinstance(f, SelfAttention)
         and (f.mask is not None or f.window is not None or f.rotary is not None or f.feature_names())
@@ -194,7 +200,7 @@ def _attention_action(
     group = f.heads // f.kv_heads
     key, value = (t.repeat_interleave(group, dim=0) for t in (f.key, f.value))
     bias = torch.zeros_like(f.query[:, :, 0]) if f.query_bias is None else f.query_bias
-    # What head h sees at x is N(·, ·) with the mean seen_matrix x + seen_shift.
+    # For head h and query x, the Gaussian of reweighted keys has the mean seen_matrix x + seen_shift.
     if isinstance(f, SelfAttention):
         lifted = f.scale * covariance @ key.mT
         seen_matrix, seen_shift = lifted @ f.query, mean + (lifted @ bias[..., None])[..., 0]
@@ -222,7 +228,7 @@ def _not_gaussian(what: str) -> ArgumentError:
         "measure",
         expected="unmasked softmax or L2 attention, residuals and compositions of them, for a Gaussian",
         got=what,
-        remedy="The image of a Gaussian is no Gaussian there: take a sample, gaussian.sample(n, seed).",
+        remedy="The image of a Gaussian is not Gaussian here: use a sample, gaussian.sample(n, seed).",
     )
 
 
@@ -239,7 +245,7 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Return the covariance made symmetric to the last bit, after checking that it is one."""
+    """Return the covariance made exactly symmetric, after checking symmetry and eigenvalues."""
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())
     if skew > allowed * float(sigma.detach().abs().max()):
@@ -249,7 +255,7 @@ def _covariance(sigma: Tensor) -> Tensor:
             got=f"entries that differ by {skew:.3g} across the diagonal",
             remedy="Write (covariance + covariance.mT) / 2 if that is rounding.",
         )
-    # Halves, not the half of a sum: entries near the largest float would overflow.
+    # Halves are added because the sum of entries near the largest float would overflow.
     symmetric = 0.5 * sigma + 0.5 * sigma.mT
     values = torch.linalg.eigvalsh(symmetric.detach().double())
     if float(values[0]) < -allowed * float(values.abs().max()):

@@ -17,33 +17,36 @@ from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 
 __all__ = ["WassersteinLipschitz", "wasserstein_lipschitz"]
 
-# Spectral norms taken together, the largest Frobenius norms first.
+# The number of matrices in one batched singular value decomposition.
 _TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class WassersteinLipschitz:
-    """The local Lipschitz constant of F at a discrete measure in W₂, with its interval and its two parts.
+    """The local Lipschitz constant in W₂ of a mean-field map at a discrete measure, with its two parts.
 
     Attributes
     ----------
     value, lower, upper
-        The larger of the two parts below, and an interval that holds it with probability at least
-        ``confidence``.
+        The constant, which is the larger of the two parts below, and an interval that contains it with
+        probability at least ``confidence``.
     confidence
-        Over the random start of the first part.
+        Probability that the interval contains the constant, over the random start of the first part.
     converged
-        upper − lower <= rtol · value.
+        Whether upper − lower <= rtol · value.
     by
-        "displacement" where the atoms move whole, "splitting" where one of them splits: the larger part.
+        The larger part: "displacement" if the worst perturbation moves whole atoms, "splitting" if it splits
+        an atom.
     weighted
-        First part: the weighted norm ‖J‖_a, where the atoms move whole.
+        First part: the weighted norm ‖J‖_a, the constant for perturbations that move whole atoms.
     splitting, splitting_lower, splitting_upper
-        Second part: max_i ‖D Γ_μ(x_i)‖, for one head max_i ‖V C_i A‖, widened for rounding.
+        Second part: max_i ‖D Γ_μ(x_i)‖ (for one head, max_i ‖V C_i A‖), and an interval that allows for
+        rounding.
     atom, splitting_direction
-        The atom i at which it is attained, and the unit vector (d,) along which its two halves move apart.
+        The atom i with the largest ‖D Γ_μ(x_i)‖, and the unit vector (d,) along which its two halves move
+        apart.
     scope
-        What was measured, in words.
+        A description of what was measured.
 
     """
 
@@ -81,30 +84,32 @@ def wasserstein_lipschitz(
 ) -> WassersteinLipschitz:
     """Measure the local Lipschitz constant in W₂ of the mean-field map of ``f`` at a discrete measure.
 
-    It is the limit, as δ → 0, of the largest W₂(F(ν), F(ν')) / W₂(ν, ν') over measures ν ≠ ν' within δ of the
-    measure in W_∞, and equals max(‖J‖_a, max_i ‖D Γ_μ(x_i)‖): atoms move whole, or split. With positions and
-    a causal map the distance is the conditional d₂ (Definition 4.1), and positions stay.
+    The constant is the limit, as δ → 0, of the largest W₂(F(ν), F(ν')) / W₂(ν, ν') over measures ν ≠ ν' whose
+    W_∞ distance from the given measure is at most δ. It equals max(‖J‖_a, max_i ‖D Γ_μ(x_i)‖). The first part
+    belongs to perturbations that move whole atoms, the second to perturbations that split an atom. For a
+    causal map and a measure with positions, the distance is the conditional d₂ (Definition 4.1), and
+    positions do not change.
 
     Parameters
     ----------
     f
         A map that acts on measures.
     measure
-        A measure with atoms. Those that coincide may be given apart or together: the constant is the same.
+        A measure with atoms. Merging coinciding atoms does not change the constant.
     rtol, confidence, max_iterations, seed
-        As for :func:`howsmooth.local_lipschitz`, of which the first part is a result.
+        As for :func:`howsmooth.local_lipschitz`, which computes the first part.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or the measure has no atoms.
+        If an argument has a wrong type or value, or the measure has no atoms.
     NonFiniteError
-        If the constant is beyond float64's range.
+        If the constant is beyond the range of float64.
 
     References
     ----------
-    Lemma C.5 of Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, for atoms that move whole; this
-    library: docs/theory/mean-field.md.
+    For perturbations that move whole atoms: Lemma C.5 of Castin, Ablin, Peyré, *How Smooth Is Attention?*,
+    ICML 2024. For atoms that split: documentation page "The local constant of mean-field attention".
 
     """
     if not isinstance(measure, AbstractMeasure):
@@ -112,7 +117,7 @@ def wasserstein_lipschitz(
             "measure",
             expected="a discrete measure",
             got=type(measure).__name__,
-            remedy="Of tokens X it is DiscreteMeasure(X), or DiscreteMeasure.sequence(X) for a causal map.",
+            remedy="For tokens X use DiscreteMeasure(X), or DiscreteMeasure.sequence(X) for a causal map.",
         )
     weighted = local_lipschitz(
         f, measure, rtol=rtol, confidence=confidence, max_iterations=max_iterations, seed=seed
@@ -121,7 +126,8 @@ def wasserstein_lipschitz(
     weighting = Weighting(weighting.log_weights.detach(), weighting.positions)
     splitting, atom, direction = _largest(f.to(dtype=torch.float64), points.detach().double(), weighting)
     value, lower, upper = (float(limit) for limit in (weighted.value, weighted.lower, weighted.upper))
-    # Both parts are made of the same probabilities, so the first part's rounding serves the second.
+    # Both parts are computed from the same probabilities, so the rounding allowance of the first part also
+    # covers the second.
     rounding = 1.0 - lower / value if value > 0 else 0.0
     least, most = splitting * (1.0 - rounding), splitting * (1.0 + rounding)
     value, lower, upper = max(value, splitting), max(lower, least), max(upper, most)
@@ -143,13 +149,15 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Return max_i ‖D Γ_μ(x_i)‖, the atom i and the leading right singular vector."""
+    """Return max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector."""
     best, atom, direction, first = -1.0, 0, x.new_zeros(f.d), 0
     for block in frozen_derivatives(f, x, weighting):
         sizes, order = torch.linalg.matrix_norm(block).sort(descending=True)
-        # A spectral norm is at most the Frobenius norm, which costs nothing.
+        # Matrices are taken in order of decreasing Frobenius norm. The spectral norm is at most the Frobenius
+        # norm, so the search can stop at the first Frobenius norm below the best spectral norm.
         for begin in range(0, len(order), _TOGETHER):
             chosen = order[begin : begin + _TOGETHER]
+            # No later matrix of this block can have a larger spectral norm.
             if float(sizes[begin]) <= best:
                 break
             _, values, right = torch.linalg.svd(block[chosen], full_matrices=False)

@@ -1,4 +1,4 @@
-"""What the distances take: orders, measures, and how to solve; checked."""
+"""Checked arguments of the distance functions: order, measures and solver options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Options", "check_discrete", "check_order", "check_positive", "check_
 
 @dataclass(frozen=True)
 class Options:
-    """How to solve, checked."""
+    """Checked options of a transport solver."""
 
     method: str
     regularisation: float | None
@@ -26,7 +26,7 @@ class Options:
     def of(
         cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
     ) -> Options:
-        """Return the options, or raise ArgumentError."""
+        """Return the options; raise ArgumentError if one has a wrong type or value."""
         if method not in ("auto", "exact", "entropic", "1d", "bures"):
             raise ArgumentError(
                 "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
@@ -36,7 +36,7 @@ class Options:
             if method != "entropic":
                 raise ArgumentError(
                     "regularisation",
-                    expected="none",
+                    expected="None unless method='entropic'",
                     got=repr(regularisation),
                     remedy="Take method='entropic'.",
                 )
@@ -50,19 +50,19 @@ class Options:
         return cls(str(method), regularisation, rtol, max_iterations, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Whether an interval counts as converged."""
+        """Tell whether an interval has converged: it is narrow enough, or lies below the rounding noise."""
         return upper - lower <= self.rtol * upper or upper <= noise
 
 
 def check_order(p: object) -> float:
-    """Return p as a number >= 1, or raise ArgumentError."""
+    """Return p as a float; raise ArgumentError unless it is a finite number >= 1."""
     if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
         raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
     return float(p)
 
 
 def check_discrete(name: str, measure: object) -> DiscreteMeasure:
-    """Return a discrete measure, or raise ArgumentError."""
+    """Return the measure; raise ArgumentError unless it is a DiscreteMeasure."""
     if not isinstance(measure, DiscreteMeasure):
         remedy = "Write DiscreteMeasure(points, weights)."
         if isinstance(measure, AbstractMeasure):
@@ -72,7 +72,7 @@ def check_discrete(name: str, measure: object) -> DiscreteMeasure:
 
 
 def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
-    """Raise ArgumentError unless the measures have one dimension and one device."""
+    """Raise ArgumentError unless both measures have the same dimension and device."""
     if mu.d != nu.d or mu.device != nu.device:
         raise ArgumentError(
             "nu",
@@ -82,7 +82,7 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
 
 
 def check_positive(name: str, value: object, expected: str = "a finite number > 0") -> float:
-    """Return a finite number > 0, or raise ArgumentError."""
+    """Return the value as a float; raise ArgumentError unless it is a finite number > 0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ArgumentError(name, expected=expected, got=repr(value))
     return float(value)

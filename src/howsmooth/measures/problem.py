@@ -1,7 +1,8 @@
-"""A transport problem between atoms in float64, and intervals for its cost that are proved.
+"""A transport problem between atoms in float64, with proved intervals for its optimal cost.
 
-Above the cost stands that of a feasible plan, below it the value of feasible potentials; neither trusts the
-solver. Derivations: docs/guide/transport.md.
+The upper limit is the cost of a feasible plan, and the lower limit is the value of feasible potentials. Both
+hold even if the solver failed. Derivations: documentation page "Distances between measures", section "Why the
+interval holds".
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["Plan", "Problem"]
 EPSILON = float(np.finfo(np.float64).eps)
 TINY = float(np.finfo(np.float64).tiny)
 
-# Potentials are taken over so many pairs of atoms at once.
+# Potentials are computed for blocks of rows with at most this many pairs of atoms.
 _BLOCK_PAIRS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Masses moved from atom ``rows[e]`` of the one measure to atom ``columns[e]`` of the other.
+    """A transport plan, which moves masses from atoms ``rows`` to atoms ``columns`` of the other measure.
 
-    ``unplaced`` is what rounding of the weights' sums leaves over on one side.
+    ``unplaced`` is the mass that stays unmatched because the two sums of weights differ by rounding.
     """
 
     rows: Int[ndarray, " e"]
@@ -41,7 +42,7 @@ class Plan:
 
     @classmethod
     def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> Plan:
-        """Return the entries of ``matrix`` that are not zero."""
+        """Return the plan with the nonzero entries of ``matrix``."""
         rows, columns = np.nonzero(matrix)
         return cls(rows, columns, matrix[rows, columns])
 
@@ -52,9 +53,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Problem:
-    """Move masses ``a`` at points ``x`` to masses ``b`` at points ``y`` at the cost |x_i − y_j|^p.
+    """The problem of moving masses ``a`` at points ``x`` to masses ``b`` at points ``y``.
 
-    Masses sum to one up to rounding; points lie in a box so small that no cost exceeds one.
+    Moving a unit of mass from x_i to y_j costs |x_i − y_j|^p.
+
+    The masses ``a`` and ``b`` each sum to one up to rounding. The points are scaled so that no cost exceeds
+    one.
     """
 
     x: Float[ndarray, "n d"]
@@ -65,34 +69,35 @@ class Problem:
 
     @cached_property
     def costs(self) -> Float[ndarray, "n m"]:
-        """All costs, each from the differences of coordinates: close atoms lose no digits."""
+        """The costs of all pairs, computed from coordinate differences so that close atoms lose no digits."""
         return self._power(cdist(self.x, self.y, "sqeuclidean" if self.p == 2 else "euclidean"))
 
     @property
     def rounding(self) -> float:
-        """Relative rounding of a cost: d squares and their sum, root and power."""
+        """Bound on the relative rounding error of a cost, due to d squares, their sum, root and power."""
         return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
 
     def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
-        """Return the costs along the entries of a plan, none of a positive distance as small as zero."""
+        """Return the costs along a plan; the cost of a positive distance never underflows to zero."""
         difference = self.x[plan.rows] - self.y[plan.columns]
         squares = np.einsum("ed,ed->e", difference, difference)
         costs = self._power(squares if self.p == 2 else np.sqrt(squares))
         return np.where(np.any(difference != 0, axis=1), np.maximum(costs, TINY), 0.0)
 
     def _power(self, distances: ndarray) -> ndarray:
-        # For p = 2 the squares come without a root.
+        # For p = 2, ``distances`` are squared distances already.
         return distances if self.p in (1, 2) else distances**self.p
 
-    # ---- above
+    # ---- the upper limit
 
     def repaired(self, plan: Plan) -> Plan:
-        """Return a plan whose marginals are ``a`` and ``b`` to rounding, close to the one given.
+        """Return a plan close to the given one whose marginals are ``a`` and ``b`` up to rounding.
 
-        Rows and columns that carry too much are scaled down, and what is then missing is put anywhere
-        (Altschuler, Weed and Rigollet 2017).
+        Rows and columns with too much mass are scaled down. The missing mass is then added by the north-west
+        corner rule (Altschuler, Weed and Rigollet 2017).
         """
         n, m = len(self.a), len(self.b)
+        # First scale down heavy rows, then heavy columns; then no marginal is exceeded.
         masses = plan.masses * _shares(self.a, np.bincount(plan.rows, plan.masses, n))[plan.rows]
         masses = masses * _shares(self.b, np.bincount(plan.columns, masses, m))[plan.columns]
         left = np.maximum(self.a - np.bincount(plan.rows, masses, n), 0.0)
@@ -106,22 +111,23 @@ class Problem:
         )
 
     def cost_above(self, plan: Plan) -> float:
-        """Return the cost of a feasible plan, rounded up; what is unplaced goes from end to end."""
+        """Return the cost of a feasible plan, rounded up; unplaced mass counts with the largest distance."""
         box = np.maximum(self.x.max(0), self.y.max(0)) - np.minimum(self.x.min(0), self.y.min(0))
         farthest = float(np.linalg.norm(box) ** self.p)
         moved = math.fsum(plan.masses * self.costs_of(plan))
         return (moved + plan.unplaced * farthest) * (1 + self.rounding)
 
-    # ---- below
+    # ---- the lower limit
 
     def cost_below(
         self, right: Float[ndarray, " m"]
     ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
-        """Return the value of feasible potentials (f, g) made of ``right``, rounded down, with f and g.
+        """Return the value, rounded down, of feasible potentials f and g made from ``right``, and f and g.
 
-        f_i = min_j (c_ij − right_j), g_j = min_i (c_ij − f_i): then f_i + g_j <= c_ij, and so
+        They are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij, the value
         Σ a_i f_i + Σ b_j g_j is at most the cost of any plan.
         """
+        # Costs are lowered by their rounding, so that the potentials are feasible for the exact costs.
         f = np.empty(len(self.a))
         g = np.full(len(self.b), np.inf)
         for rows in self._blocks():
@@ -131,12 +137,15 @@ class Problem:
         return self.dual_value(f, g), f, g
 
     def nearest_below(self) -> float:
-        """Return the value of the potentials of zero and the costs to the nearest points, rounded down."""
+        """Return the cost of moving every atom to the nearest point, rounded down, a lower bound of the cost.
+
+        It is the value of the potentials f_i = min_j c_ij and g = 0.
+        """
         distances, _ = cKDTree(self.y).query(self.x)
         return math.fsum(self.a * distances**self.p) * (1 - self.rounding)
 
     def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
-        """Return Σ a_i f_i + Σ b_j g_j, less what rounding of potentials and products can be."""
+        """Return Σ a_i f_i + Σ b_j g_j, less a bound on the rounding of the potentials and products."""
         terms = np.concatenate((self.a * f, self.b * g))
         return math.fsum(terms) - 4 * EPSILON * math.fsum(np.abs(terms))
 
@@ -146,13 +155,15 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return what rows that carry too much are multiplied by; one for the others."""
+    """Return the factors that scale rows with too much mass down to the wanted mass; 1 for other rows."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 
 
 def _corner(left: ndarray, right: ndarray) -> Plan:
-    """Return a plan with the marginals ``left`` and ``right``: the north-west corner rule."""
+    """Return a plan with the marginals ``left`` and ``right``, by the north-west corner rule."""
+    # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval
+    # becomes one entry.
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)
     ends_left, ends_right = np.cumsum(left[rows]), np.cumsum(right[columns])
     if not (len(rows) and len(columns)):

@@ -1,4 +1,4 @@
-"""Optimal transport by POT, each answer with the interval that proves it."""
+"""Optimal transport with POT; every solution comes with a proved interval for the optimal cost."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from howsmooth.measures.problem import EPSILON, Plan, Problem
 
 __all__ = ["Solution", "entropic", "exact", "on_the_line"]
 
-# A network simplex pivots some n log n times; this only ends what would never end.
+# A network simplex needs about n log n pivots; this limit only stops runs that would not terminate.
 _PIVOTS = 100_000_000
 
-# The regularisation falls by this factor when so many iterations have closed less than this part of the
-# interval.
+# The regularisation is divided by _FALL when _STEPS iterations have narrowed the interval by less than the
+# fraction _PROGRESS.
 _FALL = 2.0
 _STEPS = 50
 _PROGRESS = 0.1
 
-# Rows and columns of an entropic plan that are right to this (Euclidean norm) are settled.
+# Sinkhorn has converged at one regularisation when the error of the marginals (Euclidean norm) is below this.
 _MARGINS = 1e-9
 
-# Entries of an entropic plan that carry less than this share of their row are left out and repaired.
+# Entries of an entropic plan below this share of their row are set to zero; the repair restores their mass.
 _SHARE = 1e-10
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A feasible plan, an interval for the optimal cost, and potentials where the solver has them."""
+    """A feasible plan, an interval for the optimal cost, and potentials if the solver has them."""
 
     plan: Plan
     below: float
@@ -44,21 +44,22 @@ class Solution:
 
 
 def exact(problem: Problem) -> Solution:
-    """Solve by POT's network simplex."""
+    """Solve a problem with POT's network simplex."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the interval says whether it has finished
+        warnings.simplefilter("ignore")  # the width of the interval tells whether the solver finished
         matrix, log = ot.emd(problem.a, problem.b, problem.costs, numItermax=_PIVOTS, log=True)
     plan = problem.repaired(Plan.of_matrix(matrix))
-    # Where each atom is next to its own image, potentials of zero lose fewer digits than the solver's.
+    # For atoms that move to their nearest point, potentials g = 0 lose fewer digits than the solver's.
     starts = (log["v"], np.zeros(len(problem.b)))
     below, left, right = max((problem.cost_below(start) for start in starts), key=lambda found: found[0])
     return Solution(plan, below, problem.cost_above(plan), left, right)
 
 
 def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
-    """Solve by POT's Sinkhorn in the log domain, the regularisation falling from the mean cost.
+    """Solve a problem with POT's log-domain Sinkhorn, with a regularisation that starts at the mean cost.
 
-    It falls to ``regularisation``, or until the costs above and below are within (1 + rtol)^p.
+    The regularisation falls to ``regularisation`` or, if that is None, until the upper limit of the cost is
+    at most (1 + rtol)^p times the lower limit.
     """
     costs, a, b = (torch.from_numpy(array) for array in (problem.costs, problem.a, problem.b))
     strength = float(a @ costs @ b) or 1.0
@@ -68,7 +69,8 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
     used = 0
     while used < max_iterations:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the interval says whether it has converged
+            warnings.simplefilter("ignore")  # the width of the interval tells whether it converged
+            # Every stage starts from the potentials of the last one.
             matrix, log = ot.bregman.sinkhorn_log(
                 a,
                 b,
@@ -83,6 +85,7 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
         used += log["niter"] + 1
         warm = (log["log_u"], log["log_v"])
         before = best
+        # Each stage gives an upper and a lower limit; the best of all stages count.
         best = _tighter(best, _of_entropic(problem, matrix, max(strength, floor) * log["log_v"]))
         settled = float(log["err"][-1]) < _MARGINS
         if regularisation is None and best.above <= best.below * (1 + rtol) ** problem.p:
@@ -91,7 +94,8 @@ def entropic(problem: Problem, regularisation: float | None, rtol: float, max_it
             if settled:
                 break
         elif settled or (before is not None and _width(before) - _width(best) < _PROGRESS * _width(best)):
-            # POT's logarithms are potentials over the regularisation, which falls.
+            # POT's warm start holds potentials divided by the regularisation, so it is rescaled when the
+            # regularisation falls.
             fall = min(_FALL, strength / floor)
             warm = (warm[0] * fall, warm[1] * fall)
             strength /= _FALL
@@ -112,7 +116,7 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Return the plan and the potentials that are better, of whichever they are."""
+    """Return a solution with the cheaper plan of the two and the better potentials of the two."""
     if one is None:
         return other
     above = one if one.above <= other.above else other
@@ -121,22 +125,23 @@ def _tighter(one: Solution | None, other: Solution) -> Solution:
 
 
 def on_the_line(problem: Problem) -> Solution:
-    """Solve in one dimension, by POT's sorted transport: in order, whatever p >= 1.
+    """Solve a one-dimensional problem with POT's sorted transport, which is optimal for all p >= 1.
 
-    A plan along which both coordinates increase is optimal between its own marginals; moving these to the
-    ones asked for costs at most the largest cost, one, a mass. Below stands the better of this and of the way
-    to the nearest atoms.
+    A plan along which both coordinates increase is optimal for its own marginals. Changing its marginals to
+    the wanted ones costs at most 1, the largest cost, per unit of mass. The lower limit is the better of this
+    bound and of the cost of moving every atom to the nearest point.
     """
     x, y = problem.x[:, 0], problem.y[:, 0]
     found = ot.emd_1d(x, y, problem.a, problem.b, metric="sqeuclidean", dense=False).tocoo()
     plan = Plan(found.row, found.col, found.data)
     costs = problem.costs_of(plan)
+    # The plan is monotone if targets increase whenever sources increase.
     order = np.lexsort((y[plan.columns], x[plan.rows]))
     monotone = bool(np.all(np.diff(y[plan.columns][order]) >= 0))
     missing = 0.0
     for places, wanted in ((plan.rows, problem.a), (plan.columns, problem.b)):
         carried = np.bincount(places, plan.masses, len(wanted))
-        # A sum of k masses is rounded k times.
+        # A sum of k masses has at most k rounding errors.
         rounding = 2 * EPSILON * np.bincount(places, minlength=len(wanted)) * carried
         missing += math.fsum(np.abs(carried - wanted) + rounding)
     below = math.fsum(plan.masses * costs) * (1 - problem.rounding) - missing if monotone else 0.0

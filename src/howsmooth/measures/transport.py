@@ -1,4 +1,4 @@
-"""Wasserstein distances, each with an interval that feasible plans and potentials prove."""
+"""Wasserstein distances with intervals that are proved by feasible plans and potentials."""
 
 from __future__ import annotations
 
@@ -24,31 +24,35 @@ __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
 Method = Literal["exact", "entropic", "1d", "bures", "matched", "conditional"]
 
-# Pairs of atoms, each of which takes 41 bytes of costs and plan while POT works: 8 GB.
+# Largest number of pairs of atoms. Each pair takes 41 bytes of costs and plan while POT works, so this is 8
+# GB.
 _LARGEST = 2 * 10**8
 
 
 @dataclass(frozen=True, eq=False)
 class Transport:
-    """A Wasserstein distance with its interval.
+    """A Wasserstein distance with its interval and transport plan.
 
     Attributes
     ----------
     value
-        W_p, float64, shape (): the root of the plan's cost. Carries a gradient where one was asked for.
+        The distance W_p, float64, shape (), computed as the p-th root of the plan's cost. It is
+        differentiable if that was requested.
     lower, upper
-        W_p is between them: by feasible potentials, and by a feasible plan. Proved for weights as float64
-        holds them, whatever the solver did; no chance is involved.
+        Proved limits of W_p for the weights as float64 numbers. The lower limit comes from feasible
+        potentials, the upper limit from a feasible plan. They hold with certainty, even if the solver failed.
     plan
-        Mass moved from atom i of the one to atom j of the other, a sparse tensor (n, m), float64; None for
-        Gaussians, and where the distance is infinite.
+        Sparse tensor (n, m), float64, of the masses moved from atom i of μ to atom j of ν. None for Gaussians
+        and for infinite distances.
     method
-        Which solver: "exact" (network simplex), "entropic" (Sinkhorn), "1d" (in order), "bures" (Gaussians),
-        or "matched" where every atom's own image is the nearest of all, so that no solver was needed.
+        The method that was used: "exact" (network simplex), "entropic" (Sinkhorn), "1d" (sorting), "bures"
+        (formula for Gaussians), "conditional" (a problem for each position), or "matched". "matched" means
+        that no solver was needed, because the weights are equal in order and every y_i is the atom nearest to
+        x_i.
     converged
-        upper − lower <= rtol · upper, or both are below what rounding of the weights can make.
+        Whether upper − lower <= rtol · upper, or ``upper`` is below the rounding error of the weights.
     p, rtol
-        As asked for.
+        The order, and the requested relative width of the interval.
 
     """
 
@@ -63,14 +67,14 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """What to do about an interval that is too wide; empty if it is not."""
+        """What to do about an interval that is too wide; an empty string if it is narrow enough."""
         if self.converged:
             return ""
         advice = {
             "entropic": "raise max_iterations, lower the regularisation, or take method='exact'",
             "bures": "one of the covariances is close to singular; loosen rtol",
         }.get(self.method, "loosen rtol; the distance is close to the rounding of the weights")
-        return f"The interval is wider than rtol = {self.rtol:g}: {advice}. It holds all the same."
+        return f"The interval is wider than rtol = {self.rtol:g}: {advice}. The interval is valid anyway."
 
     def __repr__(self) -> str:
         status = "converged" if self.converged else "NOT converged"
@@ -96,34 +100,34 @@ def wasserstein(
     Parameters
     ----------
     mu, nu
-        Two discrete measures, or two Gaussians. Positions are not looked at: see
-        :func:`conditional_wasserstein`.
+        Two discrete measures, or two Gaussians. Positions are ignored; see :func:`conditional_wasserstein`.
     p
-        The order, p >= 1, finite.
+        The order, a finite number p >= 1.
     method
-        "exact": the network simplex of POT, thousands of atoms in seconds. "1d": in one dimension, by
-        sorting. "entropic": Sinkhorn in the log domain. "bures": between Gaussians, p = 2. "auto" is "bures"
-        for Gaussians, "1d" in one dimension, else "exact".
+        "exact" is POT's network simplex, which takes seconds for thousands of atoms. "1d" sorts atoms in one
+        dimension. "entropic" is Sinkhorn in the log domain. "bures" is the formula for Gaussians with p = 2.
+        "auto" takes "bures" for Gaussians, "1d" in one dimension, and otherwise "exact".
     regularisation
-        For "entropic": the strength of the entropy, in units of |x − y|^p, reached in stages. By default it
-        falls until the interval is narrow enough.
+        Final strength of the entropic regularisation for "entropic", in units of |x − y|^p. By default the
+        strength decreases until the interval is narrow enough.
     rtol
-        Relative width of the interval that counts as converged; 1e-6 by default, 1e-2 for "entropic".
+        Relative width of the interval that counts as converged; by default 1e-6, and 1e-2 for "entropic".
     max_iterations
-        For "entropic".
+        Largest number of Sinkhorn iterations for "entropic".
     gradient
-        Whether ``value`` carries the derivative by those of points, log-weights, means and covariances that
-        ask for one: that of the plan's cost and the potentials; for "entropic" that of the regularised
-        problem; at distance zero, zero.
+        Whether ``value`` is differentiable with respect to the points, log-weights, means and covariances
+        that require gradients. The derivative is computed from the plan and the potentials; for "entropic" it
+        belongs to the regularised problem. At distance zero it is set to zero.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or there are too many pairs of atoms.
+        If an argument has a wrong type or value, or there are too many pairs of atoms.
 
     References
     ----------
-    Flamary et al., *POT: Python Optimal Transport*, JMLR 2021. Intervals: docs/guide/transport.md.
+    Flamary et al., *POT: Python Optimal Transport*, JMLR 2021. For the intervals: documentation page
+    "Distances between measures".
 
     """
     order = check_order(p)
@@ -145,7 +149,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Return an answer in the units of the measures, with its derivative if one was asked for."""
+    """Return an answer as a Transport in the units of the measures, differentiable if requested."""
     value = torch.tensor(pair.in_units(answer.value), dtype=torch.float64, device=measures[0].device)
     if options.gradient:
         value = _with_gradient(value, pair, answer, *measures)
@@ -177,8 +181,8 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
         if not answer.regular and (mu.covariance.requires_grad or nu.covariance.requires_grad):
             raise ArgumentError(
                 "gradient",
-                expected="regular covariances where these ask for a derivative",
-                got="a singular one",
+                expected="covariances that are not singular if they require gradients",
+                got="a singular covariance",
                 remedy="W_2 has no derivative there; detach the covariances, or add a multiple of I.",
             )
         slopes = (*answer.by_means, *answer.by_covariances)
@@ -198,7 +202,10 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
 
 
 def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
-    """Solve one problem by the method asked for; "auto" looks for a match first."""
+    """Solve one problem by the requested method, and return the answer and the method that was used.
+
+    Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
+    """
     n, m, d = len(pair.x), len(pair.y), pair.x.shape[1]
     method = options.method if options.method != "auto" else "1d" if d == 1 else "exact"
     if method == "1d" and d != 1:
@@ -212,7 +219,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
             "mu, nu",
             expected=f"at most {_LARGEST:.0e} pairs of atoms",
             got=f"{n} times {m}",
-            remedy="Put atoms together with merged(tolerance), or take fewer.",
+            remedy="Merge atoms with merged(tolerance), or take fewer atoms.",
         )
     if options.method in ("auto", "exact", "1d"):
         matched = pair.matched()
@@ -224,6 +231,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
         return pair.answer(exact(pair.problem)), "exact"
     strength = options.regularisation
     if strength is not None:
+        # The regularisation is given in the user's units; costs are in units of the scaled points.
         strength = float(np.clip(strength * np.exp2(-pair.p * pair.exponent), 1e-300, 1e300))
     return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
 
@@ -234,7 +242,7 @@ def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
 def _with_gradient(
     value: Tensor, pair: Pair, answer: Answer, mu: DiscreteMeasure, nu: DiscreteMeasure
 ) -> Tensor:
-    """Return ``value`` with a derivative: by points that of the plan's cost, by weights the potentials."""
+    """Return ``value`` with its derivatives: from the plan for points, from the potentials for weights."""
     for points, gradient in zip((mu.points, nu.points), _by_points(pair, answer), strict=True):
         value = _attach(value, points, gradient)
     for logs, potential in ((mu.log_weights, answer.left), (nu.log_weights, answer.right)):
@@ -244,10 +252,11 @@ def _with_gradient(
             raise ArgumentError(
                 "gradient",
                 expected="weights without gradients, for '1d' and for conditional distances",
-                got="log-weights that ask for one",
+                got="log-weights that require gradients",
                 remedy="Detach them; wasserstein with method='exact' has a derivative by weights.",
             )
         with np.errstate(divide="ignore"):
+            # The derivative by a log-weight is weight × potential / (p W^{p−1}), formed in logarithms.
             sizes = np.log(np.abs(potential)) + logs.detach().cpu().numpy()
         steep = (
             np.sign(potential) * np.exp(sizes - (pair.p - 1) * math.log(answer.value)) / pair.p
@@ -259,13 +268,18 @@ def _with_gradient(
 
 
 def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float[ndarray, "m d"]]:
-    """Return the derivatives of W_p by the points: Σ m_e (|z_e| / W_p)^{p−1} z_e/|z_e| at both ends of e."""
+    """Return the derivatives of W_p with respect to the points of both measures.
+
+    Each entry e of the plan adds m_e (|z_e| / W_p)^{p−1} z_e/|z_e| at its row and subtracts it at its column,
+    where m_e is its mass and z_e = x − y.
+    """
     rows, columns = answer.plan.rows, answer.plan.columns
     moves = pair.x[rows] - pair.y[columns]
     lengths = np.linalg.norm(moves, axis=1)
     moved = lengths > 0
     pulls = np.zeros_like(moves)
     if answer.value > 0:
+        # Powers and masses are multiplied as logarithms, so that tiny masses do not underflow.
         logs = answer.log_masses[moved] + (pair.p - 1) * np.log(lengths[moved] / answer.value)
         pulls[moved] = np.exp(logs)[:, None] * moves[moved] / lengths[moved, None]
     left, right = np.zeros_like(pair.x), np.zeros_like(pair.y)
@@ -275,7 +289,7 @@ def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return ``value`` as it is, with the derivative ``gradient`` by ``argument``."""
+    """Return ``value`` with ``gradient`` as its derivative with respect to ``argument``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -1,4 +1,4 @@
-"""Attention layers that are Lipschitz, parts of 1-Lipschitz models, certificates, penalties and monitors."""
+"""Lipschitz attention layers, parts of 1-Lipschitz models, certificates, penalties and training monitors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ __all__ = [
     "save",
 ]
 
-# `import howsmooth.nn` takes no time: what a name needs is imported when it is first asked for.
+# Modules are imported when one of their names is first used, so that `import howsmooth.nn` is fast.
 _MODULES = {
     "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),

@@ -1,4 +1,4 @@
-"""What every layer of this room promises: a constant that is proved, and how far its outputs reach."""
+"""The base class of all layers with a proved Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["LipschitzModule"]
 
 
 class LipschitzModule(nn.Module, ABC):
-    """A map of tokens (batch, n, d) whose Lipschitz constant is bounded by a proof.
+    """A module on tokens (batch, n, d) with a proved upper bound on its Lipschitz constant.
 
-    Constants are between Frobenius norms of token matrices (n, d), over all sequences of ``length`` tokens of
-    norm at most ``radius``, in exact arithmetic, for the weights as they are when asked.
+    The constants refer to Frobenius norms of token matrices (n, d) and to all sequences of ``length`` tokens
+    of norm at most ``radius``. They hold in exact arithmetic, for the weights at the time of the call.
     """
 
     @abstractmethod
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the Lipschitz constant."""
+        """Return an upper bound on the Lipschitz constant of the module."""
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norm of an output token."""
 
     def output_length(self, length: int) -> int:
-        """Return the number of output tokens."""
+        """Return the number of output tokens for ``length`` input tokens."""
         return length
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments, JSON values, with which the constructor builds it, weights aside."""
+        """Return the constructor's keyword arguments as JSON values; weights are not among them."""

@@ -1,10 +1,10 @@
-"""A model as a tree of JSON values, and back: class names and settings, never code.
+"""Conversion of a model to a tree of JSON values and back: class names and settings, never code.
 
-A node of the tree is one module: its ``class``, the ``settings`` with which the constructor is called, the
-``modules`` among the constructor's arguments (for :class:`torch.nn.Sequential`, its children in order), and
-the ``parametrizations`` of tensors of PyTorch's own modules. A module that stands at a second place is
-``{"shared": path}`` there. Only classes that are listed are ever called: the layers of :mod:`howsmooth.nn`,
-some of :mod:`torch.nn`, and those that the caller names.
+A node of the tree describes one module. It has the module's ``class``; the ``settings`` with which its
+constructor is called; the ``modules`` among the constructor's arguments (for :class:`torch.nn.Sequential`,
+its children in order); and, for PyTorch's own modules, the ``parametrizations`` of their tensors. If a module
+occurs a second time, its node there is ``{"shared": path}``. Only known classes are ever called: the layers
+of :mod:`howsmooth.nn`, some modules of :mod:`torch.nn`, and classes that the caller names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from howsmooth.nn.contract import LipschitzModule
 
 __all__ = ["DescriptionError", "KnownClasses", "LimitedMemory", "build", "describe"]
 
-#: Modules of PyTorch whose constructor's arguments are their attributes, but for the last.
+#: PyTorch modules whose attributes have the names of their constructor's arguments. The exception is the last
+#: one, whose settings ``_encoder_settings`` collects.
 TORCH_MODULES: tuple[type[nn.Module], ...] = (
     nn.CELU,
     nn.Dropout,
@@ -56,37 +57,37 @@ TORCH_MODULES: tuple[type[nn.Module], ...] = (
     nn.TransformerEncoderLayer,
 )
 
-# By name, as the constructor of an encoder layer takes them.
+# The names by which the constructor of an encoder layer knows its activation functions.
 _ACTIVATIONS = {nn.functional.relu: "relu", nn.functional.gelu: "gelu"}
 
-# JSON and Python's recursion are far from their ends at these.
+# Limits for files. They are far below the depths at which JSON parsing or Python's recursion fail.
 DEEPEST = 64
 _DEEPEST_SETTING = 4
 _MOST_MODULES = 10_000
 _LONGEST_LIST = 100_000
-# A float64 holds no larger whole number exactly, and no layer has so many of anything.
+# Larger integers are not exact in float64, and no layer has sizes this large.
 _LARGEST_NUMBER = 2**53
-# Never settings: where a model stands is the loader's choice, its precision that of the file's tensors.
+# These arguments are never saved: the loader chooses the device, and the file's tensors have the dtype.
 _PLACEMENT = ("device", "dtype")
 _OURS = "howsmooth.nn."
 
 
 class DescriptionError(HowsmoothError):
-    """A tree that describes no model, or a model that no tree describes; a phrase says where and why."""
+    """Raised when a tree describes no model or a model cannot be described; its phrase says where and why."""
 
 
 class KnownClasses:
-    """The classes that a file may name: layers of howsmooth.nn, modules of torch.nn, and those of the caller.
+    """The classes that a file may name: some of howsmooth.nn and torch.nn, and the caller's classes.
 
     Parameters
     ----------
     classes
-        Of the caller: modules with a method ``settings`` that returns the arguments of the constructor.
+        The caller's classes: modules with a method ``settings`` that returns the constructor's arguments.
 
     Raises
     ------
     ArgumentError
-        If one of them is something else.
+        If an entry of ``classes`` is not such a class.
 
     """
 
@@ -108,14 +109,14 @@ class KnownClasses:
         self._names = {one: name for name, one in self._named.items()}
 
     def name(self, cls: type[nn.Module]) -> str | None:
-        """Return the name of a class, None if it is not known."""
+        """Return the name under which a class is saved, or None if the class is not known."""
         if cls not in self._names and cls.__module__.startswith("howsmooth.nn."):
             name = f"{_OURS}{cls.__name__}"
             return name if self.get(name) is cls else None
         return self._names.get(cls)
 
     def get(self, name: object) -> type[nn.Module] | None:
-        """Return the class of a name, None if it is not known."""
+        """Return the class with this name, or None if the name is not known."""
         from howsmooth import nn as room
 
         if not isinstance(name, str):
@@ -123,19 +124,20 @@ class KnownClasses:
         if name in self._named:
             return self._named[name]
         ours = name.removeprefix(_OURS)
-        # One by one, since a room's names are imported when they are asked for, and some take seconds.
+        # Only this name is looked up: howsmooth.nn imports a module when its name is used, and some take
+        # seconds.
         cls = getattr(room, ours) if ours != name and ours in room.__all__ else None
         layer = isinstance(cls, type) and issubclass(cls, LipschitzModule) and not inspect.isabstract(cls)
         return cls if layer else None
 
 
 def describe(model: nn.Module, known: KnownClasses) -> dict[str, Any]:
-    """Return the tree of a model.
+    """Return the tree that describes a model.
 
     Raises
     ------
     DescriptionError
-        If a module is of no known class, or its settings are no JSON values.
+        If a module's class is not known, or its settings are not JSON values.
 
     """
     return _describe(model, "", known, {}, 0)
@@ -149,7 +151,7 @@ def _describe(
         return {"shared": seen[id(module)]}
     seen[id(module)] = path
     if depth > DEEPEST:
-        raise DescriptionError(f"{where} lies deeper than {DEEPEST} modules")
+        raise DescriptionError(f"{where} is nested more than {DEEPEST} modules deep")
     cls = _type_of(module)
     name = known.name(cls)
     if name is None:
@@ -159,7 +161,7 @@ def _describe(
         )
     node: dict[str, Any] = {"class": name}
     if cls is nn.Sequential:
-        # Not named_children, which leaves out what stands there twice.
+        # named_children would leave out a module that occurs twice.
         children = {name: one for name, one in module._modules.items() if one is not None}
         node["modules"] = {
             name: _describe(one, join(path, name), known, seen, depth + 1) for name, one in children.items()
@@ -193,12 +195,12 @@ def _describe(
 
 
 def build(tree: Any, known: KnownClasses) -> nn.Module:
-    """Build the model of a tree, its weights at random.
+    """Build the model that a tree describes, with random weights.
 
     Raises
     ------
     DescriptionError
-        If the tree is no such tree, names a class that is not known, or its settings are not taken.
+        If the tree is malformed, names a class that is not known, or has settings that a constructor refuses.
 
     """
     count = [0]
@@ -218,14 +220,14 @@ def _build(
     count[0] += 1
     if count[0] > _MOST_MODULES or depth > DEEPEST:
         raise DescriptionError(
-            f"at {where} it has more than {_MOST_MODULES} modules, or too deep a nest of them"
+            f"at {where} it has more than {_MOST_MODULES} modules, or nests them too deeply"
         )
     if not isinstance(node, dict):
         raise DescriptionError(f"{where} is described by a {type(node).__name__}, not by an object")
     if "shared" in node:
         _only(node, ("shared",), where)
         if not isinstance(node["shared"], str) or node["shared"] not in built:
-            raise DescriptionError(f"{where} is to be a module that does not stand before it")
+            raise DescriptionError(f"{where} refers to a module that does not come before it")
         return built[node["shared"]]
     _only(node, ("class", "settings", "modules", "parametrizations"), where)
     name = node.get("class")
@@ -260,12 +262,12 @@ def _call(
         return nn.Sequential(OrderedDict(children)) if cls is nn.Sequential else cls(**settings, **children)
     except DescriptionError:
         raise
-    except Exception as error:  # a constructor may say no in any way
+    except Exception as error:  # a constructor may raise any error
         raise DescriptionError(f"{cls.__name__} at {where} cannot be built: {first_line(error)}") from error
 
 
 def _torch_settings(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
-    # A bias is a tensor or none in the module, a flag in its constructor.
+    # The attribute ``bias`` is a tensor or None, while the argument ``bias`` is a flag.
     return {
         name: getattr(module, name, None) is not None if name == "bias" else getattr(module, name)
         for name in _arguments(cls)
@@ -290,7 +292,7 @@ def _encoder_settings(layer: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type[nn.Module]) -> list[str]:
-    """Name what a constructor takes by name, and what it hands on to those of its parents."""
+    """Return the names of a constructor's arguments, including arguments that its parents accept."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found: dict[str, None] = {}
     for one in cls.__mro__:
@@ -304,7 +306,7 @@ def _arguments(cls: type[nn.Module]) -> list[str]:
 
 
 def _type_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that was called: parametrizing a module gives it another."""
+    """Return the class of a module before parametrization, which replaces the class by a subclass."""
     cls: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return cls
 
@@ -325,7 +327,7 @@ def _parametrizations(module: nn.Module, where: str) -> dict[str, list[dict[str,
 
 
 def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
-    """Say what a parametrization is, if it is one of PyTorch's that a file can hold."""
+    """Return the settings of a parametrization, or None if a file cannot hold it."""
     if type(step) is parametrizations._Orthogonal:
         return {
             "kind": "orthogonal",
@@ -335,7 +337,7 @@ def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
     if type(step) is parametrizations._SpectralNorm:
         return {
             "kind": "spectral_norm",
-            # Of a vector there is nothing to iterate.
+            # For a vector, no power iterations are needed, and the attribute is missing.
             "n_power_iterations": int(getattr(step, "n_power_iterations", 1)),
             "eps": float(step.eps),
             "dim": int(step.dim),
@@ -354,9 +356,9 @@ _KINDS: dict[str, tuple[Any, dict[str, type]]] = {
 
 def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None:
     if _type_of(module) not in TORCH_MODULES:
-        raise DescriptionError(f"{where} is no module of torch.nn, and brings its own parametrizations")
+        raise DescriptionError(f"{where} is not a module of torch.nn, but has parametrizations in the file")
     if not isinstance(chain, list) or not 1 <= len(chain) <= _DEEPEST_SETTING:
-        raise DescriptionError(f"the parametrizations of {_short(tensor)} of {where} are no short list")
+        raise DescriptionError(f"the parametrizations of {_short(tensor)} of {where} are not a short list")
     for step in chain:
         kind = step.get("kind") if isinstance(step, dict) else None
         if not isinstance(kind, str) or kind not in _KINDS:
@@ -366,7 +368,7 @@ def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None
         arguments = {name: value for name, value in step.items() if name != "kind"}
         if any(type(value) is not kinds[name] for name, value in arguments.items()):
             raise DescriptionError(f"{kind} of {_short(tensor)} of {where} takes no such settings")
-        # Power iterations are done at once, as many as are asked for.
+        # The constructor runs all power iterations at once, so their number is limited.
         if not 0 < arguments.get("n_power_iterations", 1) <= 1000:
             raise DescriptionError(f"{kind} of {_short(tensor)} of {where} iterates more than 1000 times")
         try:
@@ -378,7 +380,7 @@ def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None
 
 
 def _json(value: Any, what: str, depth: int) -> Any:
-    """Return a setting as JSON values, or refuse it."""
+    """Return a setting as a JSON value, or raise DescriptionError if it is none."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int) and abs(value) <= _LARGEST_NUMBER:
@@ -409,23 +411,23 @@ def _only(node: dict[str, Any], keys: Sequence[str], where: str) -> None:
 
 
 def place(path: str) -> str:
-    """Name a module by its path in the model."""
+    """Return a phrase that names a module by its path in the model."""
     return f"module {_cut(path)}" if path else "the model"
 
 
 def join(path: str, name: str) -> str:
-    """Go one module further."""
+    """Return the path of a child module."""
     return f"{path}.{name}" if path else name
 
 
 def first_line(error: BaseException) -> str:
-    """Say what an error says, in a line."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return _cut(lines[0].rstrip("."), 300) if lines else type(error).__name__
 
 
 def _short(value: Any) -> str:
-    # The repr of a nest or of a number with thousands of digits may itself fail.
+    # The repr of a deeply nested value or of a number with thousands of digits may itself fail.
     try:
         return _cut(repr(value))
     except (RecursionError, ValueError):
@@ -437,9 +439,9 @@ def _cut(words: str, longest: int = 80) -> str:
 
 
 class LimitedMemory(TorchFunctionMode):
-    """While it is active, tensors made from sizes alone may hold so many numbers together, and no more.
+    """A mode in which PyTorch's factory functions may create only a limited number of entries in total.
 
-    A few bytes are enough to ask for a layer of any size.
+    A file of a few bytes could otherwise request a layer of any size.
     """
 
     _FACTORIES = frozenset(
@@ -468,11 +470,12 @@ class LimitedMemory(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count what a factory is about to allocate."""
+        """Subtract the size of a tensor from the limit before a factory function allocates it."""
         kwargs = kwargs or {}
         if func in self._FACTORIES and kwargs.get("out") is None:
             sized = {name: value for name, value in kwargs.items() if name != "generator"}
+            # On the meta device the same call costs no memory, but gives the number of entries.
             self._left -= func(*args, **(sized | {"device": "meta"})).numel()
             if self._left < 0:
-                raise MemoryError("it asks for more memory than the file has numbers for")
+                raise MemoryError("it requests much more memory than the tensors in the file have")
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Numbers that are rounded outwards, and the checks of lengths and radii that all parts share."""
+"""Outward rounding of bounds, and checks of lengths, radii and tensors, for all layers with a constant."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ __all__ = [
     "upper",
 ]
 
-# Of products, quotients and sums of a few positive numbers: far above their rounding, far below what a
-# constant is read to.
+# Relative margin for the rounding of a few products, quotients and sums of positive numbers. It is far above
+# their rounding errors and far below the digits of a constant that matter.
 _MARGIN = 1e-12
-# Radius of tokens that are all zero: formulas divide by the radius or take its logarithm, and a larger ball
-# is no mistake.
+# A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
+# Bounds on the larger ball hold on the smaller one, too.
 _SMALLEST = 1e-100
-# Whole numbers above are not exact in float64.
+# Larger integers are not exact in float64.
 _LONGEST = 2**53
 
 
 def above(value: float) -> float:
-    """Return a number that the value, without its rounding, is not above."""
+    """Return the value rounded up, so that it is at least the exact result of the computation."""
     return value * (1 + _MARGIN)
 
 
 def times(factor: float, value: float) -> float:
-    """Return the product, 0 if one of the two is: a constant of zero makes all of space a point."""
+    """Return the product, with 0 · ∞ = 0, because a map of constant zero has a single value."""
     return factor * value if factor and value else 0.0
 
 
 def check_length(length: object) -> int:
-    """Return the number of tokens, after checking that it is a whole number >= 1 that float64 holds."""
+    """Return the number of tokens, after checking that it is an integer from 1 to 2^53."""
     n = check_whole_length(length)
     if n > _LONGEST:
         raise ArgumentError(
-            "length", expected=f"a whole number of tokens n <= {_LONGEST}", got="a larger one"
+            "length", expected=f"an integer number of tokens n <= {_LONGEST}", got="a larger number"
         )
     return n
 
 
 def check_ball(radius: object) -> float:
-    """Return the radius of a ball of tokens, after checking that it is a number >= 0; inf is all of space."""
+    """Return the radius of a ball of tokens, after checking that it is a number >= 0 or infinity."""
     try:
         value = float(radius)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -73,14 +73,14 @@ def check_ball(radius: object) -> float:
 
 
 def check_size(argument: str, value: object, *, least: int = 1) -> int:
-    """Return a whole number of at least ``least``."""
+    """Return ``value``, after checking that it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(argument, expected=f"a whole number >= {least}", got=repr(value))
     return value
 
 
 def check_placement(device: object, dtype: object) -> None:
-    """Refuse a device that is not there, and a dtype that weights cannot have."""
+    """Raise ArgumentError if the device does not exist or the dtype is no floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=repr(dtype))
     try:
@@ -88,14 +88,17 @@ def check_placement(device: object, dtype: object) -> None:
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:100]
         raise ArgumentError(
-            "device", expected="one that PyTorch has here, such as 'cpu'", got=f"{device!r} ({reason})"
+            "device", expected="a device that PyTorch finds here, such as 'cpu'", got=f"{device!r} ({reason})"
         ) from error
 
 
 def check_tokens(
     argument: str, x: object, *, dim: int | None = None, ndim: int | None = None, like: Tensor | None = None
 ) -> Tensor:
-    """Return ``x`` after checking that it is a floating-point tensor of these sizes, where ``like`` is."""
+    """Return ``x``, after checking that it is a floating-point tensor of these sizes on the right device.
+
+    Its device must be the device of ``like``, if that is given.
+    """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)
         raise ArgumentError(argument, expected="a dense tensor of tokens (batch, n, d)", got=got)
@@ -116,15 +119,16 @@ def check_tokens(
 
 
 def look_at(t: Tensor, check: Callable[[Tensor], object]) -> None:
-    """Hand a check the numbers of a tensor; within torch.func.vmap those of all members, on a first axis.
+    """Call ``check`` with the values of a tensor, also within torch.func.vmap.
 
-    A member alone has no numbers there that Python could read.
+    Inside vmap, the values of a single member cannot be read in Python. There ``check`` gets the values of
+    all members, stacked along a first axis.
     """
     _Look.apply(t.detach(), check)  # type: ignore[no-untyped-call]
 
 
 class _Look(torch.autograd.Function):
-    """A function of no value, for PyTorch's rule of what vmap makes of a function."""
+    """An autograd function without a result, which runs a check and has a rule for torch.func.vmap."""
 
     @staticmethod
     def forward(t: Tensor, check: Callable[[Tensor], object]) -> Tensor:
@@ -144,25 +148,28 @@ class _Look(torch.autograd.Function):
 
 
 def root(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return √joined(|t|², 1) of tokens (..., d) as (..., 1), ``joined`` being homogeneous, as + and max are.
+    """Return √joined(|t|², 1) for tokens t (..., d), as (..., 1).
 
-    Smooth where t = 0, as the norm of t is not, in all derivatives; and nothing overflows but t itself.
+    ``joined`` is a homogeneous function of two numbers, such as + or max. Unlike |t|, the result is smooth at
+    t = 0, with all derivatives, and squares never overflow, because t is scaled first.
     """
+    # Dividing by the largest entry (at least 1) keeps squares in range; the factor s is restored at the end.
     s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     squares = (t / s).square().sum(dim=-1, keepdim=True)
     return s * joined(squares, s.square().reciprocal()).sqrt()
 
 
 def norm_above(argument: str, matrix: Tensor) -> float:
-    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, rounding included.
+    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, including rounding.
 
-    The computed singular values are those of a matrix that is apart by a small multiple of the machine
-    epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6): the slack is many times that.
+    The computed singular values are exact for a matrix that differs from the given one by a small multiple of
+    the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6). The added slack is
+    many times larger.
 
     Raises
     ------
     NonFiniteError
-        If a number of the matrix is not finite.
+        If the matrix contains NaN or infinity.
 
     """
     a = matrix.detach().to(device="cpu", dtype=torch.float64)
@@ -175,6 +182,9 @@ def norm_above(argument: str, matrix: Tensor) -> float:
 
 
 def upper(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Return an upper bound on a Lipschitz constant, on the ball or on all of space."""
+    """Return an upper bound on a Lipschitz constant as a Bound.
+
+    The bound holds on the ball of this radius, or everywhere if the radius is infinite.
+    """
     quantity = Quantity.EVERYWHERE if math.isinf(radius) else Quantity.GLOBAL
     return Bound.upper(name, quantity, source, formula=constant)

@@ -1,10 +1,9 @@
-"""Models in files: weights as safetensors, the rest as words in its metadata. No code is read, none is run.
+"""Saving and loading of models: weights as safetensors, class names and settings in the metadata, no code.
 
-The metadata of a file holds ``format``, ``version``, and ``model``: the tree of
-:mod:`howsmooth.nn.description` as JSON, with the length and the radius of the certificate. Its tensors are
-all parameters and buffers under the names that they have in the model, those of parametrizations
-(orthogonal, spectral norm) as they are, so that the model that is read computes the same numbers to the last
-bit.
+The metadata of a file has the entries ``format``, ``version`` and ``model``. ``model`` is the tree of
+:mod:`howsmooth.nn.description` as JSON, with length and radius of the certificate. The tensors are all
+parameters and buffers under their names in the model. Unconstrained tensors of parametrizations (orthogonal,
+spectral norm) are stored unchanged, so that a loaded model computes the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-# What building takes beside the tensors themselves: initial values, temporaries of their decompositions.
+# Building a model takes memory besides its tensors, for initial values and their decompositions. It may take
+# this many copies of all tensors and this many further numbers.
 _SPARE_NUMBERS = 2**20
 _SPARE_COPIES = 16
 _LARGEST_LENGTH = 2**53
@@ -61,18 +61,18 @@ _LARGEST_LENGTH = 2**53
 
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """What a file of :func:`save` holds.
+    """The contents of a file that :func:`save` wrote.
 
     Attributes
     ----------
     model
-        The model, in eval mode, on the CPU, in the precision in which it was saved.
+        The model, in evaluation mode, on the CPU, in the dtype in which it was saved.
     length
-        The number of tokens that the certificate is for, if it was saved.
+        The number of tokens for the certificate, or None.
     radius
-        The largest norm of a token that the certificate is for, if it was saved.
+        The largest norm of a token for the certificate, or None.
     notes
-        Words that were saved with it.
+        Texts that were saved with the model, by name.
 
     """
 
@@ -91,40 +91,42 @@ def save(
     notes: Mapping[str, str] | None = None,
     classes: Sequence[type[nn.Module]] = (),
 ) -> Path:
-    """Write a model so that :func:`load` gives one with bit-identical outputs and the same certificate.
+    """Write a model to a file from which :func:`load` rebuilds it with bit-identical outputs.
 
-    The model is built anew from its description before anything is written. If the two differ in anything
-    but the values of their tensors (a layer changed after it was made, a parametrization that no settings
-    tell), it is refused. Weights are copied to the CPU; optimisers and gradients are not saved.
+    Before anything is written, the model is rebuilt from its description. If the two models differ in
+    anything but the values of their tensors, an error is raised. This happens if a layer was changed after
+    its construction, or has a parametrization that its settings do not mention. Weights are copied to the
+    CPU. Optimizers and gradients are not saved.
 
     Parameters
     ----------
     model
-        Made of layers of :mod:`howsmooth.nn`, :class:`torch.nn.Sequential`, and modules of :mod:`torch.nn`
-        such as linear maps, activations, LayerNorm, RMSNorm, dropout and TransformerEncoderLayer. A tensor of
-        one of the latter may have the parametrizations :func:`torch.nn.utils.parametrizations.orthogonal` and
+        A model that consists of layers of :mod:`howsmooth.nn`, :class:`torch.nn.Sequential`, and modules of
+        :mod:`torch.nn` such as linear maps, activations, LayerNorm, RMSNorm, dropout and
+        TransformerEncoderLayer. Tensors of modules of :mod:`torch.nn` may have the parametrizations
+        :func:`torch.nn.utils.parametrizations.orthogonal` and
         :func:`~torch.nn.utils.parametrizations.spectral_norm`.
     path
-        Of the file, with the ending ``.safetensors``. A reader sees the old file or the new one, never a
-        part.
+        Path of the file, which must end in ``.safetensors``. The file is replaced atomically, so a reader
+        never finds a part of it.
     length, radius
-        Of the sequences that the certificate is for; ``howsmooth certify`` takes them unless it is told
-        others.
+        Number of tokens and their largest norm for the certificate. They are the defaults of ``howsmooth
+        certify``.
     notes
-        Words to keep, such as how it was trained.
+        Texts to save with the model, by name, such as how it was trained.
     classes
-        Classes of your own among the modules, with a method ``settings`` as that of
-        :class:`~howsmooth.nn.LipschitzModule`; :func:`load` needs them as well.
+        The caller's own classes among the modules. They need a method ``settings`` like
+        :class:`~howsmooth.nn.LipschitzModule`, and :func:`load` needs the same classes.
 
     Returns
     -------
     pathlib.Path
-        Of the file.
+        Path of the file.
 
     Raises
     ------
     ArgumentError
-        If the model holds what a file cannot (the message names the module), or another argument is wrong.
+        If a file cannot hold the model (the message names the module), or another argument is wrong.
     ModelError
         If the file cannot be written.
 
@@ -136,7 +138,7 @@ def save(
         raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
     words = dict(notes or {})
     if not all(isinstance(one, str) for pair in words.items() for one in pair):
-        raise ArgumentError("notes", expected="words under names that are words", got=repr(notes)[:80])
+        raise ArgumentError("notes", expected="a dictionary of strings", got=repr(notes)[:80])
     known = KnownClasses(classes)
     try:
         tensors = _tensors(model)
@@ -151,9 +153,9 @@ def save(
     except DescriptionError as error:
         raise ArgumentError(
             "model",
-            expected="one that a file can describe",
-            got=f"one that it cannot: {error}",
-            remedy="Save the state_dict of any other model with safetensors.",
+            expected="a model that a file can describe",
+            got=f"a model that it cannot: {error}",
+            remedy="For other models, save the state_dict with safetensors.",
         ) from error
     metadata = {
         "format": FORMAT,
@@ -161,6 +163,7 @@ def save(
         "model": json.dumps(described, allow_nan=False),
     }
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    # The file is written under another name and renamed, so that readers never see a part of it.
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,31 +175,34 @@ def save(
 
 
 def load(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = ()) -> nn.Module:
-    """Read a model that :func:`save` wrote: in eval mode, on the CPU, in the precision of the saved one.
+    """Return a model that :func:`save` wrote, in evaluation mode, on the CPU, in its saved dtype.
 
-    Nothing in a file is ever run, so that files of strangers can be read: what it says is compared with
-    classes that are known, a constructor is called with numbers and words only, and no layer is made that is
-    larger than the tensors in the file.
+    Nothing in a file is ever executed, so files from untrusted sources are safe to load. Class names in the
+    file are compared with known classes, constructors get numbers and strings only, and no layer is built
+    that is much larger than the tensors in the file.
 
     Parameters
     ----------
     path
         Of the file.
     classes
-        Classes of your own that the model was saved with.
+        The caller's own classes with which the model was saved.
 
     Raises
     ------
     ModelError
-        If there is no such file, it is damaged, of another program or of a later version, or what it
-        describes is no model; one sentence says which.
+        If the file does not exist, is damaged, comes from another program or a later version, or describes no
+        model. The message says which.
 
     """
     return load_saved(path, classes=classes).model
 
 
 def load_saved(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = ()) -> SavedModel:
-    """Read what :func:`save` wrote: as :func:`load`, with the length, the radius and the notes."""
+    """Return the contents of a file that :func:`save` wrote: model, length, radius and notes.
+
+    The file is read as safely as by :func:`load`, with the same errors.
+    """
     path = _path(path)
     known = KnownClasses(classes)
     if not _is_file(path):
@@ -224,10 +230,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 )
             if metadata.get("version") != str(VERSION):
                 raise DescriptionError(
-                    f"it is of version {metadata.get('version', '?')[:20]} of the format, where this "
-                    f"howsmooth reads version {VERSION}"
+                    f"it has version {metadata.get('version', '?')[:20]} of the format, but this howsmooth "
+                    f"reads version {VERSION}"
                 )
-            # Copies: what is read is a view of the file, which another program may write anew.
+            # The tensors are views of the file, which another program may overwrite, so they are copied.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except MemoryError as error:
         raise DescriptionError("it does not fit into memory") from error
@@ -238,15 +244,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         described = json.loads(metadata.get("model", ""))
     except (ValueError, RecursionError) as error:
-        raise DescriptionError("its description is no JSON, or a nest too deep to read") from error
+        raise DescriptionError("its description is not JSON, or is nested too deeply") from error
     notes = described.get("notes") if isinstance(described, dict) else None
     if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
-        raise DescriptionError("its description is no object with a tree, notes, a length and a radius")
+        raise DescriptionError("its description is not an object with tree, notes, length and radius")
     return described, tensors
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model whose tensors have the names and shapes of these, with random numbers of its own."""
+    """Build a model from a tree, with random weights, and check the names and shapes of its tensors."""
     numbers = sum(t.numel() for t in tensors.values())
     try:
         with torch.random.fork_rng(devices=[]), LimitedMemory(_SPARE_COPIES * numbers + _SPARE_NUMBERS):
@@ -264,23 +270,23 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
                 f"described needs {tuple(made[name].shape)}"
             )
         if made[name].is_floating_point() != tensors[name].is_floating_point():
-            raise DescriptionError(f"the tensor {name[:80]} holds {tensors[name].dtype}")
+            raise DescriptionError(f"the tensor {name[:80]} has the dtype {tensors[name].dtype}")
     return model
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put values in place; a tensor takes its precision, too, and what is tied stays tied."""
+    """Give the model's tensors the values and dtypes of the file; tied tensors stay tied."""
     for name, t in _tensors(model).items():
         t.data = tensors[name]
 
 
 def _order(t: Tensor) -> list[int]:
-    """List the axes of a tensor from the outermost in memory to the innermost."""
+    """Return the axes of a tensor from outermost to innermost in memory; empty if it is contiguous."""
     return sorted(range(t.ndim), key=lambda axis: (-t.stride()[axis], axis)) if not t.is_contiguous() else []
 
 
 def _laid_out(tensors: Mapping[str, Tensor], orders: Any) -> dict[str, Tensor]:
-    """Lay tensors out in memory as they were: a product of matrices may round otherwise in another layout."""
+    """Return the tensors in their saved memory layouts, which can affect the rounding of products."""
     if not isinstance(orders, dict) or not all(
         name in tensors
         and isinstance(order, list)
@@ -288,50 +294,52 @@ def _laid_out(tensors: Mapping[str, Tensor], orders: Any) -> dict[str, Tensor]:
         and sorted(order) == list(range(tensors[name].ndim))
         for name, order in orders.items()
     ):
-        raise DescriptionError("the orders of axes in its description are none")
+        raise DescriptionError("the orders of axes in its description are not valid")
     laid = dict(tensors)
     for name, order in orders.items():
+        # The inverse permutation of the axes.
         back = sorted(range(len(order)), key=order.__getitem__)
         laid[name] = tensors[name].permute(order).contiguous().permute(back)
     return laid
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Name all parameters and buffers, those as well that a state_dict leaves out."""
+    """Return all parameters and buffers by name, including those that a state_dict leaves out."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     found: dict[str, Tensor] = dict(named)
     for name, t in found.items():
         if is_lazy(t) or t.is_meta or t.layout is not torch.strided:
-            raise DescriptionError(f"the tensor {name[:80]} holds no plain numbers")
+            raise DescriptionError(f"the tensor {name[:80]} is not a dense tensor with values")
         if t.dtype not in _DTYPES:
-            raise DescriptionError(f"the tensor {name[:80]} holds {t.dtype}")
+            raise DescriptionError(f"the tensor {name[:80]} has the dtype {t.dtype}")
     return found
 
 
 def _compare(model: nn.Module, again: nn.Module) -> None:
-    """Refuse a model that its description does not give again."""
+    """Raise DescriptionError if the rebuilt model differs from the original in more than tensor values."""
     first, second = dict(model.named_modules()), dict(again.named_modules())
     for path, module in first.items():
         where, other = place(path), second.get(path)
         if other is None or parametrize.type_before_parametrizations(
             module
         ) is not parametrize.type_before_parametrizations(other):
-            raise DescriptionError(f"its settings do not tell of {where}")
+            raise DescriptionError(f"its settings do not mention {where}")
         if "forward" in vars(module) or foreign_hooks(module):
-            raise DescriptionError(f"{where} has hooks or a forward that was put on it, which are code")
+            raise DescriptionError(f"{where} has hooks or a replaced forward, which are code")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise DescriptionError(f"{where} keeps a state of its own beside its tensors")
+            raise DescriptionError(f"{where} keeps extra state besides its tensors")
         if _steps(module) != _steps(other):
-            raise DescriptionError(f"the settings of {where} do not tell of its parametrizations")
-        # A layer of ours may well print what its weights say.
+            raise DescriptionError(f"the settings of {where} do not mention its parametrizations")
+        # extra_repr of a layer of howsmooth.nn may depend on its weights, so its settings are compared
+        # instead.
         ask = "settings" if hasattr(module, "settings") else "extra_repr"
         if getattr(module, ask)() != getattr(other, ask)():
-            raise DescriptionError(f"{where} was changed after it was made")
+            raise DescriptionError(f"{where} was changed after its construction")
     missing = [path for path in second if path not in first]
     if missing:
-        raise DescriptionError(f"{place(missing[0])} was taken out after it was made")
+        raise DescriptionError(f"{place(missing[0])} was removed after its construction")
     if _ties(model) != _ties(again):
-        raise DescriptionError("modules share a tensor, which their settings do not tell")
+        raise DescriptionError("modules share a tensor, which their settings do not mention")
 
 
 def _steps(module: nn.Module) -> dict[str, list[Any]]:
@@ -344,7 +352,7 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Give each tensor's name the first name under which it stands."""
+    """Return, for each name of a tensor, the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in _tensors(model).items()}
 

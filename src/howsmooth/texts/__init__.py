@@ -1,4 +1,4 @@
-"""Texts to measure on: those of the paper by name, or any file."""
+"""Texts to measure on: the paper's texts, by name, or text files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One function from a name or a path to a text: content, digest and a sentence on its origin."""
+"""Loading of texts by name or path, with their digest and origin."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from howsmooth.errors import ArgumentError, TextError
 
 __all__ = ["TEXTS", "Text", "load_text"]
 
-#: The texts that have a name; anything else is a path.
+#: The names of known texts; every other string is a path.
 TEXTS = ("alice", "ag_news")
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to measure on.
+    """A text to measure on, with its origin.
 
     Parameters
     ----------
     name
-        Its short name; for a path, the name of the file without suffix.
+        Short name of the text; for a file, the file's name without suffix.
     content
-        The text itself.
+        The characters of the text.
     source
-        One sentence: where it came from, and which version.
+        One sentence that says where the text comes from, and in which version.
 
     Attributes
     ----------
@@ -56,22 +56,22 @@ def load_text(name: str | Path) -> Text:
     Parameters
     ----------
     name
-        ``"alice"`` (*Alice's Adventures in Wonderland*, part of this package), ``"ag_news"`` (the test
-        split of AG_NEWS, through the package datasets); or the path of a text file (UTF-8), or of a
-        ``.csv`` in the format of AG_NEWS (label, title, description; no header). A name wins over a
-        file of that name: write ``./alice`` for the file.
+        ``"alice"`` is *Alice's Adventures in Wonderland*, a file of this package. ``"ag_news"`` is the test
+        split of AG_NEWS, loaded with the package datasets. Every other string is the path of a text file
+        (UTF-8), or of a ``.csv`` file in the format of AG_NEWS (label, title, description; no header). If a
+        file is called ``alice``, write ``./alice`` to load it.
 
     Returns
     -------
     Text
-        With the content, its digest and its origin.
+        The content with its digest and its origin.
 
     Raises
     ------
     ArgumentError
         If `name` is empty.
     TextError
-        If the text cannot be found or read, is empty, or is not text.
+        If the file cannot be found or read, is empty, or is not UTF-8 text.
 
     """
     if not str(name).strip():
@@ -124,7 +124,7 @@ def _from_path(path: Path) -> Text:
         reason = error.strerror or type(error).__name__
         raise TextError(f"text {_short(str(path))} cannot be read: {reason}. {_choices()}") from None
     except ValueError:
-        raise TextError(f"text {_short(str(path))} is no name of a file. {_choices()}") from None
+        raise TextError(f"text {_short(str(path))} is not a valid file name. {_choices()}") from None
     if path.is_dir():
         raise TextError(f"text {str(path)!r} is a folder. Give the path of the file itself.")
     if not path.exists():
@@ -152,7 +152,7 @@ def _read(path: Path) -> str:
     try:
         content = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        content = "\0"
+        content = "\0"  # reported below, like a file that contains NUL
     if "\0" in content:
         raise TextError(
             f"text {str(path)!r} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8."
@@ -161,7 +161,7 @@ def _read(path: Path) -> str:
 
 
 def _news_rows(path: Path, content: str) -> list[str]:
-    """Join title and description of every row with a space, as the usual loaders of AG_NEWS do."""
+    """Return title and description of every row, joined with a space as in the usual loaders of AG_NEWS."""
     rows: list[str] = []
     reader = csv.reader(io.StringIO(content, newline=""), skipinitialspace=True)
     try:

@@ -1,9 +1,9 @@
-"""Attention layers with a proved constant: the interface of torch.nn.MultiheadAttention, and the checks.
+"""Base class of attention layers with a proved constant and torch.nn.MultiheadAttention's interface.
 
-A subclass says what its weights are (``_weights``), how queries, keys and values come from tokens
-(``_queries_keys_values``), what the attention weights are (``_probabilities``), what it is as a map
-(``_map``), and its bound, as an expression with a gradient (``_log_bound``) and by name (``_named_bound``).
-All of these read the weights from the dictionary that they are given.
+A subclass defines its weights (``_weights``), its queries, keys and values (``_queries_keys_values``), its
+attention weights (``_probabilities``), its form as a map of this library (``_map``), and its bound: as a
+differentiable expression (``_log_bound``) and as a named Bound (``_named_bound``). All of these functions
+take the weights as a dictionary, except ``_weights``, which returns it.
 """
 
 from __future__ import annotations
@@ -28,66 +28,67 @@ from howsmooth.nn.numbers import check_placement, look_at
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 
-# A token may be longer than the radius by so many units of rounding of its dtype.
+# The norm of a token may exceed the radius by this many units of rounding in its dtype.
 _ULPS = 4.0
-# Divisors beyond e^700 are no float64 numbers.
+# Divisors near e^709 overflow float64.
 _LARGEST_LOG = 700.0
 
 Weights = Mapping[str, Tensor]
 
 
 class LipschitzAttention(LipschitzModule):
-    """Self-attention whose Lipschitz constant at a length and a radius is proved; base of all such layers.
+    """Base class of self-attention layers with a proved Lipschitz constant at a given length and radius.
 
-    Inputs and outputs are those of :class:`torch.nn.MultiheadAttention` with ``batch_first=True``, and so are
-    names, shapes and initial values of the weights. There is no dropout: in training the layer is the same
-    function as in evaluation.
+    Inputs and outputs are those of :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
+    weights have the same names, shapes and initial values. There is no dropout, so the layer is the same
+    function in training and in evaluation.
 
     Parameters
     ----------
     embed_dim, num_heads
-        Dimension d of the tokens, and number of heads, which divides it.
+        Dimension d of the tokens, and number of heads. The number of heads must divide d.
     length
-        Number n of tokens of a sequence. Others are refused.
+        Number n of tokens of a sequence. Sequences of other lengths raise an error.
     radius
-        Largest norm of a token that the layer is given; None: any, for layers without ``constant``.
+        Largest norm of an input token. None permits tokens of any norm, for layers without ``constant``.
     constant
-        If given, the output is divided by the bound at (``length``, ``radius``) over this number, so that
-        the layer has this constant. The divisor is computed for the weights as they are, again whenever
-        they change, and gradients of the weights are those of the quotient.
+        If given, the layer's Lipschitz constant is at most this number, because the output is divided by
+        (bound at ``length`` and ``radius``) / ``constant``. The divisor is computed from the current weights,
+        and computed again whenever they change. Gradients go through the divisor, too.
     bias
-        Whether projections have biases.
+        Whether the projections have biases.
     beyond
-        What to do with tokens beyond the radius: "refuse" them, or "clip" them to it (the projection on the
-        ball is 1-Lipschitz: the constant then holds for all tokens).
+        What to do with tokens whose norm exceeds the radius. "refuse" raises an error. "clip" projects them
+        onto the ball, which is a 1-Lipschitz map, so the constant then holds for all tokens.
     shorter
-        Whether shorter sequences are taken, under the constant of ``length``.
+        Whether the layer accepts shorter sequences, with the constant for ``length``.
     mask
-        What may be masked, which the constant depends on: "none"; "causal" (always); a boolean matrix
-        (length, length), True where query (row) must not see key (column) (always); "any" boolean mask,
-        padding included; "additive" masks of any numbers too.
+        The masks that the layer may be given; the constant depends on them. "none" permits no mask. "causal"
+        always applies the causal mask. A boolean matrix (length, length), True where a query (row) must not
+        see a key (column), is always applied. "any" permits every boolean mask, including padding. "additive"
+        also permits masks of arbitrary numbers.
     device, dtype
-        Of the weights.
+        Device and dtype of the weights.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     Notes
     -----
-    Half precision (float16, bfloat16, of weights or inputs) and autocast: everything inside is computed in
-    float32 with autocast off, from the weights as they are stored, and the result is cast to the dtype of
-    the input. The constant is that of exact arithmetic. Bounds are computed in float64 on the CPU.
+    With half precision (float16 or bfloat16 weights or inputs) and under autocast, the layer computes in
+    float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
+    The constant holds in exact arithmetic. Bounds are computed in float64 on the CPU.
 
-    ``torch.func.vmap`` goes over inputs and masks, whose checks then see all members. Weights of a batch are
-    refused with ``constant``, as the divisor is that of one set of weights.
+    ``torch.func.vmap`` may map over inputs and masks. With ``constant``, it cannot map over weights, because
+    the divisor belongs to one set of weights.
 
     """
 
-    #: Kinds of masks that the layer has a bound for.
+    #: Kinds of masks for which the layer has a bound.
     masks: ClassVar[tuple[str, ...]] = ("none", "causal", "fixed", "any", "additive")
-    #: As of torch.nn.MultiheadAttention.
+    #: The attribute of torch.nn.MultiheadAttention with this name.
     batch_first: ClassVar[bool] = True
 
     def __init__(
@@ -119,9 +120,9 @@ class LipschitzAttention(LipschitzModule):
         if self.constant is not None and self.radius is None and self._needs_radius:
             raise ArgumentError(
                 "radius",
-                expected="a number, as the layer is divided by its bound on a ball",
+                expected="a number, because the layer is divided by its bound on a ball",
                 got="None",
-                remedy="After a norm layer, hs.bounds.norm_radius gives it; beyond='clip' enforces it.",
+                remedy="hs.bounds.norm_radius gives it after a norm layer; beyond='clip' enforces it.",
             )
         if beyond not in ("refuse", "clip"):
             raise ArgumentError("beyond", expected="'refuse' or 'clip'", got=repr(beyond))
@@ -133,20 +134,20 @@ class LipschitzAttention(LipschitzModule):
                 "mask", expected=f"one of {self.masks}", got=repr(self.masking.kind), remedy=self._mask_remedy
             )
         if self.shorter and self.masking.kind == "fixed":
-            raise ArgumentError("shorter", expected="False with a mask of one length", got="True")
+            raise ArgumentError("shorter", expected="False for a mask of fixed length", got="True")
         self.bias = bool(bias)
         check_placement(device, dtype)
         self._make_weights({"device": device, "dtype": dtype})
         self._log_divisor_of = Remembered()
 
-    # ---- what a subclass says
+    # ---- what a subclass defines
 
-    #: Whether the bound needs a radius (those that hold everywhere do not).
+    #: Whether the bound needs a radius; bounds that hold for all tokens do not.
     _needs_radius: ClassVar[bool] = True
-    _mask_remedy: ClassVar[str] = "There is no theorem for it."
+    _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
 
     def _make_weights(self, factory: dict[str, Any]) -> None:
-        """Make the weights of torch.nn.MultiheadAttention, with its initial values."""
+        """Create the weights of torch.nn.MultiheadAttention, with its initial values."""
         d = self.embed_dim
         self.in_proj_weight = nn.Parameter(torch.empty((3 * d, d), **factory))
         if self.bias:
@@ -159,7 +160,7 @@ class LipschitzAttention(LipschitzModule):
             nn.init.zeros_(self.out_proj.bias)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return all weights that the map depends on, as they are now, parametrizations applied."""
+        """Return all weights of the layer by name, with their current values after parametrizations."""
         found = {
             "in_proj_weight": self.in_proj_weight,
             "in_proj_bias": self.in_proj_bias,
@@ -178,21 +179,22 @@ class LipschitzAttention(LipschitzModule):
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
-        """Return the attention weights (batch, heads, n, n); ``added`` to the scores is the mask."""
+        """Return the attention weights (batch, heads, n, n); ``added`` is a mask to add to the scores."""
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of an upper bound on the constant of the layer before it is divided.
+        """Return the logarithm of an upper bound on the constant of the layer before the division.
 
-        Of its kind of masks, as a number in float64 with a graph to the weights; rounding aside.
+        The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks, but
+        not its own rounding.
         """
 
     @abstractmethod
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return this bound, from its logarithm, with its name and source."""
+        """Return a Bound with a name and a source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the bound on the layer before it is divided."""
+        """Return the bound on the constant of the layer before the division."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
@@ -202,25 +204,25 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return the layer as a map of this library, its output multiplied by ``scale``."""
+        """Return the layer as a map of this library whose output is multiplied by ``scale``."""
 
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the Lipschitz constant, of the layer as it is, division included.
+        """Return an upper bound on the Lipschitz constant of the layer, including its division.
 
         Parameters
         ----------
         length
-            That of the layer, or a smaller one with ``shorter=True``.
+            Number of tokens: the length of the layer, or a smaller one if ``shorter=True``.
         radius
-            Largest norm of a token. Beyond the radius of the layer only with ``beyond="clip"``, which makes
-            the constant that at the radius of the layer.
+            Largest norm of a token. It may exceed the radius of the layer only with ``beyond="clip"``; then
+            the result is the bound at the radius of the layer.
 
         Raises
         ------
         ArgumentError
-            If the layer does not take such inputs.
+            If the layer does not accept inputs of this length and radius.
         NonFiniteError
             If a weight is NaN or infinite.
 
@@ -240,7 +242,10 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norm of an output token; arguments and errors as above."""
+        """Return an upper bound on the norm of an output token.
+
+        Arguments and errors are those of :meth:`lipschitz_bound`.
+        """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         largest = self._undivided_output_radius(n, R, weights)
@@ -249,9 +254,10 @@ class LipschitzAttention(LipschitzModule):
         return largest * (1 + 1e-12)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check that the layer takes sequences of this length and radius; return them, clipped."""
+        """Return length and radius, after checking that the layer accepts them; "clip" lowers the radius."""
         n = check_length(length)
-        # All of space: a layer that clips sees its own ball of it, and some bounds need no ball.
+        # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
+        # radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
@@ -274,16 +280,16 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the logarithm of bound / constant, computed again if a weight is not what it was."""
+        """Return the logarithm of bound / constant; it is computed again only if a weight has changed."""
         key = (self.length, self.radius, self.constant)
         return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the bound that the layer is divided by, with its graph."""
+        """Return the logarithm of the bound at the layer's length and radius, with its graph."""
         return self._log_bound(self.length, self._own_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the logarithm of bound / constant from that of the bound before it is rounded."""
+        """Return the logarithm of bound / constant, given the logarithm of the bound before rounding."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._own_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -292,8 +298,8 @@ class LipschitzAttention(LipschitzModule):
                 "constant",
                 expected="a layer whose bound is a positive number",
                 got="zero" if log < 0 else f"exp({log:.4g})",
-                remedy="A layer of constant zero cannot be scaled to another one; a huge bound comes from "
-                "huge weights or a huge radius.",
+                remedy="A layer with bound zero cannot be scaled to another constant; a huge bound comes "
+                "from huge weights or a huge radius.",
             )
         return log - math.log(self.constant)
 
@@ -301,7 +307,7 @@ class LipschitzAttention(LipschitzModule):
     def _own_radius(self) -> float:
         return 1.0 if self.radius is None else self.radius
 
-    # ---- the map
+    # ---- the forward pass
 
     def forward(
         self,
@@ -314,45 +320,49 @@ class LipschitzAttention(LipschitzModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as :meth:`torch.nn.MultiheadAttention.forward` does.
+        """Compute self-attention, with the arguments of :meth:`torch.nn.MultiheadAttention.forward`.
 
         Parameters
         ----------
         query
             Tokens (batch, n, d), or (n, d).
         key, value
-            None, or the same tensor as ``query``: constants are those of self-attention.
+            None, or the same tensor as ``query``, because the constants are for self-attention.
         key_padding_mask
-            (batch, n), True (or −inf) where a token is seen by none.
+            Mask (batch, n), True (or −inf) for tokens that no query sees.
         need_weights
             Whether to return the attention weights.
         attn_mask
-            (n, n) or (batch · heads, n, n), True (or −inf) where query (row) does not see key (column).
+            Mask (n, n) or (batch · heads, n, n), True (or −inf) where a query (row) does not see a key
+            (column).
         average_attn_weights
-            Whether the weights are averaged over the heads.
+            Whether the returned weights are averaged over the heads.
         is_causal
-            Without ``attn_mask``: a causal mask.
+            Whether to apply a causal mask, if ``attn_mask`` is None.
 
         Returns
         -------
         output, weights
-            Shaped as the query; and (batch, n, n), or (batch, heads, n, n) if not averaged (without the
-            batch if the query has none), or None. The weights are not divided: their rows sum to 1.
+            The output has the shape of the query. The attention weights are (batch, n, n), or (batch, heads,
+            n, n) if they are not averaged (without batch axis if the query has none), or None. The weights
+            are not divided, so their rows sum to 1.
 
         Raises
         ------
         ArgumentError
-            If shape, dtype, device or length do not fit, a token lies beyond the radius, key or value is
-            another tensor, or the mask is not one that the constant covers.
+            If shape, dtype, device or length is wrong, a token is longer than the radius, key or value is
+            another tensor, or the constant does not cover the mask.
         NonFiniteError
-            If a token or a weight is NaN or infinite, where there is a radius or a constant.
+            If a token or a weight is NaN or infinite, for layers with a radius or a constant.
 
         """
         x, weights = self._checked(query, key, value)
+        # The bound is a theorem on exact arithmetic, so autocast must not lower the precision inside.
         with torch.autocast(x.device.type, enabled=False):
             if self.radius is not None:
                 x = self._inside(x, self.radius, query.dtype)
             added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
+            # Half-precision weights take part as the float32 numbers that they are.
             working = {name: weight.to(x.dtype) for name, weight in weights.items()}
             q, k, v = self._queries_keys_values(x, working)
             probabilities = self._probabilities(q, k, v, added, working)
@@ -368,30 +378,33 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return 1/divisor with its gradient in the weights."""
+        """Return 1/divisor as a tensor that is differentiable in the weights."""
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))
+        # Without training, the divisor is remembered, and its gradient is computed only on demand.
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
             return divided(self._log_divisor(weights), weights, self._log, like)
-        # A backward pass is to come, and these weights will not come again: the bound once, with its graph.
+        # In training, a backward pass will follow and the weights will then change. So the bound is computed
+        # once, with its graph, and not remembered.
         try:
             log = self._log(weights)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            self._log_quotient(math.inf)  # says why
+            self._log_quotient(math.inf)  # raises an error with the reason
             raise
         log_divisor = torch.tensor(self._log_quotient(log_value(lambda _: log, weights)), dtype=log.dtype)
+        # The value is exp(−log_divisor), rounded outwards; the second factor is 1 and has the gradient.
         return ((-log_divisor).exp() * (log.detach() - log).exp()).to(like)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Cut (batch, n, heads · k) into (batch, heads, n, k)."""
+        """Return t (batch, n, heads · k) split into heads, (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return tokens (batch, n, d) in the working dtype, and the weights, after checks."""
+        """Return checked tokens (batch, n, d) in the dtype of the computation, and the weights."""
         if not isinstance(query, Tensor) or query.layout is not torch.strided:
             got = str(query.layout) if isinstance(query, Tensor) else type(query).__name__
             raise ArgumentError("query", expected="a dense tensor of tokens (batch, n, d)", got=got)
@@ -401,7 +414,7 @@ class LipschitzAttention(LipschitzModule):
                     name,
                     expected="None, or the tensor given as query",
                     got="another tensor",
-                    remedy="The constant is that of self-attention; for cross-attention there is none here.",
+                    remedy="The constant is for self-attention; there is none for cross-attention.",
                 )
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim or 0 in query.shape[:-1]:
             raise ArgumentError(
@@ -414,15 +427,16 @@ class LipschitzAttention(LipschitzModule):
         weight = weights["out_proj.weight"]
         if query.device != weight.device:
             raise ArgumentError(
-                "query", expected=f"a tensor on {weight.device}, as the weights", got=str(query.device)
+                "query", expected=f"a tensor on {weight.device}, like the weights", got=str(query.device)
             )
+        # Mixing float32 and float64 is an error; half precision on either side is converted.
         full = (torch.float32, torch.float64)
         if not query.is_floating_point() or (
             query.dtype in full and weight.dtype in full and query.dtype != weight.dtype
         ):
             raise ArgumentError(
                 "query",
-                expected=f"{weight.dtype} as the weights, or half precision",
+                expected=f"{weight.dtype} like the weights, or half precision",
                 got=str(query.dtype),
                 remedy="Convert one of the two, with .to(dtype).",
             )
@@ -438,11 +452,11 @@ class LipschitzAttention(LipschitzModule):
             name,
             expected=f"{fewer}{self.length} tokens, the length of the layer",
             got=f"{n} tokens",
-            remedy="" if self.shorter else "With shorter=True a layer takes shorter sequences too.",
+            remedy="" if self.shorter else "With shorter=True a layer also accepts shorter sequences.",
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens, all of them within the radius: refused or projected where they are not."""
+        """Return the tokens; tokens beyond the radius raise an error or are projected onto the ball."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
 
@@ -462,20 +476,20 @@ class LipschitzAttention(LipschitzModule):
         look_at(norms, check)
         return x * (radius / norms.clamp(min=radius)) if clip else x
 
-    # ---- what it is
+    # ---- description
 
     @property
     def map(self) -> TokenMap:
-        """The layer as a map of this library, division included, for measurements; weights as they are now.
+        """The layer, with its current weights and division, as a map of this library for measurements.
 
-        Of "any" and "additive" masks it is the map without one; clipping is left out.
+        For masks of kind "any" and "additive" it is the map without a mask. It does not clip.
         """
         weights = self._finite_weights()
         scale = 1.0 if self.constant is None else math.exp(-self._log_divisor(weights))
         return self._map(weights, scale)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        """Return the arguments of the constructor, without device and dtype, as JSON values."""
         return {
             "embed_dim": self.embed_dim,
             "num_heads": self.num_heads,
@@ -489,7 +503,7 @@ class LipschitzAttention(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the settings, for printing."""
+        """Return the settings for ``repr``."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
@@ -498,7 +512,8 @@ def _refuse_batched(name: str, ndim: int, seen: Tensor) -> None:
     if seen.ndim != ndim:
         raise ArgumentError(
             name,
-            expected="one weight for all members of torch.func.vmap, as the layer is divided by its bound",
+            expected="the same weight for all members of torch.func.vmap, because the layer is divided by "
+            "its bound",
             got="a weight for each member",
             remedy="Call such layers one after the other, or build them without constant.",
         )
@@ -511,7 +526,7 @@ def _count(name: str, value: object) -> int:
 
 
 def positive(name: str, value: object) -> float:
-    """Return an argument as a float, after checking that it is a finite number > 0."""
+    """Return ``value`` as a float, after checking that it is a finite number > 0."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

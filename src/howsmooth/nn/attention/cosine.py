@@ -18,40 +18,41 @@ __all__ = ["CosineAttention"]
 
 
 class CosineAttention(OwnBoundAttention):
-    """Scaled cosine self-attention: Lipschitz without any radius, with every mask.
+    """Scaled cosine self-attention, which is Lipschitz on the whole space, with every mask.
 
-    Rows u of queries, keys and values of each head are normalised to u/√(|u|² + ε); the head is
-    ν softmax(τ q kᵀ) v. Without a radius the constant is :func:`howsmooth.bounds.scaled_cosine_sharp` of the
-    matrices of all heads together, times ‖W_O‖; on a ball, where rows stay shorter than 1, it is smaller.
+    In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
+    kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_sharp` of the matrices of all
+    heads together, times ‖W_O‖. On a ball the bound is smaller, because normalised rows are shorter there.
 
-    How near the bound is: gradient ascent found points 5 to 11 times less steep than it at random
-    weights (five tokens of dimension 4, one head and two), and 1.0 to 1.5 (τ = 1) at the worst
-    weights found.
+    The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
+    4, one and two heads). The bound was 5 to 11 times larger at random weights, and 1.0 to 1.5 times larger
+    (τ = 1) at the worst weights found.
 
-    Masks: every kind.
+    Every kind of mask is supported.
 
     Parameters
     ----------
     embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None, with
-        ``constant`` too: the layer then has it on the whole space.
+        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None even with
+        ``constant``; the constant then holds on the whole space.
     temperature
-        τ, the factor of the cosines in the scores. The constant is free of n once n exceeds e^{2τ}.
+        The factor τ of the cosines in the scores. For n above e^{2τ} the bound does not depend on n.
     gain
-        ν, the factor of the output.
+        The factor ν of the output.
     eps
-        ε > 0 under the roots. The constant without a radius is proportional to ε^{-1/2}: LipsFormer's 1e-6
-        makes it a thousand times larger than 1 does.
+        The number ε > 0 under the roots. The bound without a radius is proportional to ε^{-1/2}, so
+        LipsFormer's 1e-6 makes it a thousand times larger than ε = 1.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     References
     ----------
     Qi, Wang, Chen, Shi, Zhang, *LipsFormer: Introducing Lipschitz Continuity to Vision Transformers*, ICLR
-    2023; the constant of several heads, with masks and on a ball: docs/theory/enforce.md.
+    2023. For several heads, masks and balls: documentation page "Enforce: layers with a constant that is
+    proved", section "Scaled cosine attention on a ball".
 
     """
 
@@ -77,7 +78,7 @@ class CosineAttention(OwnBoundAttention):
                 "eps",
                 expected="a number > 0",
                 got=repr(eps),
-                remedy="Without it the normalisation of a vector is not Lipschitz at zero.",
+                remedy="With eps = 0 the normalisation of a vector is not Lipschitz at zero.",
             )
         super().__init__(embed_dim, num_heads, **keywords)
         self.temperature, self.gain, self.eps = float(temperature), float(gain), float(eps)
@@ -123,8 +124,9 @@ class CosineAttention(OwnBoundAttention):
         w = in_double(weights)
         (_, _, value), (_, _, bias) = self._parts(w)
         sizes = value_radius(value, bias, radius)
-        sizes = torch.rsqrt(1 + self.eps / sizes.square())  # also of an infinite size
+        sizes = torch.rsqrt(1 + self.eps / sizes.square())  # r/√(r² + ε), which is 1 for infinite r
         blocks = w["out_proj.weight"].unflatten(1, (self.num_heads, -1)).transpose(0, 1)
+        # Two bounds on the output hold: the sum over heads, and the norm of W_O times that of all heads.
         summed = (torch.linalg.matrix_norm(blocks, 2) * sizes).sum()
         apart = torch.linalg.matrix_norm(w["out_proj.weight"], 2) * sizes.square().sum().sqrt()
         total = abs(self.gain) * float(torch.minimum(summed, apart))
@@ -133,6 +135,6 @@ class CosineAttention(OwnBoundAttention):
         return total * (1 + 1e-12)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        """Return the arguments of the constructor, without device and dtype, as JSON values."""
         own = {"temperature": self.temperature, "gain": self.gain, "eps": self.eps}
         return super().settings() | own

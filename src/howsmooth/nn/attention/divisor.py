@@ -1,7 +1,8 @@
-"""The number that a layer is divided by: its bound, with a gradient, for the weights as they are.
+"""The divisor of a layer: its bound for the current weights, with a gradient.
 
-The value is that of ``howsmooth.bounds``, rounded outwards. The gradient is that of an expression of the
-weights, which is evaluated only where a backward pass asks for it. Derivation: docs/theory/enforce.md.
+The value comes from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of
+the weights, which is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers
+with a constant that is proved", section "Division by the bound".
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ __all__ = ["Remembered", "divided", "log_value"]
 
 
 class Remembered:
-    """A number that belongs to weights: computed anew whenever one of them is not what it was.
+    """A number computed from weights, which is computed again only when a weight has changed.
 
-    Weights are compared entry by entry with a copy, since PyTorch's version counters do not see changes
-    through ``.data``.
+    Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through
+    ``.data``.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,11 @@ def _same(now: Tensor, before: Tensor) -> bool:
 
 
 LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
-"""The logarithm of a bound as an expression of the weights: a number with a graph."""
+"""A function from weights to the logarithm of a bound, a scalar with a graph."""
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the value of the logarithm of a bound; infinite where products of the weights overflow."""
+    """Return the logarithm of a bound as a float; it is infinite if products of the weights overflow."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -60,19 +61,19 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return 1/divisor, a number of the dtype and on the device of ``like``, differentiable in the weights.
+    """Return 1/divisor in the dtype and on the device of ``like``, differentiable in the weights.
 
     Parameters
     ----------
     log_divisor
-        Its value, as a logarithm.
+        The logarithm of the divisor.
     weights
-        The weights that it depends on.
+        The weights on which the divisor depends.
     expression
-        From weights to the logarithm of the divisor, but for rounding and a constant; called by a backward
-        pass alone.
+        Function from weights to the logarithm of the divisor, up to rounding and an additive constant. Only
+        the backward pass calls it.
     like
-        A tensor of the dtype and device wanted.
+        A tensor with the dtype and device of the result.
 
     """
     value = torch.tensor(-log_divisor, dtype=torch.float64).exp().to(like)
@@ -86,7 +87,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """1/divisor, whose derivative in a weight is −(1/divisor) times that of the logarithm."""
+    """1/divisor, whose derivative is −(1/divisor) times the derivative of the divisor's logarithm."""
 
     @staticmethod
     def forward(
@@ -114,6 +115,7 @@ class _Inverse(torch.autograd.Function):
             return result
 
         with torch.enable_grad():
+            # The expression is differentiated here, in the backward pass, and its graph is freed at once.
             at, pull, *_ = torch.func.vjp(log, *tensors)
             found = pull(torch.ones_like(at))
         factor = -(gradient * output).double()
@@ -127,7 +129,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Weights are the same for all members of a batch."""
+        """Apply the function once, because the weights are the same for all members of a batch."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

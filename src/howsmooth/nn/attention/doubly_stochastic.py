@@ -1,9 +1,11 @@
-"""The doubly stochastic matrix diag(α) e^S diag(β), and its derivatives without those of the iterations.
+"""The doubly stochastic matrix P = diag(α) e^S diag(β), with derivatives that need no iterations.
 
-P = diag(α) e^S diag(β) has rows and columns of sum one. For a change dS of the scores, dP is P ∘ Π dS with
-Π the projection away from all matrices a_i + b_j, orthogonal in the inner product Σ_ij P_ij M_ij M'_ij: a
-map that is its own adjoint. So forward and backward mode are one function, made of differentiable operations
-on P, and derivatives of every order are those of the limit. Proof: docs/theory/enforce.md.
+The rows and columns of P sum to one. If the scores change by dS, then P changes by dP = P ∘ Π dS. Here Π is
+the projection onto the orthogonal complement of all matrices a_i + b_j in the inner product Σ_ij P_ij M_ij
+M'_ij. The map dS ↦ dP is its own adjoint, so forward and backward mode are the same function. That function
+consists of differentiable operations on P, so derivatives of every order are available. They are the
+derivatives of the iterations' limit. Proof: documentation page "Enforce: layers with a constant that is
+proved", section "Sinkhorn attention with several heads".
 """
 
 from __future__ import annotations
@@ -18,38 +20,39 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["doubly_stochastic"]
 
-# Sinkhorn's iterations before Newton's method is tried: with small scores they are enough.
+# Number of Sinkhorn iterations before Newton steps are tried; for small scores they suffice.
 _PATIENCE = 8
-# Lengths that a Newton step is cut to, of its largest entry.
+# Newton steps are also tried with their largest entry cut to these values.
 _LENGTHS = (1.0, 5.0, 25.0)
-# Sums of columns this near to one are the better measure: the objective no longer changes in its digits.
+# When the column sums are this close to one, trials are compared by their column sums, because the objective
+# no longer changes within its digits.
 _NEAR = 1e-3
-# Added to the diagonal of the systems, which are singular where P falls into blocks.
+# Added to the diagonal of the linear systems, which are singular if P is block diagonal.
 _RIDGE = 1e-15
 
 
 def doubly_stochastic(
     scores: Float[Tensor, "*batch n n"], *, tolerance: float = 1e-10, max_iterations: int = 1000
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P = diag(α) e^S diag(β) in float64, rows of sum one, columns within the tolerance.
+    """Return P = diag(α) e^S diag(β) in float64; rows sum to one, columns to one within the tolerance.
 
-    Differentiable in every mode and order. Iterations stop for each matrix by itself, so that no result
-    changes with its company, beyond rounding.
+    P is differentiable in forward and reverse mode and in every order. The iteration stops for each matrix
+    separately, so a result does not depend on the other matrices of the batch, up to rounding.
 
     Parameters
     ----------
     scores
-        S, (..., n, n); −∞ where P shall be zero. The pattern of the others must be symmetric, with its
-        diagonal, or no such P need exist.
+        The scores S, (..., n, n), −∞ where P is to be zero. The pattern of the other entries must be
+        symmetric and include the diagonal; otherwise P may not exist.
     tolerance
-        Largest |Σ_i P_ij − 1| over the columns j.
+        Largest allowed |Σ_i P_ij − 1| over the columns j.
     max_iterations
-        Number after which to refuse.
+        Number of iterations after which an error is raised.
 
     Raises
     ------
     ArgumentError
-        If the iterations have not converged.
+        If the iteration has not converged.
     NonFiniteError
         If a score is NaN or +∞.
 
@@ -59,7 +62,7 @@ def doubly_stochastic(
 
 
 class _Scaling(torch.autograd.Function):
-    """Scores to P."""
+    """The map from scores S to P, with the derivatives described above."""
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
@@ -84,16 +87,19 @@ class _Scaling(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], scores: Tensor, tolerance: float, max_iterations: int
     ) -> tuple[Tensor, int]:
+        # The batch axis of vmap becomes an ordinary leading axis.
         moved = scores.movedim(in_dims[0], 0)
         return _Scaling.apply(moved, tolerance, max_iterations), 0  # type: ignore[no-untyped-call]
 
 
 def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return P ∘ (M − a_i − b_j), with a and b such that rows and columns have the sum zero.
+    """Return P ∘ (M − a_i − b_j), with a and b such that all its rows and columns sum to zero.
 
-    a = r − P b for the row sums r of P ∘ M; (I − PᵀP) b = s − Pᵀ r for its column sums s.
+    a = r − P b, where r are the row sums of P ∘ M, and b solves (I − PᵀP) b = s − Pᵀ r, where s are its
+    column sums.
     """
     weighted = p * m
+    # Eliminating a leaves an n × n system for b.
     r, s = weighted.sum(dim=-1, keepdim=True), weighted.sum(dim=-2)[..., None]
     b = torch.linalg.solve(_system(p), s - p.mT @ r)
     projected: Tensor = weighted - p * (r - p @ b) - p * b.mT
@@ -101,10 +107,11 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
 
 
 def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return diag(c) − PᵀP with c the sums of the columns, made invertible on its kernel.
+    """Return diag(c) − PᵀP, where c are the column sums of P, made invertible.
 
-    That is the constants; if P falls into blocks, those on each block, for which the ridge is there. What is
-    solved for is free by the kernel, and P does not see it.
+    The kernel consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
+    block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks. Adding a kernel
+    vector to a solution does not change the result.
     """
     system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
     return system
@@ -113,10 +120,10 @@ def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 def _scaled(
     scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P, by the minimum of the convex Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j.
+    """Return P by minimising the convex function Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g.
 
-    Its gradient is c − 1, with c the sums of the columns. A Sinkhorn iteration never raises it, so that the
-    best of several steps, that one among them, converges.
+    Its gradient is c − 1, where c are the column sums. A Sinkhorn iteration never increases it. Therefore
+    taking the best of several steps that include the Sinkhorn step converges.
     """
     if bool((scores.isnan() | (scores == torch.inf)).any()):
         raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
@@ -124,10 +131,11 @@ def _scaled(
     off = torch.full_like(g[..., :1], torch.inf)
     for step in range(max_iterations):
         log_p, columns, off = _normalised(scores, g)
+        # Matrices that have converged are not changed any more.
         late = off > tolerance
         if not bool(late.any()):
             return log_p.exp()
-        trials = [g - columns]
+        trials = [g - columns]  # the Sinkhorn step
         if step >= _PATIENCE:
             trials += _newton(g, log_p.exp())
         g = torch.where(late, _best(scores, trials, near=off < _NEAR), g)
@@ -141,20 +149,22 @@ def _scaled(
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return Newton steps of several lengths: far from the limit a whole one may go astray."""
+    """Return Newton steps of several lengths, because a full step far from the minimum may overshoot."""
+    # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
     return [g - step, *(g - step * (length / largest).clamp(max=1) for length in _LENGTHS)]
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return, for each matrix, the trial of least objective; near the limit, of sums nearest to one."""
+    """Return the best trial for each matrix: by the objective or, where ``near``, by the column sums."""
     if len(trials) == 1:
         return trials[0]
     ranks = []
     for g in trials:
         rows = torch.logsumexp(scores + g, dim=-1).sum(dim=-1)
         objective = rows[..., None, None] - g.sum(dim=-1, keepdim=True)
+        # Smaller is better; trials that overflowed become NaN and rank last.
         rank = torch.where(near, _normalised(scores, g)[2], objective)
         ranks.append(rank.nan_to_num(nan=torch.inf))
     choice = torch.stack(ranks).argmin(dim=0, keepdim=True)
@@ -163,7 +173,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P with rows of sum one, the logs of its columns' sums, and how far these are from one."""
+    """Return log P with rows that sum to one, the log column sums, and their largest distance from one."""
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
     return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

@@ -20,42 +20,42 @@ __all__ = ["L2Attention"]
 
 
 class L2Attention(OwnBoundAttention):
-    """L2 self-attention with tied query and key: Lipschitz without any radius, if tokens see themselves.
+    """L2 self-attention with tied query and key, which is Lipschitz everywhere if each token sees itself.
 
-    Head h has u_i = Q_h x_i, P_ij ∝ exp(−|u_i − u_j|²/√k) and the values V_h Q_hᵀ u_j/√k + b_v. Without a
-    radius its constant is at most :func:`howsmooth.bounds.l2_attention_sharp`, of order √n log n. On a ball
-    it is smaller, and free of n once n exceeds e^{4a}, a = ‖Q_h‖²R²/√k.
+    Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
+    + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_sharp`, of order √n log n. On a
+    ball it is smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n.
 
-    How near the bound is: gradient ascent found points 2 to 5 times less steep than it at random
-    weights (five tokens of dimension 4, one head and two), and 1.0 (R = 0.3) to 3.2 (R = 3) at the worst
-    weights found.
+    The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
+    4, one and two heads). The bound was 2 to 5 times larger at random weights, and 1.0 (R = 0.3) to 3.2 (R =
+    3) times larger at the worst weights found.
 
-    Masks: every kind, if there is a radius. Without one, those that leave each token itself.
+    With a radius, every kind of mask is supported. Without a radius, each token must see itself.
 
     Parameters
     ----------
     embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None, with
-        ``constant`` too: the layer then has it on the whole space.
+        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``radius`` may be None even with
+        ``constant``; the constant then holds on the whole space.
 
     Attributes
     ----------
     in_proj_weight
-        (2 · embed_dim, embed_dim): Q above V. A query and key bias would have no effect.
+        The weights (2 · embed_dim, embed_dim), Q above V. Query and key biases would have no effect.
     value_bias
-        (embed_dim,), or None.
+        The bias of the values (embed_dim,), or None.
     out_proj
-        As of torch.nn.MultiheadAttention.
+        The output projection, as in torch.nn.MultiheadAttention.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     References
     ----------
-    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021; the constant with masks
-    and on a ball: docs/theory/enforce.md.
+    Kim, Papamakarios, Mnih, *The Lipschitz Constant of Self-Attention*, ICML 2021. For masks and balls:
+    documentation page "Enforce: layers with a constant that is proved", section "L2 attention on a ball".
 
     """
 
@@ -67,15 +67,16 @@ class L2Attention(OwnBoundAttention):
         if self.radius is not None:
             return
         hidden = self.masking.hidden
+        # Layers of these kinds may be given a mask in which a token does not see itself.
         blind = self.masking.kind in ("any", "additive") or (
             hidden is not None and bool(hidden.diagonal().any())
         )
         if blind and self.constant is not None:
             raise ArgumentError(
                 "radius",
-                expected="a number, as a token may be hidden from itself",
+                expected="a number, because a token may be hidden from itself",
                 got="None",
-                remedy="L2 attention is Lipschitz everywhere only if each token sees itself.",
+                remedy="L2 attention is Lipschitz on the whole space only if each token sees itself.",
             )
 
     def _make_weights(self, factory: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class L2Attention(OwnBoundAttention):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return Q_h and V_h Q_hᵀ/√k, (heads, k, d) and (heads, k, k)."""
+        """Return Q_h (heads, k, d) and V_h Q_hᵀ/√k (heads, k, k)."""
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)
 
@@ -115,7 +116,8 @@ class L2Attention(OwnBoundAttention):
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Mapping[str, Tensor]
     ) -> Tensor:
-        # −|u − k|² = 2⟨u, k⟩ − |k|² but for a term of the row. Near zero fewer digits are lost.
+        # −|u − k|² = 2⟨u, k⟩ − |k|² up to −|u|², which is constant in each row. Centring makes the vectors
+        # shorter, so that fewer digits cancel.
         centre = k.mean(dim=-2, keepdim=True)
         q, k = q - centre, k - centre
         scores = (2 * q @ k.mT - k.square().sum(dim=-1)[..., None, :]) / math.sqrt(self.head_dim)

@@ -1,4 +1,4 @@
-"""A layer as a map of the library, for attentions that the library has no map of."""
+"""A layer as a map of this library, for attention variants that the library has no map class for."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Weights = Mapping[str, Tensor]
 
 
 class LayerMap(TokenMap):
-    """Tokens (..., n, d) through a function of tokens (batch, n, d) and weights; measured by autodiff.
+    """A token map given by a function of tokens and weights, whose Jacobian is computed by autodiff.
 
     Parameters
     ----------
     apply
-        From tokens (batch, n, d) and weights to outputs (batch, n, d_out).
+        Function from tokens (batch, n, d) and weights to outputs (batch, n, d_out).
     weights
-        All of one dtype and device; copied.
+        Weights by name, all of one dtype and device. They are copied.
     d, d_out
-        Dimensions of tokens.
+        Dimensions of input and output tokens.
     length
-        The only number of tokens that it takes, or None for any.
+        The only number of tokens that the map accepts, or None for any number.
     description
-        What :meth:`describe` returns.
+        The phrase that :meth:`describe` returns.
 
     """
 
@@ -71,7 +71,7 @@ class LayerMap(TokenMap):
         return next(iter(self._weights.values())).device
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMap:
-        """Return the same map with weights of another dtype or on another device."""
+        """Return the map with weights in another dtype or on another device."""
         moved = {name: weight.to(dtype=dtype, device=device) for name, weight in self._weights.items()}
         return LayerMap(
             self._apply,
@@ -83,16 +83,18 @@ class LayerMap(TokenMap):
         )
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return one phrase that describes the map."""
         return self._description
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError if the map cannot take ``n`` tokens."""
+        """Raise ArgumentError if the map does not accept ``n`` tokens."""
         if self._length is not None and n != self._length:
-            raise ArgumentError("X", expected=f"{self._length} tokens, as the mask", got=f"{n} tokens")
+            raise ArgumentError("X", expected=f"{self._length} tokens, as in the mask", got=f"{n} tokens")
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         if weighting is not None:
-            raise ArgumentError("X", expected="tokens", got="a measure", remedy="This map takes tokens only.")
+            raise ArgumentError(
+                "X", expected="tokens", got="a measure", remedy="This map acts on tokens only."
+            )
         out = self._apply(x.reshape(-1, *x.shape[-2:]), self._weights)
         return out.reshape(*x.shape[:-1], self.d_out)

@@ -1,4 +1,4 @@
-"""The weights of torch.nn.MultiheadAttention as the matrices of its heads, and masks as bounds see them."""
+"""The weights of torch.nn.MultiheadAttention split into heads, and the data on masks that bounds need."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Parts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Matrices of H heads, on tokens of dimension d = H k.
+    """The matrices and biases of H heads for tokens of dimension d = H k.
 
     Attributes
     ----------
     query, key, value
-        (H, k, d).
+        Weights (H, k, d).
     output
-        (d, H k).
+        Weight (d, H k).
     query_bias, key_bias, value_bias
-        (H, k), or None.
+        Biases (H, k), or None.
     output_bias
-        (d,), or None.
+        Bias (d,), or None.
 
     """
 
@@ -51,8 +51,9 @@ class Parts:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = "cpu",
     ) -> Parts:
-        """Cut the weights of a layer, as views through which derivatives pass; by default on the CPU."""
+        """Split the weights of a layer into heads, as differentiable views with this dtype and device."""
         w = {name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()}
+        # in_proj_weight has the queries, keys and values of all heads above each other.
         query, key, value = (part.unflatten(0, (heads, -1)) for part in w["in_proj_weight"].chunk(3))
         output, b_q, b_k, b_v = w["out_proj.weight"], None, None, None
         if "in_proj_bias" in w:
@@ -60,7 +61,10 @@ class Parts:
         return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
 
     def attention(self, masking: Masking, factor: float, **keywords: Any) -> SelfAttention:
-        """Return these heads as a map, its output times ``factor``; keywords are those of SelfAttention."""
+        """Return these heads as a SelfAttention map whose output is multiplied by ``factor``.
+
+        Keywords are passed on to SelfAttention.
+        """
         hidden = masking.hidden
         return SelfAttention(
             self.query,
@@ -78,7 +82,7 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return what a bound needs to know of the masks that a layer takes."""
+    """Return the visibility data that a bound needs for the masks that a layer accepts."""
     if masking.rows is not None:
         return masking.rows
     if masking.kind == "any":

@@ -1,4 +1,7 @@
-"""What a layer's constant allows to be masked, and the masks that a call brings, in PyTorch's conventions."""
+"""The masks that a layer's constant covers, and the conversion of a call's masks to added scores.
+
+Masks follow PyTorch's conventions.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,26 @@ __all__ = ["Masking"]
 
 _KINDS = ("none", "causal", "any", "additive")
 _REMEDY = (
-    "Build the layer with mask='any' for boolean masks, mask='additive' for all: its constant covers them."
+    "Build the layer with mask='any', whose constant covers all boolean masks, or with mask='additive', "
+    "whose constant covers all masks."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The masks that a constant covers.
+    """The masks that a layer's constant covers.
 
     Attributes
     ----------
     kind
-        "none"; "causal": always the causal one; "fixed": always ``hidden``; "any": every boolean mask that
-        leaves each query a key; "additive": any numbers, −inf among them, that leave each query a key.
+        "none" is no mask. "causal" always applies the causal mask, and "fixed" always applies ``hidden``.
+        "any" covers every boolean mask, and "additive" every mask of numbers or −inf. Each query must see at
+        least one key.
     hidden
-        (n, n), True where query (row) does not see key (column); of "fixed".
+        The mask of kind "fixed": (n, n), True where a query (row) does not see a key (column).
     rows
-        What bounds need to know of ``hidden``, read once: within PyTorch's function transforms no tensor has
-        numbers to take out.
+        The data on ``hidden`` that bounds need. They are computed once, because inside PyTorch's function
+        transforms the values of tensors cannot be read.
 
     """
 
@@ -46,7 +51,7 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Read the argument ``mask`` of a layer: a word, or a boolean matrix, True where hidden."""
+        """Return the Masking for a layer's argument ``mask``: a word, or a matrix, True where hidden."""
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
         if isinstance(mask, list):
@@ -66,14 +71,14 @@ class Masking:
         return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def setting(self) -> str | list[Any]:
-        """Return the argument that it was read from, as JSON."""
+        """Return the layer argument ``mask`` as a JSON value."""
         if self.hidden is None:
             return self.kind
         rows: list[Any] = self.hidden.tolist()
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return what is hidden whatever the call brings, (n, n) on the CPU; None for nothing."""
+        """Return the mask (n, n) of every call, True where hidden, on the CPU; None if there is none."""
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)
         return self.hidden
@@ -87,12 +92,14 @@ class Masking:
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
-        """Return what is added to the scores of tokens x (batch, n, d), (batch or 1, heads or 1, n, n).
+        """Return the tensor to be added to the scores of tokens x (batch, n, d), or None.
+
+        Its shape is (batch or 1, heads or 1, n, n).
 
         Raises
         ------
         ArgumentError
-            If the constant does not cover the masks of this call, or one has another shape or dtype.
+            If the constant does not cover the masks of this call, or a mask has a wrong shape or dtype.
 
         """
         batch, n, _ = x.shape
@@ -101,7 +108,7 @@ class Masking:
             if self.kind not in ("causal", "any", "additive"):
                 raise ArgumentError(
                     "is_causal",
-                    expected="False, as the constant is that without a causal mask",
+                    expected="False, because the constant was proved without a causal mask",
                     got="True",
                     remedy="Build the layer with mask='causal'.",
                 )
@@ -132,7 +139,7 @@ class Masking:
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Refuse a mask that is not the one the constant was computed for."""
+        """Raise ArgumentError unless the mask equals the one for which the constant was computed."""
         here = torch.zeros((), dtype=torch.bool) if own is None else own
         hidden = mask if mask.dtype == torch.bool else torch.isneginf(mask)
         numbers = None if mask.dtype == torch.bool else mask.masked_fill(hidden, 0.0)
@@ -179,9 +186,9 @@ def _as_boolean(name: str, mask: Tensor) -> Tensor:
     _refuse_where(
         mask.masked_fill(hidden, 0.0) != 0,
         name,
-        expected="a boolean mask, or one of 0 and -inf",
+        expected="a boolean mask, or a mask of zeros and -inf",
         got="other numbers",
-        remedy="Build the layer with mask='additive': its constant covers them.",
+        remedy="Build the layer with mask='additive', whose constant covers such masks.",
     )
     return hidden
 
@@ -197,13 +204,13 @@ def _check_rows(hidden: Tensor, name: str) -> None:
         hidden.all(dim=-1),
         name,
         expected="at least one visible key for every query",
-        got="a query that sees none",
-        remedy="Its attention weights are not defined; leave such tokens out.",
+        got="a query that sees no key",
+        remedy="The attention weights of such a query are not defined; leave such tokens out.",
     )
 
 
 def _refuse_where(wrong: Tensor, name: str, **words: str) -> None:
-    """Raise ArgumentError if anything is wrong."""
+    """Raise ArgumentError if any entry of ``wrong`` is True, also within torch.func.vmap."""
 
     def check(wrong: Tensor) -> None:
         if bool(wrong.any()):

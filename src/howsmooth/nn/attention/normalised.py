@@ -1,4 +1,4 @@
-"""Softmax attention on normalised queries and keys."""
+"""Softmax attention with normalised queries and keys (QK-norm)."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ __all__ = ["QueryKeyNormAttention"]
 
 
 class QueryKeyNormAttention(LipschitzAttention):
-    """Softmax self-attention with scores τ⟨q̂, k̂⟩, û = u/√(|u|² + ε): its weights cannot make scores large.
+    """Softmax self-attention with scores τ⟨q̂, k̂⟩, where û = u/√(|u|² + ε), so all scores are at most τ.
 
-    As in models with a norm of queries and keys (QK-norm), with one temperature for all heads. The constant
-    grows linearly with the radius where that of softmax attention grows with its square, and is bounded for
-    every size of the query and key biases.
+    This is the attention of models with QK-norm, with one temperature for all heads. Its constant grows
+    linearly with the radius, while the constant of softmax attention grows with the square of the radius. It
+    stays bounded for query and key biases of any size.
 
     Parameters
     ----------
     embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. Values are not normalised, so there is
-        a constant on a ball only.
+        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`. Values are not normalised, so the
+        layer has a constant on a ball only.
     temperature
-        τ > 0, to begin with: the factor of the cosines in the scores. By default √head_dim, with which
-        queries and keys of independent entries have scores of variance one.
+        Initial value of τ > 0, the factor of the cosines in the scores. With the default √head_dim, queries
+        and keys of independent entries have scores of variance one.
     learn_temperature
-        Whether log τ is a weight, or fixed.
+        Whether log τ is a trainable weight or fixed.
     eps
-        ε > 0. The norm of queries and keys near which the normalisation sets in is √ε; the constant has
-        a part that grows like 1/√ε, so a tiny ε, as norm layers have, means a large constant.
+        The number ε > 0 under the roots. Queries and keys much longer than √ε are normalised; shorter ones
+        hardly change. A part of the constant grows like 1/√ε, so the tiny ε of usual norm layers gives a
+        large constant.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     Notes
     -----
-    Bound over the largest local constant found by ascent, 4 tokens of radius 2, one and two heads: 1 without
-    scores, at most 6.0 for W_K = −W_Q = −γI with γ from 0.5 to 2, at most 8.2 for random weights and biases.
+    The bound was divided by the largest local constant found by gradient ascent (4 tokens of radius 2, one
+    and two heads). The ratio was 1 for scores that are all zero, at most 6.0 for W_K = −W_Q = −γI with γ from
+    0.5 to 2, and at most 8.2 for random weights and biases.
 
     References
     ----------
-    Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020; the
-    constant: docs/theory/enforce.md, Normalised queries and keys.
+    Henry, Dachapally, Pawar, Chen, *Query-Key Normalization for Transformers*, EMNLP Findings 2020. For the
+    constant: documentation page "Enforce: layers with a constant that is proved", section "Normalised queries
+    and keys".
 
     """
 
@@ -98,11 +101,11 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     @property
     def temperature(self) -> float:
-        """τ as it is now."""
+        """The current value of τ."""
         return float(self.log_temperature.detach().double().exp())
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        """Return the arguments of the constructor, without device and dtype, as JSON values."""
         return {
             **super().settings(),
             "temperature": self.initial_temperature,
@@ -110,7 +113,7 @@ class QueryKeyNormAttention(LipschitzAttention):
             "eps": self.eps,
         }
 
-    # ---- the map
+    # ---- the forward pass and the map
 
     def _weights(self) -> dict[str, Tensor]:
         return {**super()._weights(), "log_temperature": self.log_temperature}
@@ -130,8 +133,9 @@ class QueryKeyNormAttention(LipschitzAttention):
         with torch.no_grad():
             parts = Parts.of(weights, self.num_heads, dtype, None)
         k = self.head_dim
+        # RMSNorm divides by √(|u|²/k + eps), so that eps = ε/k and the gain 1/√k give û.
         gain = torch.full((k,), k**-0.5, dtype=dtype, device=parts.query.device)
-        norm = RMSNorm(gain, eps=self.eps / k)  # u ↦ √k u / √(|u|² + ε), times the gain
+        norm = RMSNorm(gain, eps=self.eps / k)  # √k u / √(|u|² + ε) times the gain 1/√k
         temperature = float(weights["log_temperature"].detach().to(dtype).exp())
         return parts.attention(self.masking, scale, scale=temperature, query_norm=norm, key_norm=norm)
 

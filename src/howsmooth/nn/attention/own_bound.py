@@ -1,4 +1,4 @@
-"""What layers share whose bound is one expression of the weights, for its value and its gradient."""
+"""Base class of attention layers whose bound is one differentiable expression of the weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class OwnBoundAttention(LipschitzAttention):
     _needs_radius = False
     #: Name of the bound.
     _bound_name: str
-    #: What it is, in words.
+    #: Name of the attention variant, for descriptions.
     _phrase: str
 
     @abstractmethod
     def _bound_of(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the bound at a radius, which may be infinite, for the masks of these rows."""
+        """Return the bound at a radius, possibly infinite, for masks with this visibility data."""
 
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
         quantity = Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
@@ -48,12 +48,13 @@ class OwnBoundAttention(LipschitzAttention):
         return math.inf if self.radius is None else self.radius
 
     def _cut(self, weight: Tensor) -> Tensor:
-        """Cut (heads · k, d) into (heads, k, d), or a bias (heads · k,) into (heads, k)."""
+        """Return a weight (heads · k, d) as (heads, k, d), or a bias (heads · k,) as (heads, k)."""
         heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
         return heads
 
     def _attended(self, x: Tensor, weights: Weights) -> Tensor:
-        """Return the output for tokens (batch, n, d), under the mask that is always there."""
+        """Return the undivided output for tokens (batch, n, d), under the mask that every call applies."""
+        # The map has the mask that every call applies; masks of single calls are not part of it.
         hidden = self.masking.always(x.shape[-2])
         added = None
         if hidden is not None:
@@ -77,7 +78,7 @@ class OwnBoundAttention(LipschitzAttention):
 
 
 def ready(weights: Weights, scale: float) -> dict[str, Tensor]:
-    """Return weights for a map: of full precision, without gradient, the output scaled."""
+    """Return detached weights in float32 or float64, with the output projection multiplied by ``scale``."""
     dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
     ready = {name: weight.detach().to(dtype) for name, weight in weights.items()}
     for name in ("out_proj.weight", "out_proj.bias"):
@@ -87,20 +88,22 @@ def ready(weights: Weights, scale: float) -> dict[str, Tensor]:
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:
-    """Return weights in float64 on the CPU."""
+    """Return the weights in float64 on the CPU, with their graph."""
     return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
 
 
 def hull_radius(
     output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
 ) -> float:
-    """Bound |W_O ([c_h]_h + b_v) + b_O| for c_h in the convex hull of the V_h x, |x| <= R.
+    """Return an upper bound on |W_O ([c_h]_h + b_v) + b_O|, for means c_h of vectors V_h x with |x| <= R.
 
-    ``output`` is (d_out, heads · k), ``values`` (heads, k, d), ``biases`` are b_v and b_O.
+    ``output`` is W_O (d_out, heads · k), ``values`` are the V_h (heads, k, d), and ``biases`` are b_v and
+    b_O.
     """
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
     summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
     apart = torch.linalg.matrix_norm(output, 2) * torch.linalg.matrix_norm(values, 2).square().sum().sqrt()
+    # Two bounds on the norm of the linear part hold: the sum over heads, and the norms of both factors.
     by_value, own = biases
     shift = torch.zeros(len(output), dtype=output.dtype) if own is None else own
     if by_value is not None:

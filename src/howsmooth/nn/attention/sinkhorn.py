@@ -1,4 +1,4 @@
-"""Sinkhorn attention (Sander et al., 2022): doubly stochastic weights, a constant that is free of n."""
+"""Sinkhorn attention (Sander et al., 2022), whose attention weights are doubly stochastic."""
 
 from __future__ import annotations
 
@@ -22,41 +22,44 @@ __all__ = ["SinkhornAttention"]
 
 
 class SinkhornAttention(OwnBoundAttention):
-    """Sinkhorn self-attention: the weights of a head are the doubly stochastic diag(α) e^S diag(β).
+    """Sinkhorn self-attention, whose attention weights are the doubly stochastic diag(α) e^S diag(β).
 
-    S are the scores of softmax attention, P the limit of Sinkhorn's iterations, computed to a tolerance in
-    float64. Derivatives, of every order and mode, are those of the limit, by implicit differentiation; they
-    solve n × n systems. The constant on the ball does not depend on n (:func:`howsmooth.bounds.sinkhorn` for
-    one head).
+    S are the scores of softmax attention. The attention weights P are the limit of Sinkhorn's iterations,
+    computed in float64 up to a tolerance. Derivatives of every order and mode come from implicit
+    differentiation of the limit and solve n × n systems. The constant on a ball does not depend on n
+    (:func:`howsmooth.bounds.sinkhorn` for one head).
 
-    The bound is one of the limit only: the layer refuses to answer where iterations have not converged.
+    The bound holds for the limit only, so the layer raises an error if the iteration does not converge.
 
-    How near the bound is: gradient ascent found points 1.2 to 6 times less steep than it at random
-    weights (five tokens of dimension 4, one head and two), and 1.0 to 1.8 (R ≤ 4) at the worst
-    weights found.
+    The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
+    4, one and two heads). The bound was 1.2 to 6 times larger at random weights, and 1.0 to 1.8 times larger
+    (R ≤ 4) at the worst weights found.
 
-    Masks: those that are symmetric and leave each token itself, with "any" also padding, and any finite
-    numbers with "additive". Tokens that are hidden from all, as padding is, see one another: rows and columns
-    of the others then sum to one among themselves. A causal mask has no such P but the identity.
+    Masks must be symmetric, and each token must see itself. "any" also permits padding, and "additive" any
+    finite numbers. Tokens that are hidden from all others, such as padding, see only one another, so the rows
+    and columns of the other tokens sum to one among themselves. A causal mask is not supported, because the
+    identity is the only doubly stochastic matrix with its pattern.
 
     Parameters
     ----------
     embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`. With ``constant``, a radius is needed.
+        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`. ``constant`` requires a radius.
     tolerance
-        Largest |Σ_i P_ij − 1| over the columns j; rows sum to one to rounding.
+        Largest allowed |Σ_i P_ij − 1| over the columns j. Rows sum to one up to rounding.
     max_iterations
-        Number of iterations after which the layer refuses to answer.
+        Number of iterations after which the layer raises an error.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it. From a call, also if iterations have not converged.
+        If an argument has a wrong type or value; the message names the argument. A call also raises it if the
+        iteration does not converge.
 
     References
     ----------
-    Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022;
-    bound and derivatives: docs/theory/enforce.md.
+    Sander, Ablin, Blondel, Peyré, *Sinkformers: Transformers with Doubly Stochastic Attention*, AISTATS 2022.
+    For bound and derivatives: documentation page "Enforce: layers with a constant that is proved", section
+    "Sinkhorn attention with several heads".
 
     """
 
@@ -127,15 +130,20 @@ class SinkhornAttention(OwnBoundAttention):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, as JSON values, without device and dtype."""
+        """Return the arguments of the constructor, without device and dtype, as JSON values."""
         return super().settings() | {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Return a mask (..., n, n or 1, n) with the tokens that all others hide left to one another."""
+    """Return a mask (..., n, n) in which tokens hidden from all others see only one another.
+
+    The given mask is (..., n, n) or (..., 1, n).
+    """
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
     seen = added > -math.inf
+    # A token is absent if no query sees it. Present and absent tokens must not see each other, since both
+    # groups need doubly stochastic matrices of their own.
     absent = ~seen.any(dim=-2)
     both = absent[..., :, None] & absent[..., None, :]
     one = absent[..., :, None] ^ absent[..., None, :]
@@ -144,15 +152,15 @@ def _closed(added: Tensor) -> Tensor:
 
 
 def _check_pattern(seen: Tensor, name: str) -> None:
-    """Refuse patterns that need not be those of a doubly stochastic matrix."""
+    """Raise ArgumentError unless the pattern is symmetric with full diagonal, so that P exists."""
 
     def check(seen: Tensor) -> None:
         if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):
             raise ArgumentError(
                 name,
-                expected="a mask by which i sees j as j sees i, and each token itself, padding aside",
-                got="another one",
-                remedy="Other patterns need not have a doubly stochastic matrix; a triangular one has the "
+                expected="a symmetric mask in which each token sees itself, apart from padding",
+                got="another mask",
+                remedy="Other masks may have no doubly stochastic matrix; a triangular mask has only the "
                 "identity.",
             )
 

@@ -1,4 +1,4 @@
-"""Softmax attention divided by the tightest bound that holds at its length and radius."""
+"""Softmax attention divided by the smallest proved bound at its length and radius."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ __all__ = ["SoftmaxAttention"]
 
 
 class SoftmaxAttention(LipschitzAttention):
-    """Softmax self-attention with a constant: torch.nn.MultiheadAttention, divided by its bound.
+    """Softmax self-attention with a constant: torch.nn.MultiheadAttention divided by its bound.
 
     With ``constant=1`` it is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision
     Transformers, whose length is fixed and whose radius is set by a norm layer. The bound is Theorem A for
-    several heads, with the masks that the layer takes: never above those of
-    :func:`~howsmooth.bounds.best`. Without ``constant`` it is torch.nn.MultiheadAttention itself, and its
-    bound is what it is.
+    several heads, for the masks that the layer accepts. It is never above the bounds of
+    :func:`~howsmooth.bounds.best`. Without ``constant`` the layer computes the same function as
+    torch.nn.MultiheadAttention, and ``lipschitz_bound`` returns its bound.
 
     Parameters
     ----------
     embed_dim, num_heads, length, radius, constant, bias, beyond, shorter, mask, device, dtype
-        As of :class:`~howsmooth.nn.attention.base.LipschitzAttention`.
+        As for :class:`~howsmooth.nn.attention.base.LipschitzAttention`.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     Notes
     -----
-    Bound over the largest local constant found by ascent, 4 tokens of radius 2, one and two heads: 1 without
-    scores, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ from 0.5 to 2, at most 7.2 for random weights.
+    The bound was divided by the largest local constant found by gradient ascent (4 tokens of radius 2, one
+    and two heads). The ratio was 1 for scores that are all zero, at most 2.6 for scores −γ⟨x_i, x_j⟩ with γ
+    from 0.5 to 2, and at most 7.2 for random weights.
 
     References
     ----------
-    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6; docs/theory/enforce.md,
-    Several heads and Masks.
+    Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Section 6. Documentation page "Enforce:
+    layers with a constant that is proved", sections "Several heads: Theorem A for the whole layer" and
+    "Masks".
 
     """
 
     @classmethod
     def from_torch(cls, attention: object, **settings: Any) -> SoftmaxAttention:
-        """Take the weights of a torch.nn.MultiheadAttention over; its dropout is left out.
+        """Return a layer with the weights of a torch.nn.MultiheadAttention, but without its dropout.
 
         Parameters
         ----------
         attention
-            Self-attention: keys and values of the dimension of the queries, no ``add_bias_kv`` and no
-            ``add_zero_attn``. Whatever its ``batch_first``, the new layer has the batch first.
+            A layer whose keys and values have the dimension of the queries, without ``add_bias_kv`` and
+            ``add_zero_attn``. The new layer always has the batch first.
         settings
-            ``length``, ``radius`` and what else the constructor takes.
+            Further arguments of the constructor, such as ``length`` and ``radius``.
 
         Raises
         ------
         ArgumentError
-            If it is something else, or a setting does not fit.
+            If ``attention`` is of another kind, or a setting has a wrong type or value.
 
         """
         if not isinstance(attention, nn.MultiheadAttention):
@@ -75,8 +77,8 @@ class SoftmaxAttention(LipschitzAttention):
             raise ArgumentError(
                 "attention",
                 expected="kdim and vdim equal to embed_dim, no add_bias_kv, no add_zero_attn",
-                got="another attention",
-                remedy="Its scores have keys that are no tokens, or its keys another dimension.",
+                got="other settings",
+                remedy="Such an attention has keys that are not tokens, or keys of another dimension.",
             )
         weight = attention.out_proj.weight
         layer = cls(
@@ -91,7 +93,7 @@ class SoftmaxAttention(LipschitzAttention):
         layer.train(attention.training)
         return layer
 
-    # ---- the map
+    # ---- the forward pass and the map
 
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights

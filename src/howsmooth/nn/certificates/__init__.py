@@ -1,1 +1,1 @@
-"""Certificates of whole models: rules, the walk over modules, what is said of data."""
+"""Certificates of whole models: constants of modules, their product, and the robustness of inputs."""

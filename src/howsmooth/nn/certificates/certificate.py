@@ -1,4 +1,4 @@
-"""The result of certify: a constant, where it is spent, and the radii that margins certify."""
+"""The result of certify: a constant, a table of its factors, and certified radii of inputs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = ["ModelCertificate"]
 
 @dataclass(frozen=True)
 class ModelCertificate:
-    """An upper bound on the Lipschitz constant of a model, and where it comes from.
+    """An upper bound on the Lipschitz constant of a model, with the constants of its modules.
 
-    It holds between Frobenius norms, for inputs of ``length`` tokens of norm at most ``radius``, in exact
-    arithmetic, for the weights as they were.
+    The bound refers to Frobenius norms and to inputs of ``length`` tokens of norm at most ``radius``. It
+    holds in exact arithmetic, for the weights at the time of certification.
 
     Attributes
     ----------
     constant
-        The bound: the product of the constants of the rows of level 0, rounded up.
+        The bound: the product of the constants of all rows of level 0, rounded up.
     length, radius
-        Of the inputs.
+        Number of input tokens, and their largest norm.
     output_length, output_radius
-        How many tokens come out, and an upper bound on their norms.
+        Number of output tokens, and an upper bound on their norms.
     rows
-        One a module, in the order in which the tokens meet them.
+        One row for each module, in the order in which tokens pass through them.
     notes
-        What the bound does not say.
+        Sentences on what the bound does not cover.
 
     """
 
@@ -52,11 +52,11 @@ class ModelCertificate:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Where the constant is spent.
+        """Table of the factors of the constant.
 
-        One row a module with columns path, kind, level, constant, radius_in, radius_out, length_in,
-        length_out, source. The rows of level 0 are the factors; those of a deeper level are inside the
-        residual whose row follows.
+        It has one row for each module, with columns path, kind, level, constant, radius_in, radius_out,
+        length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level belong to the
+        branch of a residual, whose own row follows them.
         """
         import pandas as pd
 
@@ -64,31 +64,31 @@ class ModelCertificate:
         return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
-        """Return how far, in Frobenius norm, an input may move without a change of the class it is given.
+        """Return the distance, in the Frobenius norm, within which an input keeps its class.
 
-        That is the margin of the logit of the class over the largest other one, divided by √2 times the
-        constant, and zero where another class has a logit as large (Tsuzuku, Sato, Sugiyama,
-        *Lipschitz-margin training*, NeurIPS 2018). The moved input must be one that the certificate is about:
-        of tokens of norm at most ``radius``.
+        The distance is the margin between the logit of the class and the largest other logit, divided by √2
+        times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,
+        *Lipschitz-margin training*, NeurIPS 2018). The perturbed input must be covered by the certificate, so
+        its tokens must have norm at most ``radius``.
 
         Parameters
         ----------
         logits
-            What the model gives for each input, (batch, classes).
+            Outputs of the model, (batch, classes).
         labels
-            The class of each input, (batch,); None for the one with the largest logit.
+            The class of each input, (batch,); None for the class with the largest logit.
 
         Returns
         -------
         Tensor
-            Radii, float64, (batch,).
+            Certified radii, float64, (batch,).
 
         Raises
         ------
         ArgumentError
-            If logits or labels do not fit.
+            If logits or labels have a wrong type, shape or value.
         NonFiniteError
-            If a logit is not finite.
+            If a logit is NaN or infinite.
 
         """
         if not isinstance(logits, Tensor):
@@ -107,7 +107,9 @@ class ModelCertificate:
             raise ArgumentError("labels", expected="a tensor of whole numbers", got=got)
         if labels.shape != z.shape[:1]:
             raise ArgumentError(
-                "labels", expected=f"one of each of {len(z)} inputs", got=f"shape {tuple(labels.shape)}"
+                "labels",
+                expected=f"one label for each of {len(z)} inputs",
+                got=f"shape {tuple(labels.shape)}",
             )
         if len(z) and not bool(((labels >= 0) & (labels < z.shape[1])).all()):
             raise ArgumentError(
@@ -119,7 +121,7 @@ class ModelCertificate:
         own = z.gather(1, labels[:, None])[:, 0]
         others = z.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         margin = (own - others).clamp(min=0.0)
-        # Rounded down; a constant of zero certifies every positive margin everywhere.
+        # The radii are rounded down. If the constant is zero, every positive margin gives an infinite radius.
         radii = margin / (math.sqrt(2) * self.constant) * (1 - 1e-12) if self.constant else margin * math.inf
         return torch.where(margin > 0, radii, 0.0)
 

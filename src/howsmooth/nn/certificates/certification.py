@@ -1,4 +1,4 @@
-"""certify: walk a model, multiply the constants of its modules, or say which one has none."""
+"""The function certify: it multiplies the constants of a model's modules, or names a module without one."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ _EXACT = "The constant is that of the model in exact arithmetic, for its weights
 
 
 def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
-    """Bound the Lipschitz constant of a model by the product of those of its modules.
+    """Bound the Lipschitz constant of a model by the product of the constants of its modules.
 
-    Certified are the layers of ``hs.nn``, classes of your own that derive from ``LipschitzModule``,
-    ``torch.nn.Sequential``, and of PyTorch's modules those with a rule (docs/guide/lipschitz-layers.md). Each
-    module is asked for its constant on the ball that its inputs can reach.
+    A model may consist of layers of ``hs.nn``, of the caller's classes that derive from ``LipschitzModule``,
+    of ``torch.nn.Sequential``, and of the PyTorch modules with a known constant (documentation page "Layers
+    with a Lipschitz constant"). Each module's constant is computed on the ball that its inputs can reach.
 
     Parameters
     ----------
     model
-        The model, its weights in float32 or float64.
+        The model, with weights in float32 or float64.
     length
-        Number of input tokens n. After ``Patches`` first, of patches; for a model of vectors, 1.
+        Number of input tokens n. For a model that begins with ``Patches`` it is the number of patches; for a
+        model on vectors it is 1.
     radius
-        Largest norm of an input token; ``math.inf`` for all inputs, where the model has a constant there, for
-        instance because it begins with ``ClipTokens``.
+        Largest norm of an input token. ``math.inf`` stands for all inputs, if the model has a constant on
+        them, for instance because it begins with ``ClipTokens``.
 
     Returns
     -------
     ModelCertificate
-        The constant and a table of where it is spent.
+        The constant, and a table of the modules' constants.
 
     Raises
     ------
     CertificateError
-        If a module has no constant, or is in a mode in which its function is not fixed; it names the module.
+        If a module has no constant, or is in a mode in which it is not a fixed function. The message names
+        the module.
     NonFiniteError
-        If a weight is not finite.
+        If a weight is NaN or infinite.
     ArgumentError
-        If an argument does not fit.
+        If an argument has a wrong type or value.
 
     """
     if not isinstance(model, nn.Module):
@@ -61,16 +63,17 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Refuse what stands in the way in any class: half precision, NaN, functions that are not fixed."""
+    """Raise an error if a module of any class has half-precision weights, NaN, or no fixed function."""
+    # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
         if is_lazy(value):
             reason = f"has a {name} whose shape is not known yet"
-            raise refusal(module, path, reason, "Give the model an input once.")
+            raise refusal(module, path, reason, "Run the model on an input once.")
         if value.is_meta:
             raise refusal(module, path, f"has no values for {name}, which is on the meta device")
         if value.is_complex() or (value.is_floating_point() and value.dtype.itemsize < 4):
-            reason = f"has {name} in {value.dtype}, in which no constant is certified"
+            reason = f"has {name} in {value.dtype}, a dtype in which no constant is certified"
             raise refusal(module, path, reason, "Convert the model with .float() or .double().")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise NonFiniteError(
@@ -86,6 +89,6 @@ def _check(module: nn.Module, path: str) -> None:
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of others than this library are on a module's forward pass."""
+    """Tell whether a module's forward pass has hooks that this library did not register."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

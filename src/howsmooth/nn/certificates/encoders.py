@@ -1,4 +1,4 @@
-"""PyTorch's own Transformer layers, as parts that certify knows."""
+"""PyTorch's Transformer encoder layers, rewritten as sequences of modules that certify knows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
 
 
 def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequential | str:
-    """Return an encoder layer without masks and dropout as a sequence of parts, or say why it is none.
+    """Return an encoder layer, without masks and dropout, as a Sequential of modules that certify knows.
 
-    The parts are the layer's own, but for the attention, which is a copy. Their names in the sequence are
-    those that they have in the layer.
+    The modules are the layer's own, except that the attention is a copy. They keep the names that they have
+    in the layer. If the layer cannot be rewritten, the function returns a string with the reason.
     """
     if type(layer.self_attn) is not nn.MultiheadAttention or "forward" in vars(layer.self_attn):
-        return "has an attention that is not torch.nn.MultiheadAttention as it is"
+        return "has an attention that is not an unchanged torch.nn.MultiheadAttention"
     if not layer.self_attn.batch_first:
-        return "takes its batch second: build it with batch_first=True"
+        return "expects the batch on the second axis: build it with batch_first=True"
     if layer.training and layer.self_attn.dropout > 0:
-        return "drops attention weights at random, as it is in training mode: call model.eval() first"
+        return "drops attention weights at random in training mode: call model.eval() first"
     activation = layer.activation
     if not isinstance(activation, nn.Module):
         known = _ACTIVATIONS.get(activation)
@@ -35,10 +35,12 @@ def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequenti
             return "has an activation that is neither relu, gelu nor a module"
         activation = known()
     weight = layer.self_attn.out_proj.weight
-    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):  # the copy draws initial weights
+    # The copy draws initial weights, which are then overwritten; the caller's random state stays unchanged.
+    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
         attention = SelfAttentionBlock(SoftmaxAttention.from_torch(layer.self_attn, length=length))
     attend = [("self_attn", attention)]
     feed = [("linear1", layer.linear1), ("activation", activation), ("linear2", layer.linear2)]
+    # Pre-norm: each residual branch begins with its norm layer. Post-norm: norm layers follow the sums.
     if layer.norm_first:
         return _sequence(
             ("attention", _residual(("norm1", layer.norm1), *attend)),

@@ -1,4 +1,4 @@
-"""What a certificate says of data: which inputs keep their class within how large a ball."""
+"""Evaluation of a certified classifier on data: the radius within which each input keeps its class."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "evaluate", "tokens_of"]
 
-# Rounding of a norm in float64.
+# Relative allowance for the rounding of a norm in float64.
 _SLACK = 1e-12
-# The path of the projection in the table: no module of a model is called so.
+# The name of the projection in the table. No module of a model has a name with brackets.
 _CLIP = "(clip)"
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What a certificate says of some inputs.
+    """The certified radii and predictions of a classifier at some inputs.
 
     Attributes
     ----------
     certificate
-        Of the model, in float64; with ``clip`` of the model that clips its inputs first, for all inputs.
+        Certificate of the model in float64. With ``clip`` it is the certificate, for all inputs, of the model
+        that clips its inputs first.
     table
-        One row an input: ``index``, ``label`` (if there are labels), ``predicted``, ``margin`` (of the logit
-        of the label, or of the class predicted, over the largest other one), ``certified_radius``,
-        ``longest`` (the norm of its longest token, before clipping).
+        Table with one row for each input, and columns ``index``; ``label``, if there are labels;
+        ``predicted``; ``margin``, the logit of the label (or of the predicted class, without labels) minus
+        the largest other logit; ``certified_radius``; and ``longest``, the norm of the input's longest token
+        before clipping.
     radius
-        The radius that inputs were held against.
+        Largest norm of a token for which the certificate was requested.
     clipped
-        How many inputs had a token beyond it, and were clipped.
+        Number of inputs with a token beyond this radius, which were clipped.
     labelled
-        Whether there are labels.
+        Whether labels were given.
 
     """
 
@@ -58,18 +60,18 @@ class Evaluation:
 
     @property
     def correct(self) -> int | None:
-        """How many inputs are given the class of their label; None without labels."""
+        """The number of inputs whose predicted class is their label; None without labels."""
         if not self.labelled:
             return None
         return int((self.table["predicted"] == self.table["label"]).sum())
 
     def certified(self, radius: float) -> int:
-        """Return how many inputs keep their class, that of the label, wherever they move within a radius.
+        """Return the number of inputs that keep the class of their label within a radius.
 
         Raises
         ------
         ArgumentError
-            If the radius is no finite number >= 0.
+            If the radius is not a finite number >= 0.
 
         """
         if isinstance(radius, bool) or not (math.isfinite(radius) and radius >= 0):
@@ -88,39 +90,40 @@ def evaluate(
     batch: int = 256,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Certify a classifier, and find how far each input may be moved without a change of its class.
+    """Certify a classifier, and compute how far each input may move before its class can change.
 
-    Everything is computed in float64, by a copy of the model in eval mode: weights in half precision are
-    taken as the numbers that they are, and what a run in half precision gives is not covered.
+    All computations use a float64 copy of the model in evaluation mode. Half-precision weights are converted
+    exactly, but outputs that are computed in half precision are not covered.
 
     Parameters
     ----------
     model
         A model that :func:`~howsmooth.nn.certify` certifies, whose output is logits (batch, classes).
     inputs
-        Tokens (batch, n, d); vectors (batch, d), each one token; or images (batch, channels, height, width)
-        for a model that begins with :class:`~howsmooth.nn.Patches` (tokens are patches) or
+        Tokens (batch, n, d); vectors (batch, d), each of which is one token; or images (batch, channels,
+        height, width) for a model that begins with :class:`~howsmooth.nn.Patches` (tokens are patches) or
         :class:`torch.nn.Flatten` (an image is one token).
     labels
-        Classes (batch,). Without them, radii are those of the classes that the model gives.
+        Classes (batch,). Without labels, radii refer to the predicted classes.
     length, radius
-        Of the certificate: the number of tokens, and their largest norm. An input with a longer token is
-        refused, or clipped. Moved inputs must be such inputs, too; with ``clip`` all are.
+        Number of tokens, and their largest norm, for the certificate. An input with a longer token raises an
+        error, or is clipped. The radii hold for perturbed inputs that meet these conditions, too; with
+        ``clip`` all inputs do.
     clip
-        Whether to put a :class:`~howsmooth.nn.ClipTokens` of this radius in front. The certificate is then
-        that of this model, for all inputs.
+        Whether to put a :class:`~howsmooth.nn.ClipTokens` of this radius in front of the model. The
+        certificate then belongs to the model with this layer, and holds for all inputs.
     batch
-        How many inputs are run at a time.
+        Number of inputs in one forward pass.
     on_batch
-        Called with the number of inputs done and that of all.
+        Function that is called with the number of finished inputs and the number of all inputs.
 
     Raises
     ------
     ArgumentError
-        If inputs or labels do not fit, an input is of another length or lies beyond the radius (and ``clip``
-        is not set; the message counts them), or the outputs are no logits.
+        If inputs or labels have a wrong type, shape or length, if tokens lie beyond the radius and ``clip``
+        is not set (the message counts these inputs), or if the outputs are not logits.
     NonFiniteError
-        If an input, a weight or a logit is not finite.
+        If an input, a weight or a logit is NaN or infinite.
     CertificateError
         If the model cannot be certified.
 
@@ -136,7 +139,7 @@ def evaluate(
         raise ArgumentError(
             "data",
             expected=f"inputs of {length} tokens, the length of the certificate",
-            got=f"{len(x)} inputs of {tokens.shape[1]}",
+            got=f"{len(x)} inputs of {tokens.shape[1]} tokens",
         )
     norms = torch.linalg.vector_norm(tokens, dim=-1).amax(dim=1)
     beyond = norms > radius * (1 + _SLACK)
@@ -150,12 +153,13 @@ def evaluate(
             "that of the model that clips.",
         )
     if clip:
+        # With the projection in front, the constant holds on the whole space.
         exact = _clipping(exact, radius, whole=x.ndim == 4)
         certificate = certify(exact, length, math.inf)
     if labels is not None and (labels.ndim != 1 or len(labels) != len(x) or not _whole(labels)):
         raise ArgumentError(
             "labels",
-            expected=f"whole numbers, one for each of {len(x)} inputs",
+            expected=f"integers, one for each of {len(x)} inputs",
             got=f"{labels.dtype} of shape {tuple(labels.shape)}",
         )
     labels = None if labels is None else labels.detach().to("cpu", torch.int64)
@@ -163,6 +167,7 @@ def evaluate(
     radii = certificate.certified_radius(logits, labels)
     predicted = logits.argmax(dim=1)
     own = predicted if labels is None else labels
+    # The largest logit of another class.
     others = logits.scatter(1, own[:, None], -math.inf).amax(dim=1)
     columns = {
         "index": torch.arange(len(x)),
@@ -182,7 +187,7 @@ def _checked(inputs: Tensor) -> Tensor:
             "data",
             expected="floating-point numbers, scaled as in training",
             got=str(inputs.dtype),
-            remedy="Save the inputs as the model was given them.",
+            remedy="Save the inputs in the form in which the model receives them.",
         )
     if inputs.ndim < 2 or 0 in inputs.shape:
         raise ArgumentError("data", expected="at least one input", got=f"shape {tuple(inputs.shape)}")
@@ -197,12 +202,13 @@ def _checked(inputs: Tensor) -> Tensor:
 
 
 def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the tokens (batch, n, d) that a certificate of the model takes these inputs for.
+    """Return inputs as the tokens (batch, n, d) to which a certificate of the model refers.
 
     Raises
     ------
     ArgumentError
-        If they are none: images, for a model that does not begin with Patches or Flatten.
+        If the inputs are images and the model does not begin with Patches or Flatten, or have another number
+        of axes.
 
     """
     if inputs.ndim == 3:
@@ -223,14 +229,17 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _first(model: nn.Module) -> nn.Module:
-    """Return the module that an input meets first."""
+    """Return the first module of a model that an input passes through, apart from identities."""
     while type(model) is nn.Sequential and len(model):
         model = next((one for one in model if not isinstance(one, nn.Identity)), model[0])
     return model
 
 
 def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
-    """Put the projection where tokens are met first: after what makes them of images, or else before all."""
+    """Return the model with a projection in front of its first module on tokens.
+
+    If the model begins with a module that makes tokens from images, the projection follows that module.
+    """
     named = dict(model._modules) if type(model) is nn.Sequential and len(model) else {"model": model}
     at = next((name for name, one in named.items() if not isinstance(one, nn.Identity)), next(iter(named)))
     found: OrderedDict[str, nn.Module] = OrderedDict()
@@ -264,9 +273,11 @@ def _logits(
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ArgumentError(
                 "model",
-                expected="one whose output is logits (batch, classes)",
-                got=f"one whose output has {got}" if isinstance(logits, Tensor) else got,
-                remedy="End it with hs.nn.MeanPool or TakeToken and a linear map.",
+                expected="a model whose output is logits (batch, classes)",
+                got=f"a model whose output has {got}"
+                if isinstance(logits, Tensor)
+                else f"an output of type {got}",
+                remedy="End the model with hs.nn.MeanPool or TakeToken and a linear map.",
             )
         yield logits
         done += len(part)

@@ -1,4 +1,4 @@
-"""Constants of PyTorch's own modules: one rule a class."""
+"""Lipschitz constants of PyTorch's own modules, with one rule for each class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _SOURCE = "modules of PyTorch, docs/theory/enforce.md"
 
 @dataclass(frozen=True)
 class Reach:
-    """What a module makes of ``length`` tokens of norm at most ``radius``: upper bounds."""
+    """Upper bounds for a module on ``length`` tokens of norm at most a radius.
+
+    ``constant`` bounds its Lipschitz constant and ``radius`` the norms of its output tokens; ``length`` is
+    the number of output tokens.
+    """
 
     constant: float
     length: int
@@ -29,12 +33,13 @@ class Reach:
     source: str
 
 
-# Takes the module, and length and radius of its input. Returns why not, the rest of a sentence, if it cannot.
+# A rule takes a module and the length and radius of its input. If the module has no constant, the rule
+# returns the reason as the rest of a sentence whose subject is the module.
 Rule = Callable[[Any, int, float], Reach | str]
 
 
 def rule_of(kind: type[nn.Module]) -> Rule | None:
-    """Return the rule for a class, or for the class whose ``forward`` it has kept."""
+    """Return the rule for a class, or for a parent class whose ``forward`` the class has not overridden."""
     for base in kind.__mro__:
         if base in _RULES:
             return _RULES[base] if kind.forward is base.forward else None  # type: ignore[attr-defined]
@@ -53,19 +58,19 @@ def _identity(module: nn.Module, length: int, radius: float) -> Reach:
 
 def _dropout(module: nn.Dropout, length: int, radius: float) -> Reach | str:
     if module.training and module.p > 0:
-        return "drops numbers at random, as it is in training mode: call model.eval() first"
+        return "drops numbers at random in training mode: call model.eval() first"
     return Reach(1.0, length, radius, _SOURCE)
 
 
 def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
     if (module.start_dim, module.end_dim) != (1, -1):
-        return "joins other axes than those of tokens and numbers, start_dim=1, end_dim=-1"
+        return "flattens other axes than start_dim=1 to end_dim=-1, those of tokens and their numbers"
     return Reach(1.0, 1, above(math.sqrt(length) * radius), _SOURCE)
 
 
 def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
     if module.dim != -1:
-        return f"works along axis {module.dim}, not along the numbers of each token, dim=-1"
+        return f"works along axis {module.dim}, not along dim=-1, the numbers of each token"
     half = softmax_temperature(1.0)
     return Reach(half.value, length, 1.0, half.source)
 
@@ -76,6 +81,7 @@ def _layer_norm(module: nn.LayerNorm, length: int, radius: float) -> Reach | str
     (d,) = module.normalized_shape
     gain = _numbers(module.weight, d, 1.0)
     shift = _numbers(module.bias, d, 0.0)
+    # The derivative of LayerNorm at zero is ΓH/√ε with the centring matrix H; it has the largest norm.
     centred = gain[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d)
     return _norm(LayerNorm, norm_above("weight", centred), gain, shift, module.eps, length, radius)
 
@@ -84,7 +90,8 @@ def _rms_norm(module: nn.RMSNorm, length: int, radius: float) -> Reach | str:
     if len(module.normalized_shape) != 1:
         return f"normalises {len(module.normalized_shape)} axes together, not each token"
     gain = _numbers(module.weight, module.normalized_shape[0], 1.0)
-    # Without a number PyTorch takes the epsilon of the tokens' precision; float64's is the least.
+    # For eps=None PyTorch takes the epsilon of the tokens' dtype. That of float64 is the smallest, so it
+    # gives the largest constant.
     eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     return _norm(RMSNorm, float(gain.abs().amax()), gain, None, eps, length, radius)
 
@@ -99,8 +106,9 @@ def _norm(
     radius: float,
 ) -> Reach | str:
     if not eps > 0:
-        return f"has eps = {eps:g}, and no constant at tokens of length zero"
-    # |u| = |h|/√(|h|² + dε) for |h| ≤ radius: the ellipsoid of the outputs is smaller by that factor.
+        return f"has eps = {eps:g}, so it has no constant near tokens of length zero"
+    # The normalised token u has |u| = |h|/√(|h|² + dε) with |h| ≤ radius, so the ellipsoid of outputs is
+    # smaller by the largest value of this factor.
     reach = 1.0 if math.isinf(radius) else radius / math.hypot(radius, math.sqrt(len(gain) * eps))
     scaled = gain * min(1.0, above(reach))
     outputs = LayerNorm(scaled, shift) if kind is LayerNorm else RMSNorm(scaled)
@@ -113,21 +121,22 @@ def _numbers(parameter: Tensor | None, d: int, default: float) -> Tensor:
     return parameter.detach().to("cpu", torch.float64)
 
 
-# Maps of single numbers with φ(0) = 0: |φ(t)| ≤ growth |t|, and slope is the largest |φ'|.
+# Rule for entrywise functions φ with φ(0) = 0: ``slope`` is the largest |φ'|, and |φ(t)| ≤ ``growth`` |t|.
 def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float] | None = None) -> Rule:
     def rule(module: Any, length: int, radius: float) -> Reach | str:
         if getattr(module, "inplace", False):
-            return "overwrites its input (inplace=True), which others may still need"
+            return "overwrites its input (inplace=True), which other modules may still need"
         steepest = slope(module)
         if math.isnan(steepest):
-            return "has a constant for other settings only"
+            return "has settings for which no constant is known"
         longest = steepest if growth is None else growth(module)
         return Reach(steepest, length, radius if longest == 1.0 else above(times(longest, radius)), _SOURCE)
 
     return rule
 
 
-# Those with φ(0) ≠ 0: how long their tokens are depends on the dimension, which is not known here.
+# Rule for entrywise functions with φ(0) ≠ 0. The norm of their output tokens depends on the dimension, which
+# is not known here, so the output radius is infinite.
 def _not_through_zero(slope: float) -> Rule:
     return lambda module, length, radius: Reach(slope, length, math.inf, _SOURCE)
 
@@ -136,13 +145,14 @@ def _one(module: Any) -> float:
     return 1.0
 
 
-# sup (t Φ(t))' = Φ(√2) + √2 φ(√2), at t = √2; that of the approximation with tanh is 1.12900, rounded up.
+# GELU: sup (t Φ(t))' = Φ(√2) + √2 φ(√2), attained at t = √2. For the approximation with tanh the supremum is
+# 1.12900, rounded up here.
 _GELU = {"none": 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi), "tanh": 1.1291}
-# sup (t σ(t))' = ½ + t/4 where t tanh(t/2) = 2, t = 2.3993572805154677.
+# SiLU: sup (t σ(t))' = ½ + t/4 at the t with t tanh(t/2) = 2, which is t = 2.3993572805154677.
 _SILU = 0.5 + 2.39935728051547 / 4
-# sup (t tanh log(1 + eᵗ))' = 1.08850 at t = 1.4907, rounded up.
+# Mish: sup (t tanh log(1 + eᵗ))' = 1.08850, attained at t = 1.4907, rounded up here.
 _MISH = 1.0886
-# PyTorch rounds 1/α of CELU and the sixth of Hardsigmoid to float32, whatever the precision of the tokens.
+# PyTorch rounds 1/α in CELU and 1/6 in Hardsigmoid to float32 for tokens of any dtype.
 _SINGLE = 1 + 2**-22
 
 _RULES: dict[type, Rule] = {

@@ -1,4 +1,4 @@
-"""How constants and radii go through a model: from module to module, into residuals, product by product."""
+"""Propagation of constants and radii through a model, from module to module and into residual branches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ __all__ = ["Composite", "Row", "Walk", "walk"]
 
 @dataclass(frozen=True)
 class Row:
-    """What one module does to the constant.
+    """The effect of one module on the constant of a model.
 
     Attributes
     ----------
     path, kind
-        Of the module, as ``named_modules`` names it, and its class.
+        The module's name in ``named_modules``, and the name of its class.
     level
-        0 for the factors of the model's constant; one more inside each residual, whose own row follows.
+        0 for the factors of the model's constant. Rows inside a residual branch have one level more than the
+        residual's own row, which follows them.
     constant
-        Upper bound on its Lipschitz constant, on the tokens that reach it.
+        Upper bound on the module's Lipschitz constant, on the tokens that can reach it.
     radius_in, radius_out, length_in, length_out
-        Upper bounds on the norms of its input and output tokens, and how many there are.
+        Upper bounds on the norms of its input and output tokens, and the numbers of these tokens.
     source
-        Where the constant is proved.
+        The source of the constant.
 
     """
 
@@ -52,14 +53,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """Where a walk through a module ends.
+    """The result of following tokens through a module.
 
     Attributes
     ----------
     rows
-        One a module, in the order in which the tokens meet them.
+        One row for each module, in the order in which tokens pass through them.
     constant
-        Upper bound on the Lipschitz constant: the product of those of the rows of the walk's level.
+        Upper bound on the Lipschitz constant: the product of the constants of all rows at the walk's level.
     length, radius
         Number of output tokens, and an upper bound on their norms.
 
@@ -72,14 +73,14 @@ class Walk:
 
 
 class Composite(LipschitzModule):
-    """A module whose constant is made of those of its children."""
+    """A module whose constant is computed from the constants of its children."""
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of all that it is made of, its own row last, which holds its constant."""
+        """Return the rows of its children and then its own row, which has its constant."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound that those of its children give."""
+        """Return the bound that follows from the bounds of its children."""
         row = self._row(length, radius)
         return upper(row.kind, row.source, row.constant, row.radius_in)
 
@@ -92,21 +93,21 @@ class Composite(LipschitzModule):
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Follow tokens, ``length`` of them of norm at most ``radius``, through a module.
+    """Follow ``length`` tokens of norm at most ``radius`` through a module, and return constant and rows.
 
     Raises
     ------
     CertificateError
-        If no constant is known of a module; it names the module.
+        If no constant is known for a module. The message names the module.
     NonFiniteError
-        If a weight is not finite.
+        If a weight is NaN or infinite.
 
     """
     if path and isinstance(module, LipschitzAttention):
         remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."
         raise refusal(module, path, "returns a pair, tokens and attention weights", remedy)
     if "forward" in vars(module):
-        raise refusal(module, path, "has a forward of its own, put on it after it was built")
+        raise refusal(module, path, "has a forward that was replaced after it was built")
     if isinstance(module, nn.Sequential) and kind_of(module).forward is nn.Sequential.forward:
         return _through(module._modules, length, radius, path, level)
     if kind_of(module) is nn.TransformerEncoder:
@@ -126,13 +127,13 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module as its author wrote it: parametrisations put one of their own in front."""
+    """Return the class of a module before parametrisation, which replaces the class by a subclass."""
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
 
 def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> CertificateError:
-    """Return the error that says which module has no constant, and why."""
+    """Return the error that names a module without a constant, with the reason."""
     return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
 
 
@@ -146,8 +147,9 @@ def _through(
         step = walk(module, length, radius, f"{path}.{name}" if path else name, level)
         rows += step.rows
         constants.append(step.constant)
+        # The outputs of one module are the inputs of the next.
         length, radius = step.length, check_ball(step.radius)
-    # Zero if one is, even where another is infinite.
+    # The product is zero if one constant is zero, even if another one is infinite.
     constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0))
     return Walk(rows, constant, length, radius)
 
@@ -163,7 +165,8 @@ def _encoder_layer(module: nn.Module, length: int, radius: float, path: str, lev
         raise refusal(module, path, parts)
 
     def own(inside: str) -> str:
-        # Names of parts are those in the layer; its residuals have none there.
+        # Modules keep their names in the layer. The residuals exist only in the rewritten sequence, so their
+        # names are removed.
         name = inside.removeprefix("attention").removeprefix("feed_forward").removeprefix(".inner.")
         return f"{path}.{name}".strip(".")
 
@@ -190,17 +193,20 @@ def _layer(module: LipschitzModule, length: int, radius: float, path: str, level
         raise refusal(module, path, reason, error.remedy) from error
     if bound.side != "upper" or not bound.holds:
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
-        raise refusal(module, path, f"has no constant here, as its bound needs: {failed or 'an upper one'}")
+        raise refusal(
+            module, path, f"has no constant here: its bound needs {failed or 'to be an upper bound'}"
+        )
     return _row(module, reach, length, radius, path, level)
 
 
 _HINT = (
-    "Certified are the layers of hs.nn, torch.nn.Sequential, and the modules of PyTorch listed in "
-    "docs/guide/lipschitz-layers.md; a class of your own may derive from hs.nn.LipschitzModule."
+    "Constants are known for the layers of hs.nn, torch.nn.Sequential, and the PyTorch modules listed on the "
+    "documentation page 'Layers with a Lipschitz constant'; your own class may derive from "
+    "hs.nn.LipschitzModule."
 )
 _HINTS = {
-    nn.MultiheadAttention: "Use hs.nn.SoftmaxAttention.from_torch, within hs.nn.SelfAttentionBlock.",
-    nn.Conv2d: "A convolution whose kernels do not overlap is hs.nn.Patches before a linear map.",
+    nn.MultiheadAttention: "Use hs.nn.SoftmaxAttention.from_torch inside hs.nn.SelfAttentionBlock.",
+    nn.Conv2d: "For a convolution without overlap, use hs.nn.Patches before a linear map.",
 }
 
 

@@ -1,1 +1,1 @@
-"""Attention watched in training: probes, records, where they go."""
+"""Monitoring of attention during training: inputs, measurements, records and their output."""

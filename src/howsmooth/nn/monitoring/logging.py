@@ -1,4 +1,4 @@
-"""Where the rows of a monitor go: a file of JSON lines or a CSV file, TensorBoard."""
+"""Output of a monitor's records: JSON lines, CSV files and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SUFFIXES = (".jsonl", ".csv")
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """What is needed of ``torch.utils.tensorboard.SummaryWriter``, or of another logger."""
+    """The method of ``torch.utils.tensorboard.SummaryWriter`` that is used; other loggers may have it."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Take a number at a step."""
+        """Log a number at a step."""
 
 
 def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
-    """Write the numbers of a record under ``<quantity>/<layer>``, so that layers stand side by side.
+    """Write the numbers of a record under ``<quantity>/<layer>``, which groups the layers in TensorBoard.
 
-    A failed row is a 1 under ``failed``.
+    For a failed record, 1 is written under ``failed/<layer>``.
     """
     place = record.name or "model"
     for quantity, value in record.scalars().items():
@@ -36,18 +36,20 @@ def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
 
 
 class RecordFile:
-    """A file that grows by one line a record; it is opened for each, so that nothing is lost with a run.
+    """A file to which each record is appended as one line.
+
+    The file is opened for each record, so records are not lost if the training is killed.
 
     Parameters
     ----------
     path
-        ``.jsonl`` for JSON lines, every field; ``.csv`` for a table, every field but the constants of single
-        sequences. A file that exists is added to.
+        A name that ends in ``.jsonl`` for JSON lines with all fields, or in ``.csv`` for a table with all
+        fields except the constants of single sequences. Records are appended to an existing file.
 
     Raises
     ------
     ArgumentError
-        If the suffix is another, its folder does not exist, or a CSV file has other columns.
+        If the name has another suffix, its folder does not exist, or an existing CSV file has other columns.
 
     """
 
@@ -66,12 +68,12 @@ class RecordFile:
             if found != self._columns:
                 raise ArgumentError(
                     "file",
-                    expected="a new file, or one that a monitor wrote",
+                    expected="a new file, or a file that a monitor wrote",
                     got=f"{path}, a table with other columns",
                 )
 
     def write(self, record: MonitorRecord) -> None:
-        """Add a record."""
+        """Append a record to the file."""
         fields = record.as_dict()
         with self.path.open("a", newline="", encoding="utf-8") as file:
             if self.path.suffix == ".jsonl":

@@ -1,4 +1,4 @@
-"""``LipschitzMonitor``: how Lipschitz each attention layer is, step by step, while a model is trained."""
+"""``LipschitzMonitor``: local Lipschitz constants of a model's attention layers during training."""
 
 from __future__ import annotations
 
@@ -23,60 +23,62 @@ from howsmooth.scopes import SCOPES
 
 __all__ = ["LipschitzMonitor"]
 
+# A monitor writes one row for each layer, so the scope of single heads is not available.
 _SCOPES = tuple(scope for scope in SCOPES if scope != "head")
 
 
 class LipschitzMonitor:
-    """Measure every attention layer of a model at fixed inputs, every so many steps of its training.
+    """Measures every attention layer of a model at fixed inputs, at regular steps of its training.
 
-    A row for each layer: the local Lipschitz constant with its interval, the norm of the score matrices,
-    the entropy of the attention probabilities, the radius of the tokens (:class:`MonitorRecord`).
+    Each measurement gives one row for each layer (:class:`MonitorRecord`): the local Lipschitz constant with
+    its interval, the norm of the score matrices, the entropy of the attention probabilities, and the norms of
+    the tokens.
 
-    Training goes on as if it were not there: random states of PyTorch, NumPy and Python, training flags of
-    every module, gradients, buffers, hooks and the default dtype are what they were, and the losses the same
-    bit by bit. The probe pass runs in evaluation mode, without autocast, in the precision of the weights. It
-    calls the model, forward hooks of the user's included.
+    The monitor does not change the training: losses are the same to the last bit. It restores the random
+    states of PyTorch, NumPy and Python, the training flags of all modules, gradients, buffers, hooks and the
+    default dtype. The forward pass on the probe inputs runs in evaluation mode, without autocast, in the
+    dtype of the weights. It calls the model, including the user's forward hooks.
 
     Parameters
     ----------
     model
-        Any model that :func:`~howsmooth.models.capture` understands, or with attention layers of
-        :mod:`howsmooth.nn`, which are measured by their ``map``. Wrappers for several devices and of
-        ``torch.compile`` are looked into.
+        Any model that :func:`~howsmooth.models.capture` supports, or a model with attention layers of
+        :mod:`howsmooth.nn`, which are measured by their ``map``. Wrappers such as DistributedDataParallel and
+        ``torch.compile`` are removed.
     probes
-        The inputs at which is measured, as for :func:`~howsmooth.models.capture`, without padding: several
-        sequences, say so many of the validation data; or a list of such, with sequences of other lengths.
-        They are copied.
+        The fixed inputs of the measurements, as for :func:`~howsmooth.models.capture`, without padding: a
+        batch of sequences, for example of validation data, or a list of batches of different lengths. They
+        are copied.
     every
-        Number of steps from one measurement to the next.
+        Number of training steps from one measurement to the next.
     callback
-        Called with each record. What it raises is not caught.
+        Function that is called with each record. Its exceptions are not caught.
     tensorboard
-        A ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+        A ``torch.utils.tensorboard.SummaryWriter``, or another object with its method ``add_scalar``.
     file
-        Name of a file that ends in ``.jsonl`` or ``.csv``, to which rows are added.
+        Path of a file that ends in ``.jsonl`` or ``.csv``, to which rows are appended.
     layers
-        Which layers, counted in the order of the model's pass, negative from the end; by default all of
-        self-attention.
+        Indices of the layers to measure, in the order of the forward pass; negative ones count from the end.
+        The default is all self-attention layers.
     scope
-        What to call attention, as for :func:`~howsmooth.models.capture`; ``"head"`` aside.
+        The part of a layer that is measured, as for :func:`~howsmooth.models.capture`, except ``"head"``.
     rtol, confidence, max_iterations
-        As for :func:`~howsmooth.local_lipschitz`. The default asks for one percent: enough for a curve.
+        As for :func:`~howsmooth.local_lipschitz`. The default accuracy of one percent is enough for a curve.
     seed
-        Of the random starts, which differ from step to step and from layer to layer.
+        Seed of the random starts, which differ between steps and between layers.
     strict
-        Raise what stands in the way of a measurement. By default a diverged or refused layer is a row with
-        the reason in ``failure``, and training goes on.
+        Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
+        ``failure``, and training goes on.
 
     Attributes
     ----------
     records
-        All rows so far.
+        All records so far.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit; the message names it.
+        If an argument has a wrong type or value; the message names the argument.
 
     """
 
@@ -132,24 +134,24 @@ class LipschitzMonitor:
         self._readings: Readings = {}
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
-        """Say that the optimizer made a step; every so many of them, measure.
+        """Count an optimizer step, and measure if the number of steps is a multiple of ``every``.
 
         Parameters
         ----------
         step
-            How many steps were made so far; by default one more than at the last call.
+            Number of steps so far; by default one more than at the last call.
 
         Returns
         -------
         list of MonitorRecord
-            The rows, if this was the time for them.
+            The records of this measurement; empty if nothing was measured.
 
         """
         self._steps = self._steps + 1 if step is None else _checked_step(step)
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure now, before the first step for instance; no step is counted."""
+        """Measure now, for instance before the first step, and return the records; no step is counted."""
         at = self._steps if step is None else _checked_step(step)
         rows = measured(
             self.model,
@@ -167,7 +169,7 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Call :meth:`step` after every step of an optimizer; ``remove()`` of the handle ends it."""
+        """Call :meth:`step` after every step of an optimizer, until ``remove()`` of the returned handle."""
 
         def stepped(*_: object) -> None:
             self.step()
@@ -175,7 +177,7 @@ class LipschitzMonitor:
         return optimizer.register_step_post_hook(stepped)
 
     def table(self) -> pd.DataFrame:
-        """Return all rows so far as a table, with a column for each field but ``each``."""
+        """Return all records so far as a table, with a column for each field except ``each``."""
         return table(self.records)
 
     def _send(self, record: MonitorRecord) -> None:
@@ -185,7 +187,7 @@ class LipschitzMonitor:
         except OSError as error:
             if self.strict:
                 raise
-            warnings.warn(f"A row of the monitor was not written: {error}", stacklevel=4)
+            warnings.warn(f"A row of the monitor could not be written: {error}", stacklevel=4)
         if self.tensorboard is not None:
             write_scalars(self.tensorboard, record)
         if self.callback is not None:

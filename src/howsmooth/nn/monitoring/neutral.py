@@ -1,4 +1,4 @@
-"""Looking at a model in training so that training does not notice: what is touched is put back bit by bit."""
+"""Running a model during training without changing the training: all state is restored to the last bit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["unmarked", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of several devices and of ``torch.compile``: it has the weights.
+    """Return the model inside wrappers for several devices and ``torch.compile``, which has the weights.
 
-    A pass through the wrappers would wait for the other processes, or compile anew.
+    A forward pass through the wrappers would wait for other processes, or compile the model again.
     """
     while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
@@ -32,11 +32,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Within the context the model may run; afterwards training goes on as if it had not.
+    """Return a context in which the model may run; afterwards all its state is restored.
 
-    ``borrowed`` sets evaluation mode module by module, no gradients, and keeps the random numbers of PyTorch
-    on the CPU and on the model's device. This keeps those of Python, NumPy and every other CUDA device too,
-    and buffers, which some modules write to in evaluation mode as well.
+    ``borrowed`` sets evaluation mode in each module, disables gradients, and restores PyTorch's random states
+    on the CPU and on the model's device. This context manager also restores the random states of Python,
+    NumPy and all other CUDA devices, and the buffers, because some modules write to buffers even in
+    evaluation mode.
     """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others use
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -44,6 +45,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
     buffers = _Buffers(model)
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if _is_compiled(m)]
     try:
+        # Without its compiled call, a module runs its plain forward and compiles nothing.
         for module, _ in compiled:
             module._compiled_call_impl = None
         with borrowed(model):
@@ -64,7 +66,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class _Buffers:
-    """The buffers of a model, and which modules they hang in."""
+    """Copies of the buffers of a model, with the modules that hold them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -75,8 +77,9 @@ class _Buffers:
                     self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
 
     def restore(self) -> None:
-        """Put back what was written to, and what was replaced."""
+        """Restore buffers that were written to or replaced."""
         for buffer, copy, version in self._copies.values():
+            # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
             if buffer._version != version:
                 with torch.no_grad():
                     buffer.data.copy_(copy)

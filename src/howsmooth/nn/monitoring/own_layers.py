@@ -1,4 +1,4 @@
-"""The attention layers of this package in a model: their maps, at the tokens that they were given."""
+"""The attention layers of howsmooth.nn in a model, as maps at the tokens of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from howsmooth.nn.monitoring.statistics import Entropy, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
-# A layer and its map do the same sums in another order, and the softmax magnifies what that makes of scores.
+# Allowed difference of a layer and its map, in units of rounding. They sum in different orders, and the
+# softmax amplifies the rounding errors of the scores.
 _SAME = 1e4
 
 
 @dataclass(eq=False)
 class OwnAttention:
-    """A call of one of them."""
+    """One call of an attention layer of howsmooth.nn."""
 
     name: str
     module: LipschitzAttention
     arguments: dict[str, Any]
     output: Tensor | None = None
     map: TokenMap | None = None
-    #: Whether the call computed this map, and not more: with a mask of the call, or tokens that were clipped.
+    #: Whether the call computed just this map, without a mask of the call and without clipping tokens.
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return what the layer computed as a map, and its tokens (batch, n, d).
+        """Return the layer's computation as a map, and its tokens (batch, n, d).
 
         Raises
         ------
         CaptureError
-            If the scope is another than ``attention``, or the layer was not called to its end.
+            If the scope is not ``attention``, or the call did not return.
 
         """
         if scope != "attention":
@@ -53,30 +54,31 @@ class OwnAttention:
         x = self.arguments["query"].to(self.map.dtype)
         x = x if x.ndim == 3 else x[None]
         own = self.output.reshape(x.shape).to(x.dtype)
+        # If the map alone reproduces the output, the call used no mask of its own and clipped no token.
         allowed = _SAME * max(precision(own.dtype), precision(self.output.dtype))
         self.plain = relative_error(self.map(x), own) <= allowed
         return (self.map if self.plain else self._as_called), x
 
     def describe(self) -> str:
-        """Return one phrase that says what was measured."""
+        """Return one phrase that describes what was measured."""
         called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
         kind = "" if self.map is None else f": {self.map.describe()}"
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Compute the layer with the arguments of the call, without a graph to its weights."""
+        """Apply the layer to tokens x with the other arguments of the call, without a graph to weights."""
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
     def score_norm(self) -> float:
-        """Return the largest norm of a score matrix, of the attention before it is masked or clipped.
+        """Return the largest norm of a score matrix, without the call's mask and clipping.
 
         Raises
         ------
         ArgumentError
-            If its scores have none.
+            If the scores are not given by a matrix.
 
         """
         if self.map is None:
@@ -88,13 +90,13 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> float | None:
-        """Return the proved constant at the layer's own length and radius; None if it names no radius."""
+        """Return the proved bound at the layer's length and radius; None if the layer has no radius."""
         if self.module.radius is None:
             return None
         return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
 
     def add_entropy(self, entropy: Entropy, x: Tensor) -> None:
-        """Add the rows of its attention weights."""
+        """Add the rows of the call's attention weights to the entropy."""
         if self.plain and isinstance(self.map, SelfAttention):
             entropy.add_map(self.map, x)
             return
@@ -118,19 +120,19 @@ class OwnAttention:
 
 
 class OwnLayers:
-    """Those of one model, and their calls in one pass."""
+    """The attention layers of howsmooth.nn in one model, and their calls in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {n: m for n, m in model.named_modules() if isinstance(m, LipschitzAttention)}
         self.calls: list[OwnAttention] = []
 
     def outside(self, name: str) -> bool:
-        """Whether a module of this path is none of them, nor inside one."""
+        """Tell whether the module with this path is neither such a layer nor inside one."""
         return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
 
     @contextmanager
     def hooked(self, on_call: Callable[[str], None]) -> Iterator[None]:
-        """Write down their calls within the context, telling ``on_call`` the path of each as it begins."""
+        """Record the calls of the layers in the context, and call ``on_call`` with the path of each layer."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 began = self._began(name, on_call)

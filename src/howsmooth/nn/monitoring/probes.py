@@ -16,17 +16,17 @@ from howsmooth.models.padded_sequences import padding_of
 
 __all__ = ["ProbeInputs", "Probes"]
 
-#: What users give: token ids (batch, n), or the model's inputs by name, or several of these.
+#: The types of probe inputs: token ids (batch, n), the model's inputs by name, or a list of these.
 ProbeInputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Copies of the inputs, so that nothing that is done to the originals changes them."""
+    """Copies of the probe inputs, so that changes of the originals have no effect."""
 
     inputs: tuple[Tensor | dict[str, Tensor], ...]
     sequences: int
-    #: Sizes and a checksum.
+    #: Sizes of the inputs and a checksum, for records.
     words: str
 
     @classmethod
@@ -36,7 +36,7 @@ class Probes:
         Raises
         ------
         ArgumentError
-            If they are none that the model knows, or are padded.
+            If the model does not accept the inputs, or they contain padding.
 
         """
         several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
@@ -69,5 +69,5 @@ class Probes:
         return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
 
     def of_model(self, model: nn.Module) -> list[ModelInputs]:
-        """Return them as arguments of the model, on the device where it is now."""
+        """Return the probes as arguments of the model, on the model's current device."""
         return [model_inputs(model, one) for one in self.inputs]

@@ -1,4 +1,4 @@
-"""One measurement of a model in training: every attention layer at the probe inputs."""
+"""One measurement of a model during training: every attention layer at the probe inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Accuracy", "Readings", "measured"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What :func:`~howsmooth.local_lipschitz` is asked for."""
+    """Arguments of :func:`~howsmooth.local_lipschitz` that are the same for all measurements."""
 
     rtol: float
     confidence: float
@@ -41,7 +41,7 @@ class Accuracy:
     seed: int
 
     def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, place: int) -> LipschitzEstimate:
-        """Measure, from a start that depends on seed, step and layer only."""
+        """Measure a map at tokens, with a random start that depends only on seed, step and place."""
         words = np.random.SeedSequence([self.seed, step, place]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
@@ -55,16 +55,18 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer at one of the probe inputs."""
+    """An attention layer at one of the probe inputs."""
 
     name: str
-    #: The map that is measured, and its tokens; of captured layers, the attention in it, and its tokens.
+    #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
+    #: tokens.
     map: Callable[[Tensor], Tensor] | None = None
     x: Tensor | None = None
     attention: TokenMap | None = None
     tokens: Tensor | None = None
     own: OwnAttention | None = None
-    #: Where a captured layer may be read next time; which of the package's own calls this was.
+    #: For a captured layer, how to read it faster next time. For a layer of howsmooth.nn, the number of its
+    #: call among the calls of such layers.
     again: Reading | int | None = None
     failure: Exception | None = None
     seconds: float = 0.0
@@ -72,13 +74,13 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Row:
-    """A layer at all probe inputs."""
+    """An attention layer at all probe inputs."""
 
     name: str
     parts: list[_Layer] = field(default_factory=list)
 
 
-#: For each of the probes, where its layers were read.
+#: For each probe input, the layers' indices and how to read each layer next time.
 Readings = dict[int, list[tuple[int, Reading | int]]]
 
 
@@ -93,12 +95,11 @@ def measured(
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
-    """Measure every layer at all probes, and leave the model as it was found.
+    """Measure every layer at all probes, and restore the model's state.
 
-    ``readings`` is what the last measurement left for this one, and is brought up to date.
-
-    Whatever goes wrong in a layer becomes its row; what goes wrong before any layer is seen, a row of the
-    model; under ``strict`` it is raised.
+    ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
+    row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
+    raised instead.
     """
     began = time.process_time()
     blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
@@ -106,6 +107,8 @@ def measured(
     try:
         with unmarked(model):
             for number, given in enumerate(probes.of_model(model)):
+                # The fast path reads layers where they were found last time; if it fails, all are captured
+                # again.
                 before = readings.pop(number, None)
                 layers_found = before and _read_again(model, given, before, scope)
                 if not layers_found:
@@ -119,7 +122,7 @@ def measured(
                 _record(replace(blank, layer=index, name=row.name), row, accuracy, strict)
                 for index, row in sorted(rows.items())
             ]
-    except Exception as error:  # a model that diverged or changed must not end its training
+    except Exception as error:  # a failed measurement must not end the training
         if strict:
             raise
         return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
@@ -128,8 +131,9 @@ def measured(
 def _layers(
     model: nn.Module, given: ModelInputs, layers: Sequence[int] | None, scope: str
 ) -> list[tuple[int, _Layer]]:
-    """Run the model once on one of the probes, and read its layers."""
+    """Run the model once on one probe input, and read its layers."""
     own = OwnLayers(model)
+    # Names of all attention layers in the order of their calls, of howsmooth.nn and others together.
     names: list[str] = []
     began = time.process_time()
 
@@ -139,12 +143,12 @@ def _layers(
 
     with own.hooked(names.append):
         _, kept = forward_pass(model, given.named, None, seen)
-    # Softmaxes inside the layers of this package are theirs.
+    # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
     places = [next(others) if own.outside(name) else next(calls) for name in names]
     if not places:
-        capture(model, given.named)  # which says what lies in the way
+        capture(model, given.named)  # raises an error with the reason
         raise CaptureError(f"{type(model).__name__} has no attention that is captured.")
     shared = (time.process_time() - began) / len(places)
     wanted = range(len(places)) if layers is None else _indices(layers, len(places))
@@ -162,7 +166,7 @@ def _layers(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> list[tuple[int, _Layer]] | None:
-    """Run the model once, and read its layers where they were before; None if one of them is not there."""
+    """Run the model once, and read its layers where they were found before; None if one is missing."""
     own = OwnLayers(model)
     began = time.process_time()
     captured = [reading for _, reading in known if isinstance(reading, Reading)]
@@ -180,7 +184,7 @@ def _read_again(
         else:
             try:
                 again = reading.read(scope)
-            except HowsmoothError:  # weights that are not finite, say: the capture says it better
+            except HowsmoothError:  # such as weights that are not finite: a full capture reports it better
                 return None
             if again is None:
                 return None
@@ -201,7 +205,7 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 
 def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
-    """Read a layer as a map; whatever that raises is kept."""
+    """Read a layer as a map; an exception is stored in the layer instead of being raised."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
@@ -223,7 +227,7 @@ def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, sc
 
 
 def _check_finite(place: Passed) -> None:
-    """Say so if a layer diverged: what else would be said of it is not to the point."""
+    """Raise NonFiniteError if a layer has diverged, because later error messages would be less clear."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -238,14 +242,14 @@ def _check_finite(place: Passed) -> None:
 
 
 def _record(blank: MonitorRecord, row: _Row, accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Measure a layer at all probes."""
+    """Measure a layer at all probes and return its record."""
     began = time.process_time() - sum(part.seconds for part in row.parts)
     failure = next((part.failure for part in row.parts if part.failure is not None), None)
     filled = blank
     if failure is None:
         try:
             filled = _filled(blank, row, accuracy)
-        except Exception as error:  # of whatever kind, it is not to end the training
+        except Exception as error:  # no failure of a measurement may end the training
             failure = error
     if failure is not None:
         if strict:
@@ -267,6 +271,7 @@ def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecor
             part.own.add_entropy(entropy, part.x)
         elif part.attention is not None and part.tokens is not None:
             entropy.add_map(part.attention, part.tokens)
+        # Squared norms of all tokens, for the radius.
         squares.append(part.x.double().square().sum(-1).flatten().cpu())
     first = row.parts[0]
     norm, missing = None, ""
@@ -282,7 +287,7 @@ def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecor
         tokens=max(part.x.shape[-2] for part in row.parts if part.x is not None),
         map=described if first.own is None else first.own.describe(),
         method=estimates[0].method,
-        # The sequence where the constant is largest has its interval below the largest upper limit.
+        # The largest constant is at least the largest lower limit and at most the largest upper limit.
         lipschitz=float(whole["value"].max()),
         lower=float(whole["lower"].max()),
         upper=float(whole["upper"].max()),

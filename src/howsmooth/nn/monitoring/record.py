@@ -1,4 +1,4 @@
-"""One row of a monitor: what was measured of one layer at one step of a training run."""
+"""One record of a monitor: the measurements of one layer at one training step."""
 
 from __future__ import annotations
 
@@ -13,60 +13,61 @@ __all__ = ["MonitorRecord", "table"]
 
 @dataclass(frozen=True)
 class MonitorRecord:
-    """What a :class:`LipschitzMonitor` measured of one layer at one step, or why it could not."""
+    """The measurements of one layer at one step, or the reason why they failed."""
 
-    #: Optimizer steps done before.
+    #: Number of optimizer steps before the measurement.
     step: int
-    #: Index of the layer, in the order of the model's pass; None if the model as a whole could not be run.
+    #: Index of the layer in the order of the forward pass; None if the model could not be run.
     layer: int | None
     #: Path of the attention module in the model.
     name: str
-    #: What is called attention, as in :class:`~howsmooth.models.Site`.
+    #: The part of the layer that was measured, as in :class:`~howsmooth.models.Site`.
     scope: str
-    #: The probe inputs, in words, with a checksum: rows with the same words were measured at the same inputs.
+    #: Sizes of the probe inputs and a checksum. Rows with equal entries were measured at the same inputs.
     probes: str
-    #: How many sequences these are.
+    #: Number of sequences in the probe inputs.
     sequences: int
-    #: Why nothing was measured; empty if something was.
+    #: Why the measurement failed; empty if it succeeded.
     failure: str = ""
-    #: Tokens of the longest sequence.
+    #: Number of tokens of the longest sequence.
     tokens: int | None = None
-    #: The map in words.
+    #: Description of the measured map.
     map: str = ""
     #: ``closed form`` or ``autodiff``.
     method: str = ""
-    #: The largest local Lipschitz constant over the probe sequences; ``lower`` and ``upper`` hold it with
-    #: probability ``confidence`` at least.
+    #: The largest local Lipschitz constant over the probe sequences. The interval from ``lower`` to ``upper``
+    #: contains it with probability at least ``confidence``.
     lipschitz: float | None = None
     lower: float | None = None
     upper: float | None = None
-    #: Mean over the sequences of the local constants.
+    #: Mean of the local constants over the sequences.
     lipschitz_mean: float | None = None
     confidence: float | None = None
-    #: Relative width of the intervals that was asked for.
+    #: The requested relative width of the intervals.
     rtol: float | None = None
-    #: Whether the intervals of all sequences are as narrow.
+    #: Whether the intervals of all sequences have reached this width.
     converged: bool | None = None
-    #: Most steps that a sequence took.
+    #: Largest number of solver steps over the sequences.
     iterations: int | None = None
-    #: For layers of :mod:`howsmooth.nn`: the proven constant at their length and radius, if these are stated.
+    #: For layers of :mod:`howsmooth.nn` with a radius: the proved bound at their length and radius.
     bound: float | None = None
-    #: Largest ‖A_h‖₂ over the heads, A_h the matrix of the scores ⟨A_h x_i + b_h, x_j⟩.
+    #: Largest ‖A_h‖₂ over the heads, where A_h is the matrix of the scores ⟨A_h x_i + b_h, x_j⟩.
     score_norm: float | None = None
-    #: Why there is no ``score_norm``.
+    #: Why ``score_norm`` is missing.
     score_norm_missing: str = ""
-    #: Mean over heads, rows and sequences of the entropy of attention probabilities, in nats.
+    #: Entropy of the attention probabilities in nats, averaged over heads, rows and sequences.
     entropy: float | None = None
-    #: The same with each row divided by the logarithm of the number of keys that it sees: 1 is uniform.
+    #: The same average, with each row's entropy divided by the log of its number of visible keys; 1 is
+    #: uniform.
     entropy_normalised: float | None = None
-    #: Why there is no ``entropy``.
+    #: Why ``entropy`` is missing.
     entropy_missing: str = ""
-    #: Root mean square of the token norms, and the largest, over the probe sequences.
+    #: Root mean square of the token norms over the probe sequences, and the largest token norm.
     radius_mean: float | None = None
     radius_max: float | None = None
-    #: The local constant at each sequence, in their order.
+    #: The local constant at each sequence, in the order of the probes.
     each: tuple[float, ...] = ()
-    #: Processor seconds that this row took.
+    #: Seconds of processor time for this row.
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class MonitorRecord:
         return fields
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers that change in training, by name; none of a failed row."""
+        """Return the numbers that change during training, by name; missing numbers are left out."""
         names = (
             "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "entropy",
             "entropy_normalised", "radius_mean", "radius_max",
@@ -86,7 +87,7 @@ class MonitorRecord:
 
 
 def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
-    """Return records as a table, a column for each field but ``each``."""
+    """Return records as a table, with a column for each field except ``each``."""
     columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
     frame = pd.DataFrame([record.as_dict() for record in records], columns=columns)
     words = {"name", "scope", "probes", "failure", "map", "method", "score_norm_missing", "entropy_missing"}

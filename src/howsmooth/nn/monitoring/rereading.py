@@ -1,8 +1,9 @@
-"""Reading a layer again where it was read before: in later measurements its weights only have changed.
+"""Fast reading of a captured layer in later measurements, when only its weights have changed.
 
-The first time, a layer is captured: found and proved by running it several times. If every parameter of its
-map is a block of a weight of the model, the blocks are remembered. The next time they are read, tokens and
-output are taken from the pass, and the map must give that output; if not, the layer is captured anew.
+The first time, a layer is captured: its map is found and verified by running the layer several times. If
+every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.
+Later, the blocks are read again, and tokens and output are taken from the forward pass. If the map does not
+reproduce the output, the layer is captured anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from howsmooth.models.tracing.module_replay import as_tokens, first_tensor
 
 __all__ = ["SCOPES", "Reading", "reading_of"]
 
-#: The scopes whose maps are the attention alone, and what is known of it.
+#: The scopes whose maps follow from the attention alone.
 SCOPES = ("attention", "heads", "residual")
 
 _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "output": "output_bias"}
@@ -31,7 +32,7 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Some rows of a weight, transposed perhaps; or of its bias, some entries."""
+    """A block of rows of a weight, possibly transposed, or of entries of a bias."""
 
     module: nn.Module
     name: str
@@ -40,14 +41,14 @@ class _Block:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """Return the block as it is now."""
+        """Return the current values of the block."""
         whole: Tensor = getattr(self.module, self.name).detach()
         return (whole.mT if self.transposed else whole)[self.rows].reshape(self.shape).clone()
 
 
 @dataclass(eq=False)
 class Reading:
-    """Where a layer has its weights, its tokens and its output."""
+    """The positions of a layer's weights in the model, and of its tokens and output in a forward pass."""
 
     name: str
     owner: nn.Module
@@ -62,7 +63,7 @@ class Reading:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Note tokens and output of the pass within the context."""
+        """Record the layer's tokens and output in the context."""
         self.given.clear()
         self.output.clear()
         with ExitStack() as stack:
@@ -80,7 +81,7 @@ class Reading:
             self.output.append(first_tensor(output).detach().clone())
 
     def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
-        """Return the attention, the map of the scope, and the tokens; None if that is not what ran."""
+        """Return the attention, the map of the scope, and the tokens; None if the output does not match."""
         if len(self.given) != 1 or len(self.output) != 1:
             return None
         x = as_tokens(self.given.pop(), self.batch, self.batch_axis)
@@ -89,6 +90,7 @@ class Reading:
         f = SelfAttention(**parameters, **self.others)
         found = f(x)
         q, k, _ = f.projections(x)
+        # The rounding of a score grows with the norms of queries and keys, and so does the tolerance.
         condition = abs(f.scale) * float(q.norm(dim=-1).max()) * float(k.norm(dim=-1).max())
         allowed = tolerance(precision(x.dtype), condition)
         if own.shape != found.shape or not all(
@@ -105,7 +107,7 @@ class Reading:
 
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
-    """Return where a captured layer has its weights; None if some are no blocks of the model's."""
+    """Return the positions of a captured layer's weights; None if one is not a block of a model's weight."""
     f, call = read.found.map, read.owner.repeated
     if not isinstance(f, SelfAttention) or f.feature_names():
         return None
@@ -146,7 +148,7 @@ def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _found(
     matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[_Block, _Block | None] | None:
-    """Return the only block of a weight that equals the matrix (..., d), and that of its bias."""
+    """Return the only block of a weight that equals the matrix (..., d), with its bias; otherwise None."""
     flat = matrix.flatten(0, -2)
     found: list[tuple[_Block, _Block | None]] = []
     for module, name, weight in weights:
@@ -154,6 +156,7 @@ def _found(
             whole = weight.mT if transposed else weight
             if whole.shape[1] != flat.shape[1]:
                 continue
+            # Queries, keys and values may be consecutive blocks of one weight.
             for start in range(0, whole.shape[0] - len(flat) + 1, len(flat)):
                 rows = slice(start, start + len(flat))
                 if not torch.equal(whole[rows], flat):

@@ -1,4 +1,4 @@
-"""What is read off an attention map beside its constant: norm of the score matrices, entropy of the rows."""
+"""Statistics of an attention map besides its constant: norm of the score matrices, entropy of the rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["Entropy", "score_norm"]
 
 
 def score_norm(f: TokenMap | None) -> float:
-    """Return the largest ‖A_h‖₂ over the heads, A_h = scale · K_hᵀ Q_h: scores are ⟨A x_i + b, x_j⟩.
+    """Return the largest ‖A_h‖₂ over the heads, where scores are ⟨A_h x_i + b_h, x_j⟩.
 
-    For L2 attention it is 2 · scale · K_hᵀ Q_h, the part of −scale · |Q x_i − K x_j|² that joins two tokens.
+    For softmax attention, A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the
+    part of −scale · |Q x_i − K x_j|² that depends on both tokens.
 
     Raises
     ------
     ArgumentError
-        If scores are not of this form; what came says why.
+        If the scores do not have this form; the message says why.
 
     """
     expected = "an attention whose scores are ⟨A x_i + b, x_j⟩ with one matrix A for each head"
@@ -40,7 +41,7 @@ def score_norm(f: TokenMap | None) -> float:
             raise ArgumentError("f", expected=expected, got="normed queries or keys")
     factor = 2 * f.scale if isinstance(f, L2Attention) else f.scale
     group = f.heads // f.kv_heads
-    # On the processor: elsewhere small decompositions take longer, each of which is waited for.
+    # Small decompositions are faster on the CPU than on a GPU, which would have to finish each one in turn.
     query, key, value = (weight.cpu() for weight in (f.query, f.key, f.value))
     heads = (
         Head((key[h // group].mT, factor * query[h].double()), value[h // group]) for h in range(f.heads)
@@ -50,32 +51,33 @@ def score_norm(f: TokenMap | None) -> float:
 
 @dataclass
 class Entropy:
-    """The mean over heads, rows and sequences of the entropy −Σ_j P_ij log P_ij, summed up as they come.
+    """The mean entropy −Σ_j P_ij log P_ij of attention rows over heads, rows and sequences.
 
-    A row that sees m keys (a sink counts as one) has an entropy of at most log m, and is divided by that for
-    the normalised mean; rows that see one key only, which have no choice, are left out of it.
+    Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
+    log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
+    zero, and the normalised mean leaves them out.
     """
 
     total: float = 0.0
     rows: int = 0
     normalised_total: float = 0.0
     normalised_rows: int = 0
-    #: Why there is none; empty if there is.
+    #: Why the entropy is missing; empty if it is known.
     missing: str = ""
 
     @property
     def mean(self) -> float | None:
-        """In nats."""
+        """The mean entropy in nats, or None."""
         return self.total / self.rows if self.rows and not self.missing else None
 
     @property
     def normalised(self) -> float | None:
-        """Between 0, one key only, and 1, all keys alike."""
+        """The normalised mean entropy, or None: 0 if each row looks at one key, 1 if rows are uniform."""
         there = self.normalised_rows and not self.missing
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Add the rows of an attention at tokens."""
+        """Add the rows of an attention map at tokens x."""
         try:
             if isinstance(f, SelfAttention):
                 q, k, _ = f.projections(x)
@@ -92,7 +94,7 @@ class Entropy:
     def add_probabilities(
         self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
-        """Add the rows of given probabilities."""
+        """Add rows of given probabilities."""
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
 
@@ -114,7 +116,7 @@ class Entropy:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add the rows of a softmax, some at a time: no n × n matrix of a long sequence."""
+        """Add the rows of a softmax in blocks, so that no n × n matrix is formed for long sequences."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks
@@ -132,11 +134,13 @@ class Entropy:
                     allowed = allowed if seen is None else allowed & seen
                     count = (allowed if part.seen is None else allowed & part.seen).sum(-1)
                 if sinks is not None:
+                    # The sink takes the rest of each row's probability and counts as one more key.
                     p = torch.cat((p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)), dim=-1)
                     count = count + 1
                 self._add(p, count)
 
     def _add(self, p: Tensor, count: Tensor) -> None:
+        # entr(0) = 0, so masked entries add nothing.
         entropies = torch.special.entr(p.double()).sum(-1)
         free = (count > 1).expand(entropies.shape)
         most = count.clamp(min=2).double().log()

@@ -1,4 +1,4 @@
-"""The monitor as a callback of the Hugging Face ``Trainer``: the only module here that needs transformers."""
+"""The monitor as a callback of the Hugging Face ``Trainer``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["MonitorCallback"]
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
-    """A monitor's measurements within a ``Trainer``: before the first step, then at every so many.
+    """A ``Trainer`` callback that measures before the first step and then at regular steps.
 
-    In training by several processes the first one measures.
+    If several processes train the model, only the first one measures.
 
     Parameters
     ----------
     monitor
-        Of the model that the ``Trainer`` trains.
+        A monitor of the model that the ``Trainer`` trains.
 
     Raises
     ------
     ArgumentError
-        At the start of a training, if that is another model's.
+        At the start of training, if the monitor belongs to another model.
 
     """
 
@@ -36,19 +36,19 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Measure the model as it begins."""
+        """Check that the monitor belongs to the model, and measure if this is the first step."""
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
             raise ArgumentError(
                 "monitor",
                 expected="a monitor of the model that is trained",
-                got=f"that of another {type(self.monitor.model).__name__}",
+                got=f"a monitor of another {type(self.monitor.model).__name__}",
                 remedy="Build it with trainer.model, then call trainer.add_callback.",
             )
         if state.is_world_process_zero and state.global_step == 0:
             self.monitor.measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Measure if it is time."""
+        """Measure if the step is a multiple of the monitor's ``every``."""
         if state.is_world_process_zero:
             self.monitor.step(state.global_step)

@@ -1,1 +1,1 @@
-"""Parts of models whose constant is one, or stated."""
+"""Building blocks of models with a Lipschitz constant of one or with a known constant."""

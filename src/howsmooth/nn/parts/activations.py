@@ -1,4 +1,4 @@
-"""Activations that sort: 1-Lipschitz, and unlike ReLU they keep the norm of every gradient."""
+"""Sorting activations, which are 1-Lipschitz and, unlike ReLU, keep the norm of every gradient."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SOURCE = (
 
 
 class GroupSort(LipschitzModule):
-    """Sort the numbers of each token within groups of neighbours, ascending; constant 1, attained everywhere.
+    """Sort the entries of each token within groups of neighbours, in ascending order; constant 1.
 
     Parameters
     ----------
     group_size
-        Numbers to a group; it divides the dimension of a token.
+        Number of entries in a group. It must divide the dimension of a token.
 
     """
 
@@ -33,7 +33,7 @@ class GroupSort(LipschitzModule):
         self.group_size = check_size("group_size", group_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (..., d) one by one."""
+        """Apply the activation to each token of x (..., d)."""
         check_tokens("x", x)
         d = x.shape[-1]
         if d % self.group_size:
@@ -44,12 +44,12 @@ class GroupSort(LipschitzModule):
         return groups.flatten(-2)
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return 1."""
+        """Return the bound 1."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the radius: sorting keeps the norm."""
+        """Return the radius itself, because sorting keeps the norm."""
         check_length(length)
         return check_ball(radius)
 
@@ -58,12 +58,12 @@ class GroupSort(LipschitzModule):
         return {"group_size": self.group_size}
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return f"group_size={self.group_size}"
 
 
 class MaxMin(GroupSort):
-    """GroupSort in pairs: (a, b) ↦ (min, max); constant 1, attained everywhere."""
+    """GroupSort on pairs: (a, b) ↦ (min(a, b), max(a, b)); constant 1."""
 
     def __init__(self) -> None:
         super().__init__(2)

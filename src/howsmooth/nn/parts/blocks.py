@@ -1,4 +1,4 @@
-"""Attention as a map of tokens alone, for Sequential and residuals."""
+"""Self-attention as a module from tokens to tokens, for Sequential and residuals."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["SelfAttentionBlock"]
 
 
 class SelfAttentionBlock(LipschitzModule):
-    """x ↦ attention(x, x, x), the tokens without the attention weights; the constant is that of the layer.
+    """The module x ↦ attention(x, x, x), which returns the tokens without the attention weights.
 
-    The layers of attention return a pair, as ``torch.nn.MultiheadAttention`` does.
+    The attention layers themselves return a pair of tokens and weights, like ``torch.nn.MultiheadAttention``.
+    The constant is that of the attention layer.
 
     Parameters
     ----------
     attention
-        A layer of attention of ``hs.nn``.
+        An attention layer of ``hs.nn``.
 
     """
 
@@ -34,7 +35,7 @@ class SelfAttentionBlock(LipschitzModule):
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (batch, n, d)."""
+        """Apply the attention to tokens (batch, n, d)."""
         output = self.attention(x, need_weights=False)
         assert isinstance(output, tuple)
         tokens = output[0]
@@ -42,17 +43,17 @@ class SelfAttentionBlock(LipschitzModule):
         return tokens
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return that of the layer."""
+        """Return the bound of the attention layer."""
         return self.attention.lipschitz_bound(length, radius)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return that of the layer."""
+        """Return the output radius of the attention layer."""
         return self.attention.output_radius(length, radius)
 
     def output_length(self, length: int) -> int:
-        """Return that of the layer."""
+        """Return the number of tokens that the attention layer returns."""
         return self.attention.output_length(length)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor besides ``attention``: none."""
+        """Return an empty dictionary: the constructor has no other argument than ``attention``."""
         return {}

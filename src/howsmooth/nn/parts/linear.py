@@ -1,4 +1,4 @@
-"""Linear maps that stay orthogonal, or of spectral norm one, while they are trained."""
+"""Linear maps whose weight stays orthogonal, or of spectral norm one, during training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAPS = ("matrix_exp", "cayley", "householder")
 
 
 class _ConstrainedLinear(LipschitzModule):
-    """A torch.nn.Linear, ``linear``, whose weight PyTorch parametrises."""
+    """A module with a torch.nn.Linear, ``linear``, whose weight PyTorch parametrizes."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class _ConstrainedLinear(LipschitzModule):
 
     @property
     def in_features(self) -> int:
-        """Dimension of an input token."""
+        """The dimension of an input token."""
         return self.linear.in_features
 
     @property
     def out_features(self) -> int:
-        """Dimension of an output token."""
+        """The dimension of an output token."""
         return self.linear.out_features
 
     @property
     def weight(self) -> Tensor:
-        """The weight that is applied, (out_features, in_features)."""
+        """The weight after parametrization, (out_features, in_features)."""
         self._stored()
         return self.linear.weight
 
@@ -88,12 +88,12 @@ class _ConstrainedLinear(LipschitzModule):
         return y
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the spectral norm of the weight as it is now, computed and rounded up."""
+        """Return the spectral norm of the current weight, computed in float64 and rounded up."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return ‖W‖ r + ‖b‖."""
+        """Return ‖W‖ r + ‖b‖ for the radius r."""
         check_length(length)
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
         return above(times(self._norm(), check_ball(radius)) + shift)
@@ -107,17 +107,17 @@ class _ConstrainedLinear(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _stored(self) -> Tensor:
-        """Return what PyTorch makes the weight of, in a precision in which it can."""
+        """Return the unconstrained tensor from which PyTorch computes the weight; check its dtype."""
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
         if stored.dtype not in (torch.float32, torch.float64):
             raise ArgumentError(
                 "weight",
-                expected="float32 or float64, in which PyTorch can parametrise it",
+                expected="float32 or float64, because PyTorch can parametrize only these",
                 got=str(stored.dtype),
                 remedy="Convert the model with .float(); autocast may choose a lower precision.",
             )
@@ -129,11 +129,12 @@ class _ConstrainedLinear(LipschitzModule):
 
 
 class OrthogonalLinear(_ConstrainedLinear):
-    """A linear map whose weight has orthonormal rows or columns, whichever are fewer; constant 1.
+    """A linear map whose weight has orthonormal rows or orthonormal columns; constant 1.
 
-    ``torch.nn.utils.parametrizations.orthogonal`` keeps it so while it is trained. With at least as many
-    outputs as inputs it is an isometry (up to the bias). The constant that is reported is the spectral norm
-    of the weight in its own precision, 1 up to its rounding.
+    The smaller set of the two is orthonormal. ``torch.nn.utils.parametrizations.orthogonal`` keeps it
+    orthonormal during training. With at least as many outputs as inputs, the map is an isometry (apart from
+    the bias). The reported bound is the spectral norm of the computed weight, which is 1 up to rounding in
+    the weight's dtype.
 
     Parameters
     ----------
@@ -142,7 +143,7 @@ class OrthogonalLinear(_ConstrainedLinear):
     bias
         Whether a bias is added.
     orthogonal_map
-        "matrix_exp", "cayley" or "householder"; None for what PyTorch takes.
+        "matrix_exp", "cayley" or "householder"; None for PyTorch's default.
 
     """
 
@@ -173,9 +174,9 @@ class OrthogonalLinear(_ConstrainedLinear):
 class SpectralLinear(_ConstrainedLinear):
     """A linear map whose weight is divided by an estimate of its spectral norm; constant near 1.
 
-    ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below, by power iterations in
-    training, so that the quotient is of norm 1 or a little more. The constant that is reported is computed
-    from that quotient, not taken to be 1; ``settle`` makes it 1 up to rounding.
+    ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below by power iterations during
+    training, so the norm of the quotient is 1 or slightly more. The reported bound is computed from this
+    quotient instead of being assumed to be 1. ``settle`` makes it 1 up to rounding.
 
     Parameters
     ----------
@@ -184,7 +185,7 @@ class SpectralLinear(_ConstrainedLinear):
     bias
         Whether a bias is added.
     iterations
-        Power iterations in each forward pass in training.
+        Number of power iterations in each forward pass during training.
 
     """
 
@@ -204,7 +205,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Set the singular vectors to those of the weight, by a decomposition, in place of the estimates."""
+        """Replace the estimated singular vectors by exact ones from a singular value decomposition."""
         chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
         estimate = chain[0]
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
@@ -218,7 +219,7 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Let the weight be read without power iterations, which change it whenever it is read in training."""
+    """Read the weight in the context without power iterations, which would change it in training mode."""
     stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
     training = [stage.training for stage in stages]
     try:

@@ -1,4 +1,4 @@
-"""Norm layers with a stated constant: none divides by a length that may be zero."""
+"""Norm layers with a known constant, which never divide by a length that may be zero."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SOURCE = "norm layers, docs/theory/enforce.md"
 
 
 class _LipschitzNorm(LipschitzModule):
-    """x ↦ Γ φ(Hx) + β with φ of constant 1; ``centred`` says whether H takes the mean away."""
+    """A layer x ↦ Γ φ(Hx) + β, where φ has constant 1; ``centred`` says whether H subtracts the mean."""
 
     centred: bool
 
@@ -57,7 +57,7 @@ class _LipschitzNorm(LipschitzModule):
             self.register_parameter("shift", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (..., dim) one by one."""
+        """Apply the layer to each token of x (..., dim)."""
         check_tokens("x", x, dim=self.dim, like=self.gain)
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         u = self._shorten(h)
@@ -66,17 +66,17 @@ class _LipschitzNorm(LipschitzModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the spectral norm of ΓH, at most 1, attained at zero."""
+        """Return the spectral norm of ΓH, which is at most 1 and is attained at zero."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the radius of the ball that holds Γu + β for all |u| ≤ φ(radius)."""
+        """Return the radius of a ball that contains Γu + β for all |u| ≤ φ(radius)."""
         check_length(length)
         reach = above(self._reach(check_ball(radius)))
         if math.isinf(reach):
             return math.inf
-        # A norm layer of hs.bounds has outputs β + √d ΓH u, |u| ≤ 1; here |u| ≤ reach.
+        # norm_radius takes outputs β + √d ΓH u with |u| ≤ 1. Here |u| ≤ reach, so the gain is scaled.
         gain = self._gain_in_double() * (reach / math.sqrt(self.dim))
         if not self.centred:
             return norm_radius(RMSNorm(gain))
@@ -88,7 +88,7 @@ class _LipschitzNorm(LipschitzModule):
         return {"dim": self.dim, "affine": self.affine}
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -98,8 +98,7 @@ class _LipschitzNorm(LipschitzModule):
         return radius
 
     def _gain(self, gain: Tensor) -> Tensor:
-        # Free gains would need no bound in training and have none: these are divided by the largest, if it is
-        # above one.
+        # Dividing by the largest gain, if that is above one, keeps the constant at most 1 during training.
         return gain / gain.abs().amax().clamp(min=1.0)
 
     def _gain_in_double(self) -> Tensor:
@@ -111,15 +110,16 @@ class _LipschitzNorm(LipschitzModule):
         gain = self._gain_in_double()
         if not self.centred:
             return norm_above("gain", gain.abs().amax()[None, None])
+        # The norm of ΓH, computed from the matrix.
         centre = torch.eye(self.dim, dtype=torch.float64) - 1 / self.dim
         return norm_above("gain", gain[:, None] * centre)
 
 
 class CenterNorm(_LipschitzNorm):
-    """x ↦ γ ∘ (x − mean(x)) + β, with |γ| ≤ 1; constant ‖ΓH‖ ≤ 1, attained.
+    """The layer x ↦ γ ∘ (x − mean(x)) + β with |γ| ≤ 1; its constant ‖ΓH‖ ≤ 1 is attained.
 
-    H = I − 11ᵀ/d is a projection. LipsFormer (Qi et al. 2023) multiplies by d/(d−1): so does ``scaled``, and
-    the constant is larger by that factor.
+    H = I − 11ᵀ/d is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the
+    layer does so, too, and its constant is larger by this factor.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if self.scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return ‖ΓH‖, times d/(d−1) if scaled."""
+        """Return ‖ΓH‖, times d/(d−1) if the layer is scaled."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, above(self._factor * self._norm()), check_ball(radius))
 
@@ -166,7 +166,10 @@ class CenterNorm(_LipschitzNorm):
 
 
 class _SmoothedNorm(_LipschitzNorm):
-    """φ(h) = r h / √(|h|² + r²), r the floor: a norm layer with dε = r², times r/√d."""
+    """A norm layer with φ(h) = r h / √(|h|² + r²), where r is the floor.
+
+    It equals a usual norm layer with dε = r², times r/√d.
+    """
 
     def __init__(
         self,
@@ -195,15 +198,16 @@ class _SmoothedNorm(_LipschitzNorm):
     def _reach(self, radius: float) -> float:
         if math.isinf(radius):
             return self.floor
+        # r R / √(R² + r²), written so that neither squares nor products overflow.
         return min(radius, self.floor) / math.hypot(1.0, min(radius, self.floor) / max(radius, self.floor))
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """LayerNorm that does not enlarge tokens shorter than ``floor``; constant ‖ΓH‖ ≤ 1, attained at zero.
+    """A LayerNorm that does not enlarge tokens shorter than ``floor``; constant ‖ΓH‖ ≤ 1, attained at zero.
 
-    N(x) = γ ∘ r h/√(|h|² + r²) + β with h = x − mean(x), r the floor: LayerNorm with ε = r²/d, times r/√d.
-    Long tokens come out with length near r, short ones as they are. LayerNorm itself has constant max|γ|/√ε
-    or so, 316 at its default.
+    N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
+    r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
+    LayerNorm itself is about max|γ|/√ε, which is 316 for its default settings.
 
     Parameters
     ----------
@@ -220,9 +224,9 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """RMSNorm that does not enlarge tokens shorter than ``floor``; constant max|γ| ≤ 1, attained at zero.
+    """An RMSNorm that does not enlarge tokens shorter than ``floor``; constant max|γ| ≤ 1, attained at zero.
 
-    As :class:`LipschitzLayerNorm` with h = x.
+    It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
 
     Parameters
     ----------

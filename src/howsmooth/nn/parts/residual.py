@@ -1,4 +1,4 @@
-"""Residuals: the average of tokens and a branch, which keeps the constant at 1, and the plain sum."""
+"""Residual connections: a weighted average of tokens and branch, which keeps the constant 1, and the sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCE = "residuals, docs/theory/enforce.md"
 
 
 class _Residual(Composite):
-    """x ↦ p x + q inner(x), with p, q ≥ 0."""
+    """A module x ↦ p x + q inner(x) with p, q ≥ 0."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -28,11 +28,12 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the branch, one level deeper, and that of the residual."""
+        """Return the rows of the branch, one level deeper, and then the row of the residual."""
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
         p, q = self._weights()
+        # The norm of p x + q y is at most p |x| + q |y|, and the constants add in the same way.
         reach = above(times(p, radius) + times(q, branch.radius))
         constant = above(p + times(q, branch.constant))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
@@ -45,11 +46,11 @@ class _Residual(Composite):
             got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise ArgumentError(
                 "inner",
-                expected=f"a module that returns tokens of shape {tuple(x.shape)}, as they came",
+                expected=f"a module that returns tokens of shape {tuple(x.shape)}, the shape of its input",
                 got=got,
                 remedy="Put an attention layer into hs.nn.SelfAttentionBlock, which returns tokens alone.",
             )
-        # Under autocast a branch may come back in a lower precision.
+        # Under autocast the branch may return half precision.
         return y.to(x.dtype)
 
     @abstractmethod
@@ -57,12 +58,14 @@ class _Residual(Composite):
 
 
 class AverageResidual(_Residual):
-    """x ↦ (1 − w) x + w inner(x): constant at most (1 − w) + w Lip(inner), 1 for a branch of constant 1.
+    """A module x ↦ (1 − w) x + w inner(x), whose constant is at most (1 − w) + w Lip(inner).
+
+    For a branch of constant 1 the constant is 1.
 
     Parameters
     ----------
     inner
-        The branch: a module of as many tokens as it is given, of the same dimension.
+        The branch, a module that returns tokens of the same number and dimension as its input.
     weight
         w, from 0 to 1.
     learnable
@@ -109,7 +112,7 @@ class AverageResidual(_Residual):
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
@@ -127,7 +130,7 @@ class Residual(_Residual):
     Parameters
     ----------
     inner
-        The branch: a module of as many tokens as it is given, of the same dimension.
+        The branch, a module that returns tokens of the same number and dimension as its input.
 
     """
 

@@ -1,4 +1,4 @@
-"""From images to tokens, from tokens to one vector, and what is done to the sequence between."""
+"""Modules on sequences with constant 1: image patches, positions, class tokens, pooling and clipping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Tokens(LipschitzModule):
     """A map of sequences with constant 1."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return 1."""
+        """Return the bound 1."""
         self._check(length)
         return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
@@ -46,7 +46,7 @@ class _Tokens(LipschitzModule):
         return self._count(self._check(length))
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows between the brackets."""
+        """Return the settings for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _check(self, length: object) -> int:
@@ -60,16 +60,17 @@ class _Tokens(LipschitzModule):
 
 
 class Patches(_Tokens):
-    """Images (batch, channels, height, width) cut into square patches; an isometry.
+    """Cut images (batch, channels, height, width) into square patches; an isometry.
 
-    The tokens are (batch, n, channels · size²), patches row by row, the numbers of one channel by channel.
-    The norm of the difference of two images is that of their tokens. ``length`` and ``radius`` of a
-    certificate are those of the patches: pixels in [0, 1] give tokens of norm at most size·√channels.
+    The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
+    channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
+    ``radius`` of a certificate refer to the patches: pixels in [0, 1] give tokens of norm at most size ·
+    √channels.
 
     Parameters
     ----------
     patch_size
-        Height and width of a patch; it divides those of the images.
+        Height and width of a patch. It must divide height and width of the images.
 
     """
 
@@ -78,7 +79,7 @@ class Patches(_Tokens):
         self.patch_size = check_size("patch_size", patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Cut images."""
+        """Return the patches of images as tokens (batch, n, channels · size²)."""
         check_tokens("x", x, ndim=4)
         p = self.patch_size
         height, width = x.shape[-2:]
@@ -104,7 +105,7 @@ class AddPositions(_Tokens):
     Parameters
     ----------
     length
-        Number of tokens n: other lengths are refused.
+        Number of tokens n. Sequences of other lengths raise an error.
     dim
         Dimension d of a token.
     std
@@ -156,7 +157,7 @@ class AddPositions(_Tokens):
 
 
 class PrependToken(_Tokens):
-    """Put a learned token before the others, as the class token of a ViT; constant 1.
+    """Put a learned token in front of each sequence, like the class token of a ViT; constant 1.
 
     Parameters
     ----------
@@ -200,12 +201,12 @@ class PrependToken(_Tokens):
 
 
 class TakeToken(_Tokens):
-    """One token of each sequence, (batch, n, d) to (batch, d); constant 1.
+    """Take one token of each sequence, (batch, n, d) to (batch, d); constant 1.
 
     Parameters
     ----------
     index
-        Which one; negative ones count from the end.
+        Position of the token; negative numbers count from the end.
 
     """
 
@@ -216,7 +217,7 @@ class TakeToken(_Tokens):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take the token."""
+        """Return the token at this position."""
         check_tokens("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
@@ -239,13 +240,13 @@ class TakeToken(_Tokens):
 
 
 class MeanPool(_Tokens):
-    """√n times the mean of the tokens, (batch, n, d) to (batch, d); constant 1.
+    """Return √n times the mean of the tokens, (batch, n, d) to (batch, d); constant 1.
 
-    The mean itself has constant 1/√n.
+    The mean itself has constant 1/√n, so the factor √n makes the constant 1.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sum the tokens and divide by √n."""
+        """Return the sum of the tokens divided by √n."""
         check_tokens("x", x, ndim=3)
         check_length(x.shape[1])
         return x.sum(dim=1) / math.sqrt(x.shape[1])
@@ -262,14 +263,14 @@ class MeanPool(_Tokens):
 
 
 class ClipTokens(_Tokens):
-    """Project each token on the ball of a radius; constant 1.
+    """Project each token onto the ball of a radius; constant 1.
 
-    A certificate of a model that begins with it holds for all inputs, not for those in a ball alone.
+    If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
 
     Parameters
     ----------
     radius
-        Of the ball.
+        Radius of the ball.
 
     """
 
@@ -280,7 +281,7 @@ class ClipTokens(_Tokens):
             raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (..., d) one by one."""
+        """Project each token of x (..., d)."""
         check_tokens("x", x)
         return x / root(x / self.radius, torch.maximum)
 

@@ -1,4 +1,4 @@
-"""The memory of singular vectors between steps."""
+"""Storage of singular vectors between training steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Directions"]
 
 
 class Directions:
-    """Unit vectors, one a place in the batch, that the next step begins with.
+    """Unit vectors, one for each place in the batch, from which the next step starts.
 
-    A smaller batch uses the first of them and forgets none; a larger one begins at random at its further
-    places. For sequences of another length each vector is cut, or continued at random; for outputs of
-    another shape all begin anew.
+    A smaller batch uses the first vectors and keeps the others. In a larger batch, the additional places
+    start at random. For sequences of another length, each vector is cut, or continued with random numbers.
+    For outputs of another shape, all vectors start at random again.
 
     Parameters
     ----------
     seed
-        Of the random directions; they are drawn by a generator of its own.
+        Seed of the random directions, which come from a separate generator.
 
     """
 
@@ -38,28 +38,28 @@ class Directions:
         return 0 if self._left is None else len(self._left)
 
     def copy(self) -> Directions:
-        """Return the same directions, to be changed for itself."""
+        """Return an independent copy."""
         other = Directions()
         other.load_state_dict(self.state_dict())
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on elsewhere."""
+        """Return the vectors and the generator's state, to be loaded by :meth:`load_state_dict`."""
         return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self._left = state["left"]
         self._generator.set_state(state["generator"])
 
     def draw(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return Gaussian numbers, drawn on the CPU so that every device has the same."""
+        """Return Gaussian numbers, drawn on the CPU so that they are the same for every device."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like)
 
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return directions (members, *shape), and for which members there was none."""
+        """Return directions (members, *shape), and a mask of the members that have none."""
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
@@ -79,6 +79,7 @@ class Directions:
         if n < before:
             left = left[:, :n]
         else:
+            # Random numbers of the same size as the known entries continue the vectors.
             size = left.square().mean().sqrt()
             further = self.draw((len(left), n - before, *shape[1:]), left)
             left = torch.cat((left, size * further), dim=1)
@@ -86,7 +87,7 @@ class Directions:
         return torch.where(length > 0, left / length, torch.zeros_like(left))
 
     def keep(self, left: Tensor) -> None:
-        """Remember directions (members, ...) of any length; what is zero or not finite changes nothing."""
+        """Store directions (members, ...), normalised; zero or non-finite ones do not replace old ones."""
         left = left.detach()
         length = left.flatten(1).norm(dim=1).view(-1, *(1,) * (left.ndim - 1))
         good = torch.isfinite(length) & (length > 0)
@@ -95,6 +96,7 @@ class Directions:
         if before is not None and before.shape[1:] == new.shape[1:]:
             before = before.to(new)
             common = min(len(before), len(new))
+            # Places that have no new vector keep the old one.
             kept = torch.where(good[:common], new[:common], before[:common])
             new = torch.cat((kept, new[common:], before[common:]))
         self._left = new

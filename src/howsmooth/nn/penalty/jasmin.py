@@ -1,4 +1,4 @@
-"""JaSMin: a penalty on attention probabilities alone (Yudin et al. 2025), for comparison."""
+"""JaSMin, a penalty on attention probabilities alone (Yudin et al. 2025), for comparison."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) of each row p, its entries in falling order.
+    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry.
 
-    g_1 bounds ‖diag(p) − p pᵀ‖, the norm of the Jacobian of a softmax: see :func:`howsmooth.bounds.yudin` and
-    its proof in docs/theory/certificates.md. Entries beyond the last are zero.
+    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin` and its
+    proof on the documentation page "Certificates at given tokens". If a row has fewer than k or k + 1
+    entries, the missing ones count as zero.
     """
     _check_probabilities(probabilities)
     _check_k(k, 1)
     keys = probabilities.shape[-1]
+    # Two consecutive order statistics of each row.
     largest = probabilities.topk(min(k + 1, keys), dim=-1).values
     first = largest[..., k - 1] if keys >= k else torch.zeros_like(largest[..., 0])
     second = largest[..., k] if keys > k else torch.zeros_like(first)
@@ -37,28 +39,28 @@ def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 
 
 
 def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Float[Tensor, ""]:
-    """Return the JaSMin penalty of attention probabilities: how large the softmax's Jacobian may be.
+    """Return the JaSMin penalty of attention probabilities, which limits the Jacobian of the softmax.
 
-    For k = 0 the mean over sequences and heads of max_i log g_1(P_i); for k >= 2 of
-    max_i log(g_1(P_i) / g_k(P_i)), which also keeps rows from becoming uniform. It says nothing of values,
-    keys and queries: it is no bound on a local Lipschitz constant.
+    For k = 0 it is the mean over sequences and heads of max_i log g_1(P_i). For k >= 2 it is the mean of
+    max_i log(g_1(P_i) / g_k(P_i)), which also keeps rows from becoming uniform. It ignores values, keys and
+    queries, so it is not a bound on a local Lipschitz constant.
 
     Parameters
     ----------
     probabilities
-        Rows that sum to one; masked entries are zero.
+        Attention probabilities, whose rows sum to one; masked entries are zero.
     k
-        0, or at least 2.
+        0, or an integer >= 2.
 
     Raises
     ------
     ArgumentError
-        If they are no probabilities, or k is another number.
+        If the numbers are not probabilities, or k has another value.
 
     Notes
     -----
-    Rows that see a single key, or fewer than k, have g = 0 and are left out. The form, with the maximum over
-    the rows and the mean over heads, is that of a public implementation of equations (8) and (9).
+    Rows that see a single key, or fewer than k keys, have g = 0 and are left out. The maximum over rows and
+    the mean over heads follow a public implementation of equations (8) and (9).
 
     References
     ----------
@@ -69,7 +71,7 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
     _check_k(k, 0)
     if k == 1:
         raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")
-    # Below this no number is left in the other half of the product.
+    # Rows with smaller g are left out: the product in g has no accurate digits there.
     least = torch.finfo(probabilities.dtype).tiny ** 0.5
     g = softmax_jacobian_bound(probabilities)
     counts = g > least
@@ -80,16 +82,16 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
         log = log - other.clamp(min=least).log()
     rows = torch.where(counts, log, -torch.inf)
     largest = rows.amax(dim=-1)
-    # A head all of whose rows are left out has nothing to penalise.
+    # Heads whose rows are all left out do not count in the mean.
     has = largest.isfinite()
     return torch.where(has, largest, 0.0).sum() / has.sum().clamp(min=1)
 
 
 class JasminPenalty:
-    """JaSMin of every attention layer at the batch of the moment; to be used as :class:`SpectralPenalty`.
+    """The JaSMin penalty of every attention layer at the current batch, used like :class:`SpectralPenalty`.
 
-    Each layer is run once more as there, in evaluation mode and without touching the model, and its softmax
-    probabilities are read on the way, whatever code computes them.
+    As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
+    probabilities are intercepted while it runs.
 
     Parameters
     ----------
@@ -103,7 +105,7 @@ class JasminPenalty:
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or no layer is found.
+        If an argument has a wrong type or value, or no layer is found.
 
     """
 
@@ -118,12 +120,12 @@ class JasminPenalty:
         self._k, self._on_input = k, bool(on_input)
 
     def attach(self) -> JasminPenalty:
-        """Begin to see the forward passes of the model."""
+        """Start recording the inputs of the layers in the model's forward passes."""
         self._recorder.attach()
         return self
 
     def detach(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._recorder.detach()
 
     def __enter__(self) -> JasminPenalty:
@@ -135,18 +137,18 @@ class JasminPenalty:
         self.detach()
 
     def __call__(self) -> Tensor:
-        """Return the mean over the layers, a scalar to add to the loss.
+        """Return the mean of the layers' penalties, a scalar to add to the loss.
 
         Raises
         ------
         ArgumentError
-            If no forward pass with gradients was seen, or a layer has no softmax that can be read.
+            If there was no forward pass with gradients, or the probabilities of a layer cannot be read.
 
         """
         return torch.stack(list(self.terms().values())).mean()
 
     def terms(self) -> dict[str, Tensor]:
-        """Return the penalty of each layer, by name; see the class."""
+        """Return the penalty of each layer by name."""
         terms: dict[str, Tensor] = {}
         for name, call in self._recorder.named().items():
             found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]
@@ -156,10 +158,9 @@ class JasminPenalty:
 
 
 def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
-    """Run a layer once more and return the probabilities of its softmaxes (..., queries, keys)."""
-    from howsmooth.models.tracing.softmax_tracer import (
-        Watch,  # with transformers, which takes seconds to import
-    )
+    """Run a layer again and return the probabilities (..., queries, keys) of its softmaxes."""
+    # The import takes seconds, since it brings transformers.
+    from howsmooth.models.tracing.softmax_tracer import Watch
 
     call.check_unchanged()
     cores: list[CoreCall] = []
@@ -169,7 +170,7 @@ def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
             call.run(replica(call.layer, call.name), x)
     if not cores:
         raise ArgumentError(
-            "layers", expected="layers with softmax attention", got=f"{name}, where none was seen"
+            "layers", expected="layers with softmax attention", got=f"{name}, which has no softmax attention"
         )
     return [_of_core(name, core) for core in cores]
 
@@ -178,11 +179,12 @@ def _of_core(name: str, core: CoreCall) -> Tensor:
     if core.probabilities is not None:
         return core.probabilities
     if core.query is None or core.key is None or core.sinks is not None:
-        reason = core.obstacle or "its sinks take part of each row"
+        reason = core.obstacle or "its attention sinks take a part of each row"
         raise ArgumentError(
             "layers", expected="layers whose probabilities can be read", got=f"{name}: {reason}"
         )
     groups = core.query.shape[-3] // core.key.shape[-3]
+    # With grouped queries, several query heads share one key head.
     key = core.key.repeat_interleave(groups, dim=-3)
     scores = core.scale * (core.query @ key.mT)
     if core.softcap is not None:
@@ -193,7 +195,7 @@ def _of_core(name: str, core: CoreCall) -> Tensor:
     if core.mask is not None:
         boolean = core.mask.dtype == torch.bool
         scores = scores.masked_fill(~core.mask, -torch.inf) if boolean else scores + core.mask
-    # A query that sees no key has no probabilities; it counts for nothing.
+    # A query that sees no key has NaN probabilities, which become zeros and do not count.
     return scores.softmax(dim=-1).nan_to_num(nan=0.0)
 
 
@@ -215,8 +217,8 @@ def _check_probabilities(probabilities: object) -> None:
         raise ArgumentError(
             "probabilities",
             expected="numbers between 0 and 1",
-            got="others",
-            remedy="Give a softmax's output.",
+            got="other numbers",
+            remedy="Give the output of a softmax.",
         )
 
 

@@ -1,9 +1,11 @@
-"""The leading singular pair of a Jacobian as a differentiable number.
+"""The leading singular value of a Jacobian as a differentiable number.
 
-For unit vectors u, v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the singular
-value where (u, v) is its pair (Hellmann and Feynman; the pair is simple). One graph serves for all: y = f(X),
-g = Jᵀu = ∂⟨u, y⟩/∂X kept differentiable, v = g/|g|, σ = ⟨g, v⟩ = |Jᵀu|. Its derivative by θ is the gradient,
-its derivative by u is J v. Derivation: docs/theory/enforce.md.
+For unit vectors u and v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the
+singular value if (u, v) is its singular pair and the singular value is simple (Hellmann and Feynman). One
+graph is enough for all computations. With y = f(X), the gradient g = Jᵀu = ∂⟨u, y⟩/∂X is kept differentiable.
+Then v = g/|g| and σ = ⟨g, v⟩ = |Jᵀu|. The derivative of σ by θ is the gradient, and its derivative by u is J
+v. Derivation: documentation page "Enforce: layers with a constant that is proved", section "A penalty on the
+leading singular value".
 """
 
 from __future__ import annotations
@@ -22,23 +24,25 @@ from howsmooth.spectral import LinearOperator, golub_kahan
 
 __all__ = ["Pair", "SingularValue", "leading_singular_value", "relative_residual"]
 
-# Of the interval at a cold start; it is reported, and nothing else depends on it.
+# Confidence of the upper limits at random starts, which are reported only.
 CONFIDENCE = 0.999
 
 
 class Pair(LinearOperator):
-    """Products with the Jacobian of ``f`` at ``x`` from one graph in reverse mode, twice.
+    """Products with the Jacobian of ``f`` at ``x`` and its adjoint, from one graph in reverse mode.
 
-    Reverse mode alone is used: in forward mode PyTorch's safe softmax cannot be differentiated again.
+    Products J v come from differentiating Jᵀu by u. Forward mode is not used, because PyTorch's safe softmax
+    cannot be differentiated again in forward mode.
 
     Parameters
     ----------
     f
-        A map of (members, ...) to (members, ...), each member for itself.
+        A map from (members, ...) to (members, ...) that treats each member separately.
     x
-        Where; it must require a gradient.
+        The point of linearisation; it must require gradients.
     real
-        (members, n), 1 where a token counts: the others are neither moved nor looked at.
+        Mask (members, n), 1 for tokens that count. Other tokens, such as padding, are not perturbed, and
+        their outputs are ignored.
 
     """
 
@@ -48,33 +52,35 @@ class Pair(LinearOperator):
             if y.ndim < 2 or y.shape[0] != x.shape[0]:
                 raise ArgumentError(
                     "f",
-                    expected=f"a map to ({x.shape[0]}, ...), as the members of X",
+                    expected=f"a map whose output has as many members as X, shape ({x.shape[0]}, ...)",
                     got=f"{tuple(y.shape)}",
                 )
             if not y.requires_grad:
                 raise DerivativeError(
-                    "f: its output does not depend on X, or a detach cuts the derivative off."
+                    "f: its output does not depend on X, or a detach interrupts the derivative."
                 )
+            # Jᵀu is differentiated by u at this point; J v does not depend on u.
             self._zero = torch.zeros_like(y, requires_grad=True)
         if y.dtype != x.dtype:
-            raise ArgumentError("f", expected=f"an output in {x.dtype}, as X", got=str(y.dtype))
+            raise ArgumentError("f", expected=f"an output in {x.dtype}, the dtype of X", got=str(y.dtype))
         self.x, self.y, self._real = x, y, real
         self._transposed: Tensor | None = None
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu, differentiable by u and by whatever f depends on."""
+        """Return Jᵀu, differentiable with respect to u and everything on which f depends."""
         with torch.enable_grad(), _as_derivative_errors():
             (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
             return self._among(g)
 
     def _product(self, e: Tensor) -> Tensor:
+        # Jᵀu is linear in u, so its derivative by u can be taken at u = 0, with one graph for all v.
         if self._transposed is None:
             self._transposed = self.pull_back(self._zero)
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return J v, where g = Jᵀu was made by :meth:`pull_back`."""
+        """Return J v, given g = Jᵀu from :meth:`pull_back`."""
         with _as_derivative_errors():
             (jv,) = torch.autograd.grad(g, u, v, retain_graph=True)
         return jv.detach()
@@ -88,32 +94,36 @@ class Pair(LinearOperator):
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Return the best left directions in the Krylov spaces of u after ``steps`` products with J Jᵀ.
+        """Return better left directions from the Krylov spaces of u after ``steps`` products with J Jᵀ.
 
-        Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …; the leading left singular vector of
-        J on their span. All members at once, without an interval.
+        This is the Rayleigh–Ritz method: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is
+        the leading left singular vector of J on their span. All members are computed at once, without an
+        interval.
         """
         rights: list[Tensor] = []
         images: list[Tensor] = []
         for _ in range(steps):
             z = self.adjoint_product(u).flatten(1)
-            for _ in range(2 if rights else 0):  # twice is enough (Daniel, Gragg, Kaufman, Stewart 1976)
+            for _ in range(2 if rights else 0):  # Gram–Schmidt twice (Daniel, Gragg, Kaufman, Stewart 1976)
                 basis = torch.stack(rights, dim=1)
+                # Orthogonalise against all earlier vectors.
                 z = z - ((basis @ z[:, :, None]).mT @ basis)[:, 0]
             z = unit(z)
             rights.append(z)
             u = self.product(z.view(-1, *self.in_shape))
             images.append(u.flatten(1))
         stacked = torch.stack(images, dim=1)
+        # The images J v_i span the left space; the leading eigenvector of their Gram matrix gives the best
+        # combination.
         best = torch.linalg.eigh(stacked @ stacked.mT).eigenvectors[:, :, -1]
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Return left directions after some steps of Golub and Kahan, and upper limits of the norms.
+        """Return left directions after some Golub–Kahan steps, and upper limits of the Jacobians' norms.
 
-        The limits hold where ``start`` was drawn at random, with the stated confidence.
+        If ``start`` was drawn at random, the limits hold with probability 0.999.
         """
-        # The error of the value is of the order of the residual's square.
+        # The error of a singular value is of the order of the squared residual.
         narrow = max(rtol**2, 16 * torch.finfo(self.dtype).eps)
         found = golub_kahan(
             self, self._among(start), rtol=narrow, confidence=CONFIDENCE, max_iterations=max(2, steps)
@@ -123,24 +133,25 @@ class Pair(LinearOperator):
 
 @dataclass(frozen=True, eq=False)
 class SingularValue:
-    """What one step found for the members of a batch; ``value`` is a lower estimate unless converged.
+    """The result of one step for the members of a batch; values are lower estimates until they converge.
 
     Attributes
     ----------
     value
-        (members,), differentiable: |Jᵀu| for a unit vector u, so never above ‖J‖ but for rounding.
+        The number |Jᵀu| for a unit vector u, (members,), differentiable. It is never above ‖J‖, up to
+        rounding.
     residual
-        (members,): |J v − σ u| / σ. There is a singular value of J within residual · value of ``value``. Only
-        a start at random tells, with a confidence, that it is the leading one.
+        The relative residual |J v − σ u| / σ, (members,). Some singular value of J differs from ``value`` by
+        at most residual · value. Only a random start shows, with some confidence, that it is the leading one.
     converged
-        residual <= rtol.
+        Whether residual <= rtol, (members,).
     upper
-        (members,): an upper limit of ‖J‖ where the directions were found from a random start in this very
-        step, with confidence 0.999; infinite elsewhere, as a warm start certifies nothing.
+        Upper limit of ‖J‖ with probability 0.999, (members,), for members whose direction started at random
+        in this step. It is infinite for other members, because a warm start proves no upper limit.
     right
-        v, unit vectors in the space of X.
+        The right singular vectors v, unit vectors with the shape of X.
     directions
-        Where the next step begins.
+        The directions from which the next step starts.
 
     """
 
@@ -168,43 +179,44 @@ def leading_singular_value(
 ) -> SingularValue:
     """Return the leading singular value of the Jacobian of ``f`` at each member of ``X``, differentiably.
 
-    A step is one product with JᵀJ, by a direction that is remembered from the last step. The gradient of
-    the value, by the weights that ``f`` uses and by X where it requires one, is exact where the pair has
-    converged and the leading singular value is simple.
+    Each step is one product with JᵀJ, starting from the direction of the last step. The value is
+    differentiable in the weights of ``f``, and in X if X requires gradients. Its gradient is exact if the
+    singular pair has converged and the leading singular value is simple.
 
     Parameters
     ----------
     f
-        A map (members, ...) -> (members, ...) of any module or function that can be differentiated twice in
-        reverse mode, each member for itself. PyTorch's fused attention cannot: within this call it
-        computes with its plain kernel. What is random inside f must be turned off by the caller.
+        A map (members, ...) -> (members, ...) that treats each member separately and can be differentiated
+        twice in reverse mode. PyTorch's fused attention cannot, so in this call PyTorch uses its plain
+        kernel. Random operations in f, such as dropout, must be disabled by the caller.
     X
-        (members, ...), float32 or float64.
+        The inputs (members, ...), float32 or float64.
     state
-        ``directions`` of the last result; None begins at random, from ``seed``.
+        ``directions`` of the last result; None starts at random from ``seed``.
     steps
-        Products with JᵀJ a call: one is a step of power iteration, more find the best direction in their
-        Krylov space.
+        Number of products with JᵀJ in this call. One is a step of power iteration. More products give the
+        best direction in their Krylov space.
     first_steps
-        Products for members that have no direction yet.
+        Number of products for members without a direction.
     rtol
         Relative residual at which a pair counts as converged.
     seed
-        Of the random directions. The global random state is not touched.
+        Seed of the random directions. The global random state is not used.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit.
+        If an argument has a wrong type or value.
     NonFiniteError
-        If X or f(X) is not finite.
+        If X or f(X) contains NaN or infinity.
     DerivativeError
         If f cannot be differentiated twice.
 
     References
     ----------
-    The gradient: docs/theory/enforce.md. Power iteration on JᵀJ with remembered vectors, for weights: Miyato,
-    Kataoka, Koyama, Yoshida, *Spectral Normalization for Generative Adversarial Networks*, ICLR 2018.
+    For the gradient: documentation page "Enforce: layers with a constant that is proved", section "A penalty
+    on the leading singular value". For power iteration with stored vectors on weights: Miyato, Kataoka,
+    Koyama, Yoshida, *Spectral Normalization for Generative Adversarial Networks*, ICLR 2018.
 
     """
     check_steps(steps, first_steps, rtol)
@@ -227,7 +239,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return unit vectors u to begin with, (members, *out_shape), and limits where they were random."""
+    """Return unit vectors u (members, *out_shape) to start from, and upper limits for random starts."""
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
     if not bool(torch.isfinite(pair.y.detach()).all()):
@@ -235,6 +247,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
     if bool(cold.any()):
         start = state.draw((pair.batch, *pair.in_shape), pair.y)
         left, limit = pair.refined(start, first_steps, rtol)
+        # Only members without a direction take the result of the random start.
         new = cold.to(u.device).view(-1, *(1,) * (u.ndim - 1))
         u = torch.where(new, left, u)
         upper[cold] = limit[cold]
@@ -244,28 +257,31 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return |J v − σ u| / σ, from J v times any positive number: σ = ⟨u, J v⟩ as v is Jᵀu, normalised."""
+    """Return |J v − σ u| / σ, given a positive multiple of J v.
+
+    Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
+    """
     along = (jv * u).flatten(1).sum(1)
     shape = (-1, *(1,) * (jv.ndim - 1))
     off = (jv - along.view(shape) * u).flatten(1).norm(dim=1)
-    # A Jacobian that is zero is known exactly.
+    # The singular pair of a zero Jacobian is exact, so its residual is 0.
     return torch.where(along > 0, off / along, torch.where(off == 0, 0.0, torch.inf))
 
 
 def unit(t: Tensor) -> Tensor:
-    """Return each member divided by its norm; zero stays zero."""
+    """Return each member divided by its norm; members that are zero stay zero."""
     length = t.flatten(1).norm(dim=1).view(-1, *(1,) * (t.ndim - 1))
     return torch.where(length > 0, t / length, torch.zeros_like(t))
 
 
 def check_finite(value: Tensor) -> None:
-    """Refuse a singular value that is not finite."""
+    """Raise NonFiniteError if a singular value is NaN or infinite."""
     if not bool(torch.isfinite(value.detach()).all()):
         raise NonFiniteError("X", expected="finite derivatives", got="NaN or infinity")
 
 
 def check_steps(steps: object, first_steps: object, rtol: object) -> None:
-    """Refuse what is no number of steps, or no tolerance."""
+    """Raise ArgumentError unless the numbers of steps and the tolerance are valid."""
     for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
@@ -274,7 +290,7 @@ def check_steps(steps: object, first_steps: object, rtol: object) -> None:
 
 
 class _as_derivative_errors:  # noqa: N801 - reads as the function of the same name in jacobian
-    """Turn PyTorch's refusals to differentiate twice into one clear error."""
+    """Turn PyTorch's errors about missing second derivatives into a DerivativeError."""
 
     def __enter__(self) -> None:
         return None

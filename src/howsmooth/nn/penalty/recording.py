@@ -1,4 +1,4 @@
-"""Seeing the inputs of layers during a model's own forward pass."""
+"""Recording of the calls of layers during a model's own forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Tokens:
-    """Stands where X stood among the arguments."""
+    """Placeholder for the tokens X among the arguments of a call."""
 
 
 _X = _Tokens()
@@ -28,49 +28,50 @@ _X = _Tokens()
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a layer, to be made again on its replica."""
+    """One recorded call of a layer, which can be repeated on the layer's replica."""
 
     name: str
     layer: nn.Module
-    tokens: Tensor  # a copy, with its history
+    tokens: Tensor  # a copy of X with its autograd graph
     leaves: list[Any]
     versions: list[int]
     tree: Any
-    batch_axis: int | None  # None: one sequence without a batch axis
+    batch_axis: int | None  # None if the call had one sequence without a batch axis
 
     @property
     def members(self) -> Tensor:
-        """X as (members, ...), without its history, in float32 or float64."""
+        """The tokens as (members, ...), detached, in float32 or float64."""
         return self.history.detach()
 
     @property
     def history(self) -> Tensor:
-        """X as (members, ...), of the model's graph, in float32 or float64."""
+        """The tokens as (members, ...), with their autograd graph, in float32 or float64."""
         x = self.tokens
         return self.by_member(x.float() if x.dtype in _HALF else x)
 
     def by_member(self, t: Tensor) -> Tensor:
-        """Bring a tensor of the layer to (members, ...)."""
+        """Return a tensor in the layout of the layer as (members, ...)."""
         if self.batch_axis is None:
             return t[None]
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Undo :meth:`by_member`."""
+        """Return a tensor (members, ...) in the layout of the layer."""
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call a module as the layer was called, with other tokens (members, ...)."""
+        """Call a module with the recorded arguments, but with other tokens (members, ...)."""
         given = self.as_given(x)
         leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
 
     def first(self, members: int) -> Call:
-        """Return the call for the first sequences alone.
+        """Return the call for the first sequences of the batch alone.
 
-        Which arguments hold something for each sequence is not written anywhere: those are cut that have
-        their number, or a multiple of it, along the first axis. Whether that was right, the output decides.
+        It is not known which arguments have one entry for each sequence. Tensors whose first axis has the
+        size of the batch, or a multiple of it, are cut. :meth:`check_first` checks by the output whether this
+        was right.
         """
         axis = self.batch_axis
         if axis is None or self.tokens.shape[axis] <= members:
@@ -83,6 +84,8 @@ class Call:
             if axis == 1 and leaf.ndim == 3 and leaf.shape[1:] == self.tokens.shape[1:]:
                 return leaf.narrow(1, 0, members)
             size = leaf.shape[0]
+            # A size that is a multiple of the batch is taken as (batch · heads, ...), as for masks of
+            # attention.
             whole = size == batch or (leaf.ndim > 2 and size % batch == 0)
             return leaf.narrow(0, 0, size // batch * members) if whole and size else leaf
 
@@ -91,7 +94,7 @@ class Call:
         return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Refuse a layer whose call cannot be cut to the first sequences."""
+        """Raise ArgumentError if the call cannot be cut to the first sequences."""
         alone = self.first(members)
         if alone is self:
             return
@@ -106,16 +109,16 @@ class Call:
                 "members",
                 expected="layers that can be run on the first sequences of a batch alone",
                 got=f"{self.name} ({type(self.layer).__name__}), whose arguments could not be cut",
-                remedy="Leave members=None for it.",
+                remedy="Use members=None for a model with this layer.",
             )
 
     def check_unchanged(self) -> None:
-        """Refuse arguments that were written to since the call."""
+        """Raise DerivativeError if an argument was changed in place since the call."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if [t._version for t in tensors] != self.versions:
             raise DerivativeError(
-                f"{self.name}: an argument of its call was changed in place since. Call the penalty right "
-                "after the forward pass, or name a module around the layer."
+                f"{self.name}: an argument of its call was changed in place after the call. Call the penalty "
+                "right after the forward pass, or name a module around the layer."
             )
 
 
@@ -125,9 +128,9 @@ class Recorder:
     Parameters
     ----------
     model
-        Whose forward passes count; what a pass before has left is dropped.
+        The model whose forward passes are recorded. Each new pass replaces the calls of the last one.
     layers
-        By name; some of its modules.
+        The modules to record, by name.
 
     """
 
@@ -140,16 +143,16 @@ class Recorder:
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are in place."""
+        """Whether the hooks are registered."""
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Put the hooks in place."""
+        """Register the hooks."""
         if self._handles:
             return
         self._handles = [
             self._model.register_forward_pre_hook(self._begin),
-            # Under exceptions too.
+            # The hook must also run if the forward pass raises an exception.
             self._model.register_forward_hook(self._end, always_call=True),
         ]
         for name, layer in self._layers.items():
@@ -157,26 +160,26 @@ class Recorder:
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Take the hooks away, and forget what was seen."""
+        """Remove the hooks and forget all recorded calls."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._running, self.calls = [], False, []
 
     def named(self) -> dict[str, Call]:
-        """Return the calls of the last forward pass by name; the further ones of a layer with their number.
+        """Return the calls of the last forward pass by name; later calls of the same layer get a number.
 
         Raises
         ------
         ArgumentError
-            If there are none.
+            If no call was recorded.
 
         """
         if not self.calls:
             raise ArgumentError(
                 "penalty",
-                expected="a forward pass of the model with gradients since it was attached",
-                got="none seen" if self.attached else "a penalty that is not attached",
-                remedy="Write `with penalty:` around forward pass and call, or penalty.attach() before.",
+                expected="a forward pass of the model with gradients since the penalty was attached",
+                got="no such pass" if self.attached else "a penalty that is not attached",
+                remedy="Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
             )
         counts: dict[str, int] = {}
         named: dict[str, Call] = {}
@@ -195,7 +198,7 @@ class Recorder:
 
     def _hook(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A layer that is the model itself is seen by this hook after the one that begins.
+            # If the layer is the model itself, its hook `_begin` has run before this one.
             if self._running and _counts():
                 self.calls.append(_call(name, layer, args, kwargs))
 
@@ -203,14 +206,15 @@ class Recorder:
 
 
 def _counts() -> bool:
-    """Whether this is a forward pass to train on: not one without gradients, nor a checkpoint's second."""
+    """Tell whether this forward pass is recorded: gradients are enabled, and no checkpoint recomputes it."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     bound = _by_parameter(layer, args, kwargs)
     if type(layer) is nn.MultiheadAttention:
-        # Then its attention is written out, which can be differentiated twice and is faster so.
+        # With need_weights=True, PyTorch computes attention step by step, which can be differentiated twice
+        # and is faster here.
         bound["need_weights"] = True
     args, kwargs = (), {key: None if _is_cache(value) else value for key, value in bound.items()}
     leaves, tree = tree_flatten((args, kwargs))
@@ -218,8 +222,8 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if x is None:
         raise ArgumentError(
             "layers",
-            expected="layers that are given tokens, a floating-point tensor (..., n, d)",
-            got=f"{name} ({type(layer).__name__}), given none",
+            expected="layers that get tokens, a floating-point tensor (..., n, d)",
+            got=f"{name} ({type(layer).__name__}), which gets none",
         )
     axis: int | None = 0 if x.ndim > 2 else None
     if axis == 0 and isinstance(layer, nn.MultiheadAttention) and not layer.batch_first:
@@ -235,7 +239,9 @@ def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise ArgumentError("layers", expected="layers called as they are declared", got=str(error)) from None
+        raise ArgumentError(
+            "layers", expected="layers whose calls match their signature", got=str(error)
+        ) from None
     named: dict[str, Any] = {}
     for key, value in bound.items():
         match signature.parameters[key].kind:
@@ -246,7 +252,7 @@ def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                     "layers",
                     expected="layers whose arguments have names",
                     got=f"{type(layer).__name__}, whose forward takes *{key}",
-                    remedy="Name a module around it, or within.",
+                    remedy="Name a module around it or inside it.",
                 )
             case _:
                 named[key] = value
@@ -258,7 +264,7 @@ def _may_be_tokens(leaf: Any) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether a call would write keys and values to it."""
+    """Tell whether a value is a cache to which a call would write keys and values."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
@@ -267,7 +273,7 @@ def _alone(leaf: Any) -> Any:
 
 
 def _as(leaf: Any, x: Tensor) -> Any:
-    """Bring half precision to the dtype of the tokens."""
+    """Return a half-precision tensor in the dtype of the tokens, and other values unchanged."""
     return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
@@ -282,12 +288,12 @@ def _first_tensor(name: str, output: Any) -> Tensor:
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the layers named, by paths or patterns; by default the innermost modules called attention.
+    """Return the layers with given paths or patterns; by default the innermost modules called attention.
 
     Raises
     ------
     ArgumentError
-        If a name or a pattern fits nothing, or there is no attention by that name.
+        If a path or pattern matches no module, or the model has no module called attention.
 
     """
     modules = dict(model.named_modules())
@@ -297,23 +303,23 @@ def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str
         if not inner:
             raise ArgumentError(
                 "layers",
-                expected="a model with modules whose class is called attention",
+                expected="a model with modules whose class name contains 'attention'",
                 got=f"none in {type(model).__name__}",
-                remedy="Give the paths of the layers, as model.named_modules() has them.",
+                remedy="Give the paths of the layers, which model.named_modules() lists.",
             )
         return inner
     if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
         raise ArgumentError("layers", expected="a list of paths or patterns", got=repr(layers))
     found: dict[str, nn.Module] = {}
     for pattern in layers:
-        # The model itself has the empty name, which a pattern is not to fit by chance.
+        # The model itself has an empty path, which a pattern such as "*" must not match.
         fits = [n for n in modules if n == pattern or (n and fnmatch.fnmatchcase(n, str(pattern)))]
         if not fits:
             raise ArgumentError(
                 "layers",
                 expected="paths or patterns of modules of the model",
                 got=repr(pattern),
-                remedy="They are the names of model.named_modules(), such as 'encoder.layers.*.self_attn'.",
+                remedy="model.named_modules() lists the paths; a pattern is 'encoder.layers.*.self_attn'.",
             )
         found |= {name: modules[name] for name in fits}
     return found

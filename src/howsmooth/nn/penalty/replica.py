@@ -1,4 +1,4 @@
-"""A second body of a layer on the same weights, in which a penalty can look without touching the layer."""
+"""Replicas of a layer with the same parameters, on which a penalty can compute without changing the layer."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _HOOKS = (
 def replica(layer: nn.Module, name: str) -> nn.Module:
     """Return a copy of the layer that shares its parameters and nothing else.
 
-    It is in evaluation mode, without dropout, has buffers and attributes of its own, and none of the
-    layer's hooks but those that make a weight (``torch.nn.utils.weight_norm``). Parameters of half precision
-    take part in float32.
+    The copy is in evaluation mode, so it has no dropout. It has its own buffers and attributes. It has none
+    of the layer's hooks, except hooks that compute a weight (``torch.nn.utils.weight_norm``). Half-precision
+    parameters are converted to float32.
 
     Raises
     ------
     ArgumentError
-        If the layer is scripted, or its ``forward`` was replaced on the object.
+        If the layer is scripted, or its ``forward`` was replaced on the instance.
 
     """
     copies: dict[int, nn.Module] = {}
     buffers: dict[int, Tensor] = {}
     for path, module in layer.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            continue  # compiled: the module within is taken in its place
+            continue  # a compiled wrapper: the module inside takes its place below
         obstacle = _obstacle(module)
         if obstacle:
             where = f"{name}.{path}" if path else name
@@ -54,6 +54,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
                 got=f"{where} ({type(module).__name__}), {obstacle}",
                 remedy="Attach the penalty to the module before it is wrapped.",
             )
+        # The modules are copied by hand, because copy.deepcopy would copy the parameters, too.
         copy = module.__new__(type(module))
         copy.__dict__ = module.__dict__.copy()
         copy.__dict__["_parameters"] = {
@@ -80,6 +81,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
     for module in layer.modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             continue
+        # The copies refer to each other as the originals do, shared modules included.
         children = {key: None if c is None else copies[id(c)] for key, c in module._modules.items()}
         copies[id(module)].__dict__["_modules"] = children
     return copies[id(layer)]
@@ -87,7 +89,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
-    """Refuse a layer that draws random numbers in evaluation mode, and put the random state back."""
+    """Raise ArgumentError if the layer draws random numbers in the context, and restore the random state."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         before = _random_state(devices)
@@ -97,8 +99,8 @@ def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
         raise ArgumentError(
             "layers",
             expected="layers that draw no random numbers in evaluation mode",
-            got=f"{name}, which does",
-            remedy="A dropout that looks at no training flag has no singular value; leave the layer out.",
+            got=f"{name}, which draws random numbers",
+            remedy="Leave the layer out: dropout that ignores evaluation mode has no singular value.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a penalty found, layer by layer."""
+"""Reports of a penalty: the singular values of each layer."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["LayerReport", "PenaltyReport"]
 
 @dataclass(frozen=True, eq=False)
 class LayerReport:
-    """The singular values of one layer at the batch of the moment.
+    """The singular values of one layer at the current batch.
 
     Attributes
     ----------
     name
-        Path of the layer in the model; with ``[i]`` behind for the i-th call, if it is called more than once.
+        Path of the layer in the model, followed by ``[i]`` for its further calls.
     value
-        (members,): lower estimates of ‖J‖ at each sequence.
+        Lower estimates of ‖J‖ at each sequence, (members,).
     residual
-        (members,): |J v − σ u| / σ.
+        Relative residuals |J v − σ u| / σ, (members,).
     converged
-        (members,): residual <= rtol. The value is then within residual · value of a singular value of J: of
-        the leading one as a rule, which is certified by :meth:`SpectralPenalty.measure` alone.
+        Whether residual <= rtol, (members,). If so, the value differs from some singular value of J by at
+        most residual · value. This is usually the leading one, but only :meth:`SpectralPenalty.measure`
+        certifies it.
     upper
-        (members,): an upper limit of ‖J‖ of confidence 0.999 where directions began at random in this step;
-        infinite elsewhere.
+        Upper limits of ‖J‖ with probability 0.999, (members,), for directions that started at random in this
+        step; infinite for the others.
     """
 
     name: str
@@ -41,25 +42,29 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """What one step of a penalty found; values are lower estimates, see ``converged``."""
+    """The result of one step of a penalty; values that have not converged are lower estimates."""
 
     layers: tuple[LayerReport, ...]
     rtol: float
 
     @property
     def converged(self) -> bool:
-        """Whether every pair of every layer has converged."""
+        """Whether all singular pairs of all layers have converged."""
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest value of each layer, NaN where one has not converged: it is no constant then."""
+        """Return the largest value of each layer, or NaN for a layer that has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers
         }
 
     def table(self) -> pd.DataFrame:
-        """Return one row a layer: layer, members, mean, largest, residual (largest), converged (how many)."""
+        """Return a table with one row for each layer.
+
+        The columns are layer, members, mean, largest, residual (the largest one) and converged (the number of
+        converged pairs).
+        """
         rows = [
             {
                 "layer": layer.name,

@@ -1,4 +1,4 @@
-"""The leading singular value of every attention layer, as a penalty beside a loss."""
+"""The leading singular value of every attention layer, as a penalty in a training loss."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class SpectralPenalty:
-    """The local Lipschitz constants of a model's layers at the batch of the moment, as a number to minimise.
+    """The local Lipschitz constants of a model's layers at the current batch, as a number to minimise.
 
-    Hooks see the inputs of the layers during your own forward pass; ``penalty()`` then returns the penalty
-    at these inputs, with its gradient by the weights of each layer::
+    Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
+    penalty at these inputs, with its gradient in the weights of each layer::
 
         with SpectralPenalty(model) as penalty:
             for x, y in batches:
@@ -42,54 +42,60 @@ class SpectralPenalty:
                 loss.backward()
                 ...
 
-    For each sequence of the batch it is σ = ⟨u, J v⟩, J the Jacobian of the layer's output by its tokens and
-    (u, v) a pair of unit vectors, constant for the gradient, that is remembered from step to step and
-    improved by one product with JᵀJ in each. Where the pair has converged, value and gradient are those of
-    ‖J‖; before, the value is a lower estimate. ``penalty.report`` says which it is.
+    For each sequence of the batch, the penalty is σ = ⟨u, J v⟩. Here J is the Jacobian of the layer's output
+    with respect to its tokens, and (u, v) is a pair of unit vectors that the gradient treats as constant. The
+    pair is kept between steps and improved by one product with JᵀJ in each step. Once it has converged, value
+    and gradient are those of ‖J‖. Before, the value is a lower estimate. ``penalty.report`` tells which is
+    the case.
 
-    The layer is run once more for it, on the same weights but in a body of its own (no dropout, evaluation
-    mode, its own buffers, none of your hooks, float32 where the model has half precision or autocast): the
-    model, its random numbers and its training mode are left as they are. So dropout is *frozen*: what is
-    penalised is the map without it. A layer that is random in evaluation mode too is refused.
+    For this, the layer is run again on a replica with the same weights. The replica is in evaluation mode,
+    has its own buffers and none of the user's hooks, and computes in float32 if the model uses half precision
+    or autocast. The model, its random numbers and its training mode do not change. Because the replica has no
+    dropout, the penalty is that of the layer without dropout. A layer that is random in evaluation mode
+    raises an error.
 
     Parameters
     ----------
     model
         Any module.
     layers
-        Paths of modules, as in ``model.named_modules()``, or patterns of them ("encoder.layers.*.self_attn").
-        By default the innermost modules whose class is called attention. What you name is what is measured:
-        an attention with or without its output projection, its residual, its norm. The first floating-point
-        argument (..., n, d) of a module is its tokens, and its first output what they become; where the
-        same tensor is queries, keys and values it is moved in all three, everything else is held constant.
+        Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn". The
+        default is the innermost modules whose class name contains "attention". The penalty is that of the
+        named module, with or without output projection, residual or norm. The tokens are the module's first
+        floating-point argument (..., n, d), and the output is its first floating-point result. If the same
+        tensor is given as queries, keys and values, it is perturbed in all three. All other arguments are
+        constant.
     on_input
-        Whether the gradient also flows to the inputs of the layers, and so to what is before them.
+        Whether the gradient also flows to the inputs of the layers, and so to the modules before them.
     members
-        How many sequences of a batch, from its first, take part; all by default. The cost goes with it. In
-        shuffled batches they stand for the others, and few with more ``steps`` are better than many with one.
+        Number of sequences, from the start of each batch, that take part; by default all. The cost is
+        proportional to it. In shuffled batches a few sequences represent the others, and few sequences with
+        more ``steps`` are better than many with one step.
     steps
-        Products with JᵀJ a call; the pair of the last call is where it begins. One is enough where the same
-        sequences come again in the same places; for new sequences in each batch take two to five.
+        Number of products with JᵀJ in each call, starting from the pair of the last call. One is enough if
+        the same sequences return in the same places of the batch. For new sequences in each batch, use two to
+        five.
     first_steps
-        Products for sequences that have no pair yet.
+        Number of products for sequences without a pair.
     rtol
-        |J v − σ u| / σ at which a pair counts as converged.
+        Relative residual |J v − σ u| / σ at which a pair counts as converged.
     over_members, over_layers
-        How the values of the sequences, and then of the layers, become one: "mean", "max" or "sum".
+        Reductions over the sequences and then over the layers: "mean", "max" or "sum".
     transform
-        A function of the values (members,), entry by entry, before they become one, such as
+        Function that is applied to the values (members,) entry by entry before the reduction, such as
         ``lambda s: (s - 1).clamp(min=0)``.
     seed
-        Of the random directions; the global random state is not used.
+        Seed of the random directions. The global random state is not used.
 
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or no layer is found.
+        If an argument has a wrong type or value, or no layer is found.
 
     References
     ----------
-    docs/theory/enforce.md (the gradient); docs/guide/penalties.md.
+    Documentation pages "Enforce: layers with a constant that is proved" (the gradient) and "Penalties: train
+    smoother attention".
 
     """
 
@@ -129,12 +135,12 @@ class SpectralPenalty:
         self._report: PenaltyReport | None = None
 
     def attach(self) -> SpectralPenalty:
-        """Begin to see the forward passes of the model."""
+        """Start recording the inputs of the layers in the model's forward passes."""
         self._recorder.attach()
         return self
 
     def detach(self) -> None:
-        """Take all hooks away; the directions stay."""
+        """Remove all hooks; the directions are kept."""
         self._recorder.detach()
 
     def __enter__(self) -> SpectralPenalty:
@@ -151,23 +157,26 @@ class SpectralPenalty:
         Parameters
         ----------
         tokens
-            (batch, n), true where a token counts: for sequences that are padded. The others are neither moved
-            nor looked at.
+            Mask (batch, n), True for tokens that count, for padded sequences. Other tokens are not perturbed,
+            and their outputs are ignored.
 
         Raises
         ------
         ArgumentError
-            If no forward pass with gradients was seen, or a layer is random or cannot be run again.
+            If there was no forward pass with gradients, or a layer is random or cannot be run again.
         DerivativeError
             If a layer cannot be differentiated twice in reverse mode.
         NonFiniteError
-            If its inputs, outputs or derivatives are not finite.
+            If inputs, outputs or derivatives of a layer contain NaN or infinity.
 
         """
         return self._over_layers(torch.stack(list(self.terms(tokens).values())))
 
     def terms(self, tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the penalty of each layer, by name, for weights of your own; see the class."""
+        """Return the penalty of each layer by name, so that the caller can weight the layers.
+
+        Arguments and errors are those of calling the penalty.
+        """
         calls = self._recorder.named()
         terms: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
@@ -181,16 +190,16 @@ class SpectralPenalty:
 
     @property
     def report(self) -> PenaltyReport:
-        """What the last call found: values, residuals, and which have converged.
+        """The report of the last call: values, residuals, and which pairs have converged.
 
         Raises
         ------
         ArgumentError
-            If there was none.
+            If the penalty was not called yet.
 
         """
         if self._report is None:
-            raise ArgumentError("report", expected="a penalty that was called", got="none yet")
+            raise ArgumentError("report", expected="a penalty that was called", got="no call yet")
         return self._report
 
     def measure(
@@ -198,9 +207,9 @@ class SpectralPenalty:
     ) -> dict[str, LipschitzEstimate]:
         """Measure each layer at the inputs of the last forward pass, with an interval.
 
-        What :func:`howsmooth.local_lipschitz` finds from random starts, for the same maps as the penalty
-        sees: evaluation mode, every sequence with all its tokens. It costs some ten to a hundred products
-        with JᵀJ; the directions of the penalty stay as they are.
+        The measurement is :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the
+        penalty, in evaluation mode and with all tokens of every sequence. It costs about ten to a hundred
+        products with JᵀJ. The directions of the penalty do not change.
 
         Parameters
         ----------
@@ -210,7 +219,7 @@ class SpectralPenalty:
         Returns
         -------
         dict
-            One estimate of shape (members,) a layer.
+            One estimate of shape (members,) for each layer.
 
         """
         found: dict[str, LipschitzEstimate] = {}
@@ -229,11 +238,11 @@ class SpectralPenalty:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the directions, to go on after a checkpoint."""
+        """Return the directions, for a checkpoint."""
         return {name: directions.state_dict() for name, directions in self._directions.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the directions that :meth:`state_dict` returned."""
+        """Restore the directions that :meth:`state_dict` returned."""
         self._directions = {}
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
@@ -245,6 +254,7 @@ class SpectralPenalty:
         call.check_unchanged()
         body = replica(call.layer, call.name)
         if self._members is not None:
+            # The cut is verified once for each layer, by comparing outputs.
             whole, call = call, call.first(self._members)
             tokens = None if tokens is None else tokens[: self._members]
             if name not in self._checked:
@@ -255,8 +265,8 @@ class SpectralPenalty:
         weights: list[Tensor] = [p for p in call.layer.parameters() if p.requires_grad]
         on_input = self._on_input and call.tokens.requires_grad
         sought = [*weights, x] if on_input else weights
-        # The graph that is made here is used up here: the loss gets numbers, so that it may be differentiated
-        # in any way, and the memory is free again before the next layer.
+        # The gradients are computed here, and the loss gets their values only. So the graph's memory is freed
+        # before the next layer, and the loss can be differentiated in any mode.
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             with drawing_nothing(name, x.device):
                 pair = Pair(lambda t: call.run(body, t), x, _real(tokens, x))
@@ -266,10 +276,12 @@ class SpectralPenalty:
             sigma = g.detach().flatten(1).norm(dim=1).requires_grad_()
             check_finite(sigma)
             term = self._over_members(sigma if self._transform is None else self._transform(sigma))
+            # The share of a member is the derivative of the reduced term by its singular value.
             (shares,) = torch.autograd.grad(term, sigma)
             v = unit(g.detach())
             if bool((shares == 0).any()):
-                # A member without a share has no gradient by u to take J v from.
+                # The gradient by u gives J v times the member's share, so a share of zero needs a separate
+                # product.
                 jv = pair.push_forward(g, u, v)
                 gradients = _gradients(g, v, shares, sought)
             else:
@@ -284,19 +296,20 @@ class SpectralPenalty:
         if on_input and (by_input := gradients.pop()) is not None:
             inputs.append(call.tokens)
             gradients.append(call.as_given(by_input))
+        # The result is a number whose backward pass hands out these gradients.
         known: Tensor = _Known.apply(term.detach(), gradients, *inputs)  # type: ignore[no-untyped-call]
         return known, report
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩."""
+    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ with respect to the tensors ``by``."""
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
 
 
 class _Known(torch.autograd.Function):
-    """A number whose gradients are known already."""
+    """A number with gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -310,10 +323,10 @@ class _Known(torch.autograd.Function):
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Check which tokens count, and return them as numbers."""
+    """Return the mask of tokens that count, with numbers 0 and 1 in place of booleans; check its shape."""
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
         got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ArgumentError("tokens", expected=f"one truth value a token, {tuple(x.shape[:2])}", got=got)
+        raise ArgumentError("tokens", expected=f"a mask of shape {tuple(x.shape[:2])}", got=got)
     return tokens.to(device=x.device).bool().to(x.dtype)
