@@ -44,8 +44,8 @@ class Tile:
 
 
 # Tiles from large to small, for kernels over blocks of rows and over blocks of keys. The first tile that fits
-# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into the registers
-# of a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
+# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into registers of
+# a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
 _ROWS = (
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
@@ -155,7 +155,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`, for tangents ``d`` and ``du`` of x and ``u``."""
+        """Return the tangents of the results of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         common, moved = _common(u, kept[0]), _common(u, do)
@@ -239,7 +239,7 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tiles that are tried for a kernel with operands of padded width ``width``, large to small."""
+    """Return the tiles to try for a kernel with operands of padded width ``width``, from large to small."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]

@@ -42,7 +42,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the rows from ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
+    """Load the rows ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     inside = i < end
@@ -267,7 +267,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error of the row sums of D∘G that its rounding to ``dtype`` causes.
+    """Return the error of the row sums of D∘G if D∘G is rounded to ``dtype``.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.

@@ -68,7 +68,7 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """What both Jacobians of attention share: the way from tokens to heads, and back."""
+    """Base class of both Jacobians of attention, with the steps between tokens and heads that they share."""
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None

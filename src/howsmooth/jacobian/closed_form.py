@@ -122,7 +122,7 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at several batches of tokens, for each batch a dictionary by dtype.
+    """Return the Jacobians of ``f`` at several batches of tokens, for each batch a mapping from dtypes.
 
     Each batch (batch, n, d) has its own length n. The operators are as from :func:`closed_form_jacobian`.
     Operators of one dtype share the projections, and each batch is linearised once for all dtypes.
@@ -181,7 +181,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobians of a float64 map at float64 tokens, one in the dtype of each projection.
+    """Return the Jacobians of a float64 map at float64 tokens, one for the dtype of each of ``made``.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

@@ -125,7 +125,7 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take the place of softmax number ``i`` in a run of the layer."""
+        """Return the stored output of softmax number ``i``, with its closed-form derivative in the graph."""
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
@@ -304,7 +304,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of :class:`_Linearised` as an autograd function; its own adjoint is the derivative."""
+    """The adjoint of a softmax as an autograd function, whose adjoint is the derivative of the softmax."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -245,7 +245,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add matrix products of a tile: left[0] @ right[0] to its keys, left[1] @ right[1] to its values."""
+        """Add left[0] @ right[0] to the cotangents of keys, and left[1] @ right[1] to those of values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -296,7 +296,7 @@ class _Tiles:
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks of all rows, with as many heads as a tile takes."""
+        """Yield blocks that cover all rows and heads, each with as many heads as fit into a tile."""
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
@@ -331,7 +331,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return the sum of ``of_piece`` over the pieces of a block, each added to its own rows."""
+        """Return, for all rows of a block, the sum of the results of ``of_piece`` for its pieces."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)

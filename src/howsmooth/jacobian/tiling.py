@@ -109,7 +109,7 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
+        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
@@ -140,7 +140,7 @@ class Block:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return pairs (batches, keys): the place of the keys of a tile in the sequence, for each batch.
+        """Return pairs (batches, keys) that say which keys of the sequence a tile has in which batches.
 
         An integer stands for one batch, a slice for several batches with the same keys.
         """
@@ -149,7 +149,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """The same strip of several squares at the causal diagonal, one square for each batch of one head.
+    """A strip of rows of several squares at the causal diagonal: one square, and one batch, for each thread.
 
     ``rows`` and keys are numbered from the first row and key of the square, alike in all squares.
 
@@ -170,7 +170,7 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
+        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
@@ -188,7 +188,7 @@ class Stairs(Block):
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows as numbered in the square, in which keys are numbered too."""
+        """Return the rows, numbered from the first row of their square, as keys are here."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
@@ -215,7 +215,7 @@ class Stairs(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a block, and the keys of the tiles that these rows need, numbered as the block does."""
+    """A block, and the ranges of keys with which its scores are formed, one range for each tile."""
 
     block: Block
     keys: list[slice]
@@ -333,7 +333,7 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Return the pieces of a block whose keys begin at the block's first row.
+        """Return the pieces of a block with the keys from its own first row to the diagonal.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.
