@@ -111,6 +111,7 @@ def attention(
             remedy="Use a mask to say which keys each query sees.",
         )
     names = ["q", "k", "v"]
+    # Query heads that share a key head are put on an axis of their own, the group.
     tensors = [
         q.expand(*lead, heads, m, key_dim).reshape(size, kv_heads, group, m, key_dim),
         k.expand(*lead, kv_heads, n, key_dim).reshape(size, kv_heads, 1, n, key_dim),

@@ -146,6 +146,7 @@ class Kernels:
         """Return the tangents of the results of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
+        # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
         common, moved = _common(u, kept[0]), _common(u, do)
         if du is None:
             du = torch.zeros_like(u)
@@ -168,6 +169,7 @@ class Kernels:
         """Return dO and μ = rowsum(P∘dS); ``d`` has a tangent for each tensor."""
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
+        # Without sinks the kernel does not read this argument.
         dsinks = d["sinks"].contiguous() if "sinks" in d else lse
         operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
         self._run("tangent", x, *operands)
@@ -175,6 +177,7 @@ class Kernels:
 
     def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
         """Run a kernel on all blocks of rows or keys, in the largest tiles that fit on the chip."""
+        # Imported here, so that the package works without Triton.
         from howsmooth.functional import fused_kernels
 
         scores, q, k, v = self.scores, x["q"], x["k"], x["v"]

@@ -80,6 +80,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
             found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
             return found + (_in_order(kernels.adjoint(x, kept, u, of_d), of_d) if of_d else ())
 
+        # The gradient in x is the tangent of the adjoint along dx, with dU = 0; that in dx is the adjoint.
         names = (*of_x, *of_d)
         outputs = tuple((PARTS[name], s) for name, s in zip(names, _chosen(shapes, wanted), strict=True))
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, names))
@@ -152,6 +153,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
             found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
             return found + ((kernels.tangent(x, kept, d),) if of_u else ())
 
+        # Likewise the gradient in x is the tangent of the adjoint along W, and that in U is dO along W.
         outputs = tuple(zip(_chosen(given.parts, wanted), _chosen(shapes, wanted), strict=True))
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, of_x))
 

@@ -74,6 +74,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
         """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
+        # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -122,7 +123,8 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint of ``through(product)``; ``through`` is called once for each member."""
+        """Apply the derivative, then ``through`` to each member at once, then the adjoint."""
+        # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
         for i, part in enumerate(do.split(self.kv_heads)):
@@ -207,6 +209,7 @@ def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivativ
     """Return the derivative that :func:`fused` chooses, without asking if the device has kernels."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
+    # ``exact`` is dropped: the kernels form scores from the parts of q and k.
     coarse, fine = (FusedDerivative(**(own | rows | {"exact": None, "parts": parts})) for parts in (2, 3))
     if allowance is None:
         return fine if at.exact is None else at

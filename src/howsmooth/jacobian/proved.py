@@ -227,7 +227,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the keys, shifted or not."""
+        """Return bounds for the keys; ``shifted`` says if their shift is subtracted."""
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
@@ -244,7 +244,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the values, shifted or not."""
+        """Return bounds for the values; ``shifted`` says if their shift is subtracted."""
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
@@ -364,7 +364,7 @@ class _Attention:
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds of the error of products with the Jacobian.
+        """Return bounds of the error of products with the Jacobian of the layer.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
