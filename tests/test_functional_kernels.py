@@ -366,8 +366,11 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torch.float64", lambda: attention(*exact(x), kernels=True)),
         ("queries", lambda: attention(*(t.repeat(1, 1, 65) for t in x), kernels=True)),
         ("queries", lambda: attention(x[0][:, :0], *x[1:], kernels=True)),
-        ("two tensors", lambda: attention(*x, bias, score_bias=bias, kernels=True)),
-        ("a call that is recorded", lambda: linearize(lambda q: attention(q, *x[1:], kernels=True), x[0])),
+        ("both a mask of numbers", lambda: attention(*x, bias, score_bias=bias, kernels=True)),
+        (
+            "a call that torch.func.linearize",
+            lambda: linearize(lambda q: attention(q, *x[1:], kernels=True), x[0]),
+        ),
     ]
     for words, call in refused:
         with pytest.raises(ArgumentError, match=f"^kernels: .*{words}"):

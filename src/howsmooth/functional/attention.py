@@ -106,7 +106,7 @@ def attention(
     if (causal or width is not None) and m != n:
         raise ArgumentError(
             "causal" if causal else "window",
-            expected="as many queries as keys, which are numbered alike",
+            expected="as many queries as keys, query i at the position of key i",
             got=f"{m} queries and {n} keys",
             remedy="Use a mask to say which keys each query sees.",
         )

@@ -74,9 +74,9 @@ def obstacle(x: Mapping[str, Tensor]) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):
         return f"queries {tuple(q.shape)} and values {tuple(v.shape)}"
     if "mask" in x and "bias" in x:
-        return "two tensors that are added to the scores"
+        return "both a mask of numbers and a score bias"
     if get_proxy_mode() is not None:
-        return "a call that is recorded"
+        return "a call that torch.func.linearize or make_fx records"
     if importlib.util.find_spec("triton") is None:
         return "no Triton"
     return _obstacle_of(q.device)
