@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from howsmooth.functional import fused, fused_kernels
+from howsmooth.triton_launch import Tile
 
 NAMES = fused_kernels.__all__
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,7 +37,7 @@ NUMBERS = {"scale": "fp32", "cap": "fp32"}
 POINTERS = ("q", "k", "v", "u", "dq", "dk", "dv", "du", "bias", "sinks", "dsinks")
 
 
-def compiled(name: str, dtype: str, width: int, rule: str, tile: fused.Tile, capability: int) -> object:
+def compiled(name: str, dtype: str, width: int, rule: str, tile: Tile, capability: int) -> object:
     """Compile one kernel for operands of this many entries."""
     kernel = getattr(fused_kernels, name)
     values = {**dict.fromkeys(FLAGS, False), **RULES[rule]}

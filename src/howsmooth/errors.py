@@ -119,7 +119,6 @@ class WorkerError(HowsmoothError):
     """Raised when a worker of a study is lost, cannot be reached, or runs another version of howsmooth."""
 
 
-
 def reason(error: BaseException) -> str:
     """Say in a phrase why a file cannot be read or written."""
     if isinstance(error, OSError) and error.strerror:

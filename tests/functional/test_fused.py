@@ -17,6 +17,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from howsmooth import triton_launch
 from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, fused
 from tests._interpreter import bfloat16_in_the_interpreter
@@ -37,9 +38,9 @@ DIGITS = 1e-5 if DEVICE.type == "cuda" else 3e-6
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut even few tokens into several tiles of rows and of keys, not all of them square."""
-    monkeypatch.setattr(fused, "_ROWS", (fused.Tile(32, 16, 4, 1),))
-    monkeypatch.setattr(fused, "_KEYS", (fused.Tile(16, 32, 4, 1),))
-    monkeypatch.setattr(fused, "_room", {})
+    monkeypatch.setattr(fused, "_ROWS", (triton_launch.Tile(32, 16, 4, 1),))
+    monkeypatch.setattr(fused, "_KEYS", (triton_launch.Tile(16, 32, 4, 1),))
+    monkeypatch.setattr(triton_launch, "_fitted", {})
 
 
 def small(*shape: int, seed: int) -> Tensor:
@@ -283,8 +284,8 @@ def test_errors_are_at_most_twice_those_of_the_math_backend(
     dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value, both modes and one over the other, in tiles as on a device; keys may have much in common."""
-    monkeypatch.setattr(fused, "_ROWS", (fused.Tile(128, 64, 8, 1),))
-    monkeypatch.setattr(fused, "_KEYS", (fused.Tile(64, 128, 8, 1),))
+    monkeypatch.setattr(fused, "_ROWS", (triton_launch.Tile(128, 64, 8, 1),))
+    monkeypatch.setattr(fused, "_KEYS", (triton_launch.Tile(64, 128, 8, 1),))
     x = tuple(small(1, 2, 150, 32, seed=i) for i in range(3))
     if rule == "common keys":
         x = (x[0], x[1] + 10 * small(32, seed=7), x[2])
@@ -351,7 +352,7 @@ def test_smaller_tiles_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -
             return run
 
     monkeypatch.setattr(fused_kernels, "value", Crowded())
-    monkeypatch.setattr(fused, "_ROWS", (fused.Tile(32, 64, 4, 1), fused.Tile(32, 16, 4, 1)))
+    monkeypatch.setattr(fused, "_ROWS", (triton_launch.Tile(32, 64, 4, 1), triton_launch.Tile(32, 16, 4, 1)))
     x = tuple(small(1, 40, 8, seed=i).half() for i in range(3))
     for _ in range(2):
         agree(attention(*there(x), kernels=True), written_out(*exact(x)), 1e-3)
@@ -365,8 +366,11 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torch.float64", lambda: attention(*exact(x), kernels=True)),
         ("queries", lambda: attention(*(t.repeat(1, 1, 65) for t in x), kernels=True)),
         ("queries", lambda: attention(x[0][:, :0], *x[1:], kernels=True)),
-        ("two tensors", lambda: attention(*x, bias, score_bias=bias, kernels=True)),
-        ("a call that is recorded", lambda: linearize(lambda q: attention(q, *x[1:], kernels=True), x[0])),
+        ("both a mask of numbers", lambda: attention(*x, bias, score_bias=bias, kernels=True)),
+        (
+            "a call that torch.func.linearize",
+            lambda: linearize(lambda q: attention(q, *x[1:], kernels=True), x[0]),
+        ),
     ]
     for words, call in refused:
         with pytest.raises(ArgumentError, match=f"^kernels: .*{words}"):

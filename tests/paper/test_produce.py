@@ -21,7 +21,6 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
 from tests._study import installed, make_tools
-
 from tests.paper.test_page import PNG
 
 

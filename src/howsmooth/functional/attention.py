@@ -106,11 +106,12 @@ def attention(
     if (causal or width is not None) and m != n:
         raise ArgumentError(
             "causal" if causal else "window",
-            expected="as many queries as keys, which are numbered alike",
+            expected="as many queries as keys, query i at the position of key i",
             got=f"{m} queries and {n} keys",
             remedy="Use a mask to say which keys each query sees.",
         )
     names = ["q", "k", "v"]
+    # Query heads that share a key head are put on an axis of their own, the group.
     tensors = [
         q.expand(*lead, heads, m, key_dim).reshape(size, kv_heads, group, m, key_dim),
         k.expand(*lead, kv_heads, n, key_dim).reshape(size, kv_heads, 1, n, key_dim),

@@ -170,11 +170,11 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of the summands of a block, with the axes ``extra`` in front."""
+        """Return the shapes of a block's contributions to the results, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the results, and the further results of the kernel; PyTorch does not differentiate this."""
+        """Compute the results and, with a kernel, its further results, without recording a graph."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from howsmooth.functional.softmax import Scores
+from howsmooth.triton_launch import Tile, launch, padded_width
 
-__all__ = ["KEPT", "Kept", "Kernels", "Tile", "filled_width", "obstacle", "precision", "tiles"]
+__all__ = ["KEPT", "Kept", "Kernels", "obstacle", "precision", "tiles"]
 
 KEPT = ("mean", "lse")
 """Names of the kept tensors: O in float32 (lead, kv_heads, group, m, value_dim), and log₂ of the softmax
@@ -30,22 +31,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
 _OLDEST_TRITON = (3, 6)  # first version that multiplies float32 in three bfloat16 parts
 _WIDEST = 256  # entries of a head
-_NARROWEST = 16  # columns of an operand of a matrix unit
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # Tiles from large to small, for kernels over blocks of rows and over blocks of keys. The first tile that fits
-# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into the registers
-# of a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
+# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into registers of
+# a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
 _ROWS = (
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
@@ -74,8 +64,6 @@ _FIRST = {
     "second_keys": ((1, 3, 4), (3, 5, 5)),
 }
 _BY_KEYS = ("adjoint_keys", "second_keys")
-# Index of the first tile that has fitted, for each kernel, dtype, device and set of options.
-_room: dict[object, int] = {}
 
 
 def obstacle(x: Mapping[str, Tensor]) -> str | None:
@@ -86,9 +74,9 @@ def obstacle(x: Mapping[str, Tensor]) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):
         return f"queries {tuple(q.shape)} and values {tuple(v.shape)}"
     if "mask" in x and "bias" in x:
-        return "two tensors that are added to the scores"
+        return "both a mask of numbers and a score bias"
     if get_proxy_mode() is not None:
-        return "a call that is recorded"
+        return "a call that torch.func.linearize or make_fx records"
     if importlib.util.find_spec("triton") is None:
         return "no Triton"
     return _obstacle_of(q.device)
@@ -155,9 +143,10 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`, for tangents ``d`` and ``du`` of x and ``u``."""
+        """Return the tangents of the results of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
+        # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
         common, moved = _common(u, kept[0]), _common(u, do)
         if du is None:
             du = torch.zeros_like(u)
@@ -180,6 +169,7 @@ class Kernels:
         """Return dO and μ = rowsum(P∘dS); ``d`` has a tangent for each tensor."""
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
+        # Without sinks the kernel does not read this argument.
         dsinks = d["sinks"].contiguous() if "sinks" in d else lse
         operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
         self._run("tangent", x, *operands)
@@ -187,8 +177,7 @@ class Kernels:
 
     def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
         """Run a kernel on all blocks of rows or keys, in the largest tiles that fit on the chip."""
-        from triton.runtime.errors import OutOfResources
-
+        # Imported here, so that the package works without Triton.
         from howsmooth.functional import fused_kernels
 
         scores, q, k, v = self.scores, x["q"], x["k"], x["v"]
@@ -201,7 +190,7 @@ class Kernels:
             scores.scale, scores.softcap or 1.0,
             q.shape[-2], k.shape[-2], q.shape[1] * group, group, visible.window or 0,
         )  # fmt: skip
-        width = filled_width(q.shape[-1], v.shape[-1])
+        width = padded_width(q.shape[-1], v.shape[-1])
         options = {
             "CAUSAL": visible.causal,
             "WINDOWED": visible.window is not None,
@@ -214,40 +203,21 @@ class Kernels:
             "VALUE": v.shape[-1],
             "WIDTH": width,
         }
-        case = (name, q.dtype, q.device, *options.values())
-        candidates = tiles(name, q.dtype, width)
-        for i in range(_room.get(case, 0), len(candidates)):
-            tile = candidates[i]
-            blocks = -(-k.shape[-2] // tile.keys) if name in _BY_KEYS else -(-q.shape[-2] // tile.rows)
-            heads = math.prod((k if name in _BY_KEYS else q).shape[:3])
-            try:
-                with torch.cuda.device_of(q):
-                    getattr(fused_kernels, name)[(heads * blocks,)](
-                        *arguments,
-                        **options,
-                        ROWS=tile.rows,
-                        KEYS=tile.keys,
-                        num_warps=tile.warps,
-                        num_stages=tile.stages,
-                    )
-            except OutOfResources:
-                if tile is candidates[-1]:
-                    raise
-            else:
-                _room[case] = i
-                return
+        by_keys = name in _BY_KEYS
+        heads = math.prod((k if by_keys else q).shape[:3])
+
+        def grid(tile: Tile) -> tuple[int]:
+            return (heads * (-(-k.shape[-2] // tile.keys) if by_keys else -(-q.shape[-2] // tile.rows)),)
+
+        kernel = getattr(fused_kernels, name)
+        launch(kernel, tiles(name, q.dtype, width), grid, q, arguments, options)
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tiles that are tried for a kernel with operands of padded width ``width``, large to small."""
+    """Return the tiles to try for a kernel with operands of padded width ``width``, from large to small."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
-
-
-def filled_width(key_dim: int, value_dim: int) -> int:
-    """Return the padded width of all operands: a power of two, at least 16."""
-    return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -42,7 +42,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the rows from ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
+    """Load the rows ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     inside = i < end
@@ -186,6 +186,7 @@ def value(
             s, start, j, seen, seen_m, seen_n, bias, bias_m, bias_n, scale, cap, m, n, window,
             False, CAUSAL, WINDOWED, SEEN, BIAS, CAPPED, ROWS, KEYS,
         )  # fmt: skip
+        # The largest score so far: sums of earlier tiles are scaled when a larger one comes.
         higher = tl.maximum(top, tl.max(s, 1))
         # A row that has seen no key yet has no maximum: with level 0 all its exponentials are zero.
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -267,7 +268,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error of the row sums of D∘G that its rounding to ``dtype`` causes.
+    """Return the error of the row sums of D∘G if D∘G is rounded to ``dtype``.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.
@@ -310,6 +311,7 @@ def adjoint_queries(
     low, high = _keys_of(start, m, n, window, CAUSAL, WINDOWED, ROWS, KEYS)
     for j in range(low, high, KEYS):
         ks = _load(k, j, n, KEYS, KEY, WIDTH)
+        # Products of queries and keys, and U vᵀ.
         s = tl.dot(qs, tl.trans(ks), input_precision=PRECISION)
         vs = _load(v, j, n, KEYS, VALUE, WIDTH)
         g = tl.dot(us, tl.trans(vs), input_precision=PRECISION)
@@ -317,6 +319,7 @@ def adjoint_queries(
             s, start, j, seen, seen_m, seen_n, bias, bias_m, bias_n, scale, cap, m, n, window,
             False, CAUSAL, WINDOWED, SEEN, BIAS, CAPPED, ROWS, KEYS,
         )  # fmt: skip
+        # G = P∘(U vᵀ − r), then D∘G.
         g = tl.exp2(s - row_lse) * (g - row_common)
         if CAPPED:
             g = g * slope
@@ -360,6 +363,7 @@ def adjoint_keys(
             p = tl.exp2(s - row_lse)
             us = _load(u + head * m * VALUE, i, m, ROWS, VALUE, WIDTH)
             acc_v = tl.dot(p.to(us.dtype), us, acc_v, input_precision=PRECISION)
+            # G = P∘(U vᵀ − r), transposed: rows are keys here.
             g = p * (tl.dot(vs, tl.trans(us), input_precision=PRECISION) - row_common)
             if CAPPED:
                 g = g * slope
@@ -423,6 +427,7 @@ def second_queries(
         s = tl.dot(qs, tl.trans(ks), input_precision=PRECISION)
         raw = tl.dot(dqs, tl.trans(ks), input_precision=PRECISION)
         raw = tl.dot(qs, tl.trans(dks), raw, input_precision=PRECISION) * scale
+        # A = U vᵀ, and dA = dU vᵀ + U dvᵀ.
         a = tl.dot(us, vs, input_precision=PRECISION)
         da = tl.dot(dus, vs, input_precision=PRECISION)
         vs = tl.trans(_load(dv, j, n, KEYS, VALUE, WIDTH))
@@ -434,6 +439,7 @@ def second_queries(
         _, _, g, dg = _moved(
             s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED
         )  # fmt: skip
+        # Cotangents move by d(D∘G) k + (D∘G) dk.
         rest += _rest(dg, ks.dtype, CAPPED, SINKS)
         acc = tl.dot(dg.to(ks.dtype), ks, acc, input_precision=PRECISION)
         acc = tl.dot(g.to(ks.dtype), dks, acc, input_precision=PRECISION)
@@ -476,6 +482,7 @@ def second_keys(
             s = tl.dot(ks, tl.trans(qs), input_precision=PRECISION)
             raw = tl.dot(ks, tl.trans(dqs), input_precision=PRECISION)
             raw = tl.dot(dks, tl.trans(qs), raw, input_precision=PRECISION) * scale
+            # A = U vᵀ, and dA = dU vᵀ + U dvᵀ, transposed.
             a = tl.dot(vs, tl.trans(us), input_precision=PRECISION)
             da = tl.dot(vs, tl.trans(dus), input_precision=PRECISION)
             da = tl.dot(dvs, tl.trans(us), da, input_precision=PRECISION)
@@ -486,6 +493,7 @@ def second_keys(
             p, dp, g, dg = _moved(
                 s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED
             )  # fmt: skip
+            # Cotangents of values move by dPᵀ U + Pᵀ dU, those of keys by d(D∘G)ᵀ q + (D∘G)ᵀ dq.
             acc_v = tl.dot(dp.to(us.dtype), us, acc_v, input_precision=PRECISION)
             acc_v = tl.dot(p.to(us.dtype), dus, acc_v, input_precision=PRECISION)
             acc_k = tl.dot(dg.to(qs.dtype), qs, acc_k, input_precision=PRECISION)

@@ -80,6 +80,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
             found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
             return found + (_in_order(kernels.adjoint(x, kept, u, of_d), of_d) if of_d else ())
 
+        # The gradient in x is the tangent of the adjoint along dx, with dU = 0; that in dx is the adjoint.
         names = (*of_x, *of_d)
         outputs = tuple((PARTS[name], s) for name, s in zip(names, _chosen(shapes, wanted), strict=True))
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, names))
@@ -152,6 +153,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
             found = _in_order(kernels.second(x, kept, u, d, None, of_x), of_x) if of_x else ()
             return found + ((kernels.tangent(x, kept, d),) if of_u else ())
 
+        # Likewise the gradient in x is the tangent of the adjoint along W, and that in U is dO along W.
         outputs = tuple(zip(_chosen(given.parts, wanted), _chosen(shapes, wanted), strict=True))
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, of_x))
 
@@ -169,7 +171,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Given:
-    """The inputs of a derivative: the tensors x, what the kernel for the value has kept, and further tensors.
+    """The inputs of a derivative: the tensors x, those that the kernel has kept, and tangents or cotangents.
 
     ``more`` names the further tensors: a tangent has the name of its tensor, ``u`` is the cotangent of the
     output and ``du`` the tangent of ``u``.
@@ -197,7 +199,7 @@ class _Given:
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names in x, and the names in ``more``, that ``flags`` of all input tensors mark."""
+        """Return the names of the marked tensors in x, and of the marked tensors in ``more``."""
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]
         return _chosen(self.scores.names, flags[:count]), _chosen(self.more, more)
@@ -205,9 +207,9 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return the function of the input tensors that runs ``kernel``.
+        """Return a function that runs ``kernel`` on the input tensors, or None.
 
-        It is None without kernels, and if an input or a result is a tangent or cotangent of a mask or bias.
+        The result is None without kernels, and for tangents or cotangents of a mask or bias.
         """
         if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
             return None

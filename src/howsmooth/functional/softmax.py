@@ -119,6 +119,7 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
         s = s.masked_fill(hidden & alive, float("-inf"))
     sink = None
     if "sinks" in x:
+        # The sink is a last column of the scores; its probability is split off after the softmax.
         rows = torch.broadcast_shapes(x["sinks"].shape, (*s.shape[:-1], 1))
         s = torch.cat((s.expand(*rows[:-1], s.shape[-1]), x["sinks"].expand(rows)), dim=-1)
         p = torch.softmax(s, dim=-1)
@@ -160,6 +161,7 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if "v" in which:
         found["v"] = _over_rows(at.p, u)
+    # The cotangent of the values needs P only.
     if set(which) <= {"v"}:
         return found
     a = _products(u, at.x["v"])
@@ -185,6 +187,7 @@ def second(
     ``d`` are tangents of the tensors, ``du`` is the tangent of ``u`` or None for zero.
     """
     x, p, found = at.x, at.p, dict[str, Tensor]()
+    # The tangent of s is needed before the cap too, because the derivative of the cap changes with s.
     ds_raw = _products_moved(at, d)
     slope = at.slope
     dp = _dp(at, _ds(at, d, ds_raw), d)
@@ -195,6 +198,7 @@ def second(
         da = _products(du, x["v"])
     if "v" in d:
         da = _sum(da, _products(u, d["v"]))
+    # dr = rowsum(dP∘A + P∘dA) and dG = dP∘(A − r) + P∘(dA − dr), without the terms that are zero.
     dr, dg = torch.zeros_like(r), torch.zeros_like(p)
     if dp is not None:
         dr, dg = dr + (dp * a).sum(dim=-1, keepdim=True), dg + dp * (a - r)
@@ -216,6 +220,7 @@ def second(
     if slope is not None and at.tanh is not None and at.softcap is not None:
         dg = dg * slope
         g = g * slope
+        # dD = −(2/c) tanh(s/c) D ds, times G; g has the factor D already.
         if ds_raw is not None:
             dg = dg - (2 / at.softcap) * at.tanh * ds_raw * g
     if "q" in which:
@@ -259,6 +264,7 @@ def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | Non
 
 def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
     """Return P∘(dS − rowsum(P∘dS)): the derivative of the softmax of each row, which is self-adjoint."""
+    # PyTorch's own kernel for the backward pass of a softmax needs equal shapes.
     if ds.shape == p.shape:
         fused: Tensor = torch._softmax_backward_data(ds, p, -1, p.dtype)
         return fused
@@ -267,6 +273,7 @@ def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Return ⟨a_i, b_j⟩ for queries (..., group, rows, d) and keys (..., 1, keys, d), shaped as scores."""
+    # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s
 

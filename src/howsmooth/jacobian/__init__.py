@@ -1,4 +1,29 @@
-"""Jacobians of token maps as linear operators: in closed form, or by automatic differentiation."""
+"""Jacobians of token maps as linear operators, in closed form or by automatic differentiation.
+
+The closed form of attention rests on one derivative. For scaled queries q, keys k and values v, with scores
+S = q kᵀ (or S = c tanh(q kᵀ / c), whose derivative is D, else D = 1), row softmax P, O = P v and tangents
+dq, dk, dv ::
+
+    T    = P∘D∘(dq kᵀ + q dkᵀ)
+    dO_i = Σ_j T_ij (v_j − O_i) + Σ_j P_ij dv_j                         the product J
+    U    = P∘D∘(G vᵀ − ⟨G_i, O_i⟩)                                      for a cotangent G of O
+    q̄, k̄, v̄ = U k, Uᵀ q, Pᵀ G                                           the adjoint product Jᵀ
+
+Its variants compute the same numbers up to rounding:
+
+- ``softmax``: P is kept in memory; with weights (the atoms of a measure) a second, weighted P beside it.
+- ``packed`` and ``padded``: several sequences of unequal lengths with P kept, sharing the projections, or
+  padded with zeros to one length.
+- ``streamed``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
+- ``fused``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
+- :mod:`howsmooth.distributed`: the query rows are shared among processes, each with a streamed derivative.
+- :mod:`howsmooth.functional`: a function that PyTorch differentiates again, to every order.
+
+``attention`` puts the projections of a layer around one of them, ``staged`` arbitrary PyTorch code, and
+``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. The
+derivation, and a table of memory and cost, are on the documentation page "The derivative of softmax
+attention, and its variants".
+"""
 
 from howsmooth.jacobian.autodiff import (
     AutodiffJacobian,

@@ -68,7 +68,7 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """What both Jacobians of attention share: the way from tokens to heads, and back."""
+    """Base class of both Jacobians of attention, with the steps between tokens and heads that they share."""
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None
@@ -98,11 +98,13 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         """
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
+        # Queries and keys may be normed and are then rotated; values are neither.
         if norm is not None:
             rows = norm.product(rows.reshape(b, *norm.in_shape))
         rows = rows.reshape(b, n, heads, -1).transpose(1, 2)
         if part < 2 and self.projection.rotary is not None:
             rows = self.projection.rotary.rotate(rows)
+        # Successive query heads share a key head, so their rows come to lie in one matrix.
         return rows.reshape(b * f.kv_heads, -1, rows.shape[-1])
 
     def _from_heads(self, part: int, heads: Float[Tensor, "b m width"]) -> Float[Tensor, "batch n rows"]:
@@ -148,7 +150,7 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of a float64 layer at float64 tokens, one for the dtype of each projection.
+        """Return the Jacobians of a float64 layer at float64 tokens, one in the dtype of each projection.
 
         Parameters
         ----------
@@ -273,7 +275,7 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         return self._to_heads(0, e @ query.mT), self._to_heads(1, e @ key.mT), self._to_heads(2, e @ value.mT)
 
     def _cotangent(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return the cotangent of the tokens."""
+        """Return the cotangent of the tokens, from the cotangents of scaled queries, keys and values."""
         query, key, value = self.projection.parts
         out = self._from_heads(0, dq).flatten(0, 1) @ query
         out.addmm_(self._from_heads(1, dk).flatten(0, 1), key)

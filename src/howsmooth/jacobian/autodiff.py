@@ -283,10 +283,12 @@ def check_against_differences(
     steps, at = (step, 0.6 * step, step / 4), f(x)
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
+        # Central differences, and the jump between the one-sided differences of the smallest step.
         found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
         kink = (sides[-1][0] - sides[-1][1]).norm() / steps[-1]
     except Exception:  # f accepts x, so it refuses an input near x
         longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
+        # Directions into the ball, with one-sided differences of second order.
         e = e - x * (longest[0] / longest[1])
         try:
             found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
@@ -296,6 +298,8 @@ def check_against_differences(
     fine = found[-1]
     je = product(e).reshape(fine.shape)
     off = (fine - je).norm()
+    # Reliable if all steps agree to 5 %. A difference may also come from a kink, from the rounding of the
+    # values of f, or from the rounding of the products.
     reliable = torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()
     blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[-1]
     explained = (0.2 + rounding) * torch.maximum(fine.norm(), je.norm())

@@ -122,10 +122,11 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at several batches of tokens, for each batch a dictionary by dtype.
+    """Return the Jacobians of ``f`` at several batches of tokens, in several dtypes.
 
-    Each batch (batch, n, d) has its own length n. The operators are as from :func:`closed_form_jacobian`.
-    Operators of one dtype share the projections, and each batch is linearised once for all dtypes.
+    The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
+    length n. The Jacobians are as from :func:`closed_form_jacobian`. Those of one dtype share their
+    projections, and each batch is linearised once for all dtypes.
     """
     return _linearised(f, xs, None, dtypes, _Form())
 
@@ -146,6 +147,7 @@ def _linearised(
     # Rounding errors are proved for float64 products only, and not at measures. The tokens count as exact, so
     # the proof begins with an error of zero.
     exact = weighting is None and torch.float64 in dtypes and provable(f)
+    # The map is linearised at each batch once, for all dtypes.
     found = []
     for x in xs:
         tokens = x.double()
@@ -181,7 +183,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobians of a float64 map at float64 tokens, one in the dtype of each projection.
+    """Return the Jacobians of a float64 map at float64 tokens, one for the dtype of each of ``made``.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.
@@ -207,6 +209,7 @@ def _linearise(
             inner = _linearise(f.inner, x, off, weighting, made, form)
             return [ResidualJacobian(operator) for operator in inner]
         case Compose():
+            # The outer Jacobian is taken at the image of the inner map, whose error bound is carried on.
             image = f.inner._forward(x, weighting)
             moved = None if off is None else image_off(f.inner, x, off, form.norms, image)
             outer = _linearise(f.outer, image, moved, weighting, made, form)

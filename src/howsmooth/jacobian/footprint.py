@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
-from howsmooth.jacobian.fused import PARTS_BYTES, filled_width
+from howsmooth.jacobian.fused import PARTS_BYTES
 from howsmooth.jacobian.tiling import batches_apart, working_bytes
+from howsmooth.triton_launch import padded_width
 
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
 
@@ -77,7 +78,7 @@ def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, devi
         case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
             # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
             rows = n * (3 * f.heads + 4 * f.kv_heads)
-            return rows * filled_width(f.key_dim, f.value_dim) * PARTS_BYTES
+            return rows * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
         case _:
             return 0
 

@@ -21,38 +21,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from howsmooth.jacobian.streamed import StreamedDerivative, Through
+from howsmooth.triton_launch import Tile, launch, padded_width
 
-__all__ = ["PARTS_BYTES", "FusedDerivative", "filled_width", "fused", "within"]
+__all__ = ["PARTS_BYTES", "FusedDerivative", "fused", "within"]
 
 PARTS_BYTES = 6
 """Bytes of the three bfloat16 parts of one number."""
 
 _OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
 _WIDEST = 128  # entries of a head
-_NARROWEST = 16  # columns of an operand of a matrix unit
 # The errors of the kernels were measured for scores up to this size (documentation page "Benchmarks").
 _LARGEST_SCORE = 128.0
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
 # The tile of each kernel, by the number of parts: the fastest of about eight, on an H200, with heads of 64
 # entries.
-_IMAGE = {2: _Tile(128, 64, 8, 2), 3: _Tile(128, 64, 8, 1)}
-_QUERIES = {2: _Tile(128, 64, 8, 3), 3: _Tile(128, 64, 8, 2)}
-_KEYS = {2: _Tile(64, 64, 4, 2), 3: _Tile(64, 64, 4, 1)}
+_IMAGE = {2: Tile(128, 64, 8, 2), 3: Tile(128, 64, 8, 1)}
+_QUERIES = {2: Tile(128, 64, 8, 3), 3: Tile(128, 64, 8, 2)}
+_KEYS = {2: Tile(64, 64, 4, 2), 3: Tile(64, 64, 4, 1)}
 # Tiles that are tried if those above do not fit into the memory on the chip.
-_SMALLER = (_Tile(64, 64, 4, 1), _Tile(64, 32, 4, 1), _Tile(32, 32, 4, 1), _Tile(16, 16, 4, 1))
-# Index of the first tile that has fitted, for each kernel, number of parts, width and device.
-_room: dict[object, int] = {}
+_SMALLER = (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 
 @dataclass(frozen=True)
@@ -86,6 +74,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
         """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
+        # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -134,7 +123,8 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint of ``through(product)``; ``through`` is called once for each member."""
+        """Apply the derivative, then ``through`` to each member at once, then the adjoint."""
+        # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
         for i, part in enumerate(do.split(self.kv_heads)):
@@ -157,7 +147,7 @@ class FusedDerivative(StreamedDerivative):
         Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
         their widths differ.
         """
-        return filled_width(self.k.shape[-1], self.v.shape[-1])
+        return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
         """Return the bfloat16 parts of ``t``, (part, head, row, column), columns padded with zeros."""
@@ -184,41 +174,25 @@ class FusedDerivative(StreamedDerivative):
             self.visibility.window or 0,
         )
 
-    def _run(self, kernel: Any, tiles: dict[int, _Tile], of: str, *arguments: object) -> None:
-        """Run a kernel on all blocks of rows or keys (``of``), in the largest tiles that fit on the chip."""
-        from triton.runtime.errors import OutOfResources
-
+    def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
+        """Run a kernel on all blocks of rows or keys (``of``) of all heads."""
         heads, length = self.k.shape[:2]
         if of == "rows":
             heads, length = heads * self.q.shape[1], self.q.shape[2]
-        case = (kernel, self.parts, self._width, self.q.device)
-        candidates = (tiles[self.parts], *_SMALLER)
-        for i in range(_room.get(case, 0), len(candidates)):
-            tile = candidates[i]
-            try:
-                with torch.cuda.device_of(self.q):
-                    kernel[-(-length // getattr(tile, of)), heads](
-                        *arguments,
-                        CAUSAL=self.visibility.causal,
-                        WINDOWED=self.visibility.window is not None,
-                        PARTS=self.parts,
-                        WIDTH=self._width,
-                        ROWS=tile.rows,
-                        KEYS=tile.keys,
-                        num_warps=tile.warps,
-                        num_stages=tile.stages,
-                    )
-            except OutOfResources:
-                if tile is candidates[-1]:
-                    raise
-            else:
-                _room[case] = i
-                return
-
-
-def filled_width(key_dim: int, value_dim: int) -> int:
-    """Return the padded number of columns of all operands: a power of two, at least 16."""
-    return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
+        options = {
+            "CAUSAL": self.visibility.causal,
+            "WINDOWED": self.visibility.window is not None,
+            "PARTS": self.parts,
+            "WIDTH": self._width,
+        }
+        launch(
+            kernel,
+            (tiles[self.parts], *_SMALLER),
+            lambda tile: (-(-length // getattr(tile, of)), heads),
+            self.q,
+            arguments,
+            options,
+        )
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
@@ -235,6 +209,7 @@ def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivativ
     """Return the derivative that :func:`fused` chooses, without asking if the device has kernels."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
+    # ``exact`` is dropped: the kernels form scores from the parts of q and k.
     coarse, fine = (FusedDerivative(**(own | rows | {"exact": None, "parts": parts})) for parts in (2, 3))
     if allowance is None:
         return fine if at.exact is None else at

@@ -69,6 +69,7 @@ class Operands:
         centred = x - mean
         q, k = f.queries_and_keys(x)
         v, value_shift = in_heads(centred, f.value, None), in_heads(mean, f.value, f.value_bias)
+        # Keys are centred as far as the softmax forgets their shift.
         if f.softcap is not None:
             key_shift = torch.zeros_like(k[:, :, :1])
         elif f.rotary is not None or f.key_norm is not None:

@@ -49,6 +49,7 @@ def energy_products_together(
         images = _products(operators, vectors)
         energies = [squared_lengths(image.flatten(1)) for image in images]
         return list(zip(energies, _adjoint_products(operators, images), strict=True))
+    # The tokens of all sequences go through W_O, or W_Oᵀ W_O, in one product.
     heads = _heads(attention, vectors)
     energy, through = attention[0].projection.through(_packed(heads))
     grams = _heads_adjoint(attention, _unpacked(through, heads))

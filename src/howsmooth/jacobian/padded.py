@@ -104,6 +104,7 @@ def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivativ
         return filled(rows, longest)
 
     def of_both(entries: Tensor, n: int) -> Tensor:
+        # P has queries and keys as axes, and both are padded.
         return of_queries(of_keys(entries.mT, n).mT, n)
 
     def of_sinks() -> Sink | None:
@@ -121,6 +122,7 @@ def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivativ
     def of_all(name: str, one: Callable[[Tensor, int], Tensor]) -> Tensor:
         return torch.cat([one(getattr(core, name), n) for core, n in cores])
 
+    # Without a cap P∘D is the tensor P itself, and stays so.
     p = of_all("p", of_both)
     return SoftmaxDerivative(
         q=of_all("q", of_queries),

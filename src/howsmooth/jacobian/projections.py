@@ -127,7 +127,7 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projections of one layer, which must live as long as this object."""
+        """Return the projections of the layer ``f``, which must not be deleted before this object."""
         if id(f) not in self._made:
             self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
         return self._made[id(f)]

@@ -227,7 +227,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the keys, shifted or not."""
+        """Return bounds for the keys; ``shifted`` says if their shift is subtracted."""
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
@@ -244,7 +244,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the values, shifted or not."""
+        """Return bounds for the values; ``shifted`` says if their shift is subtracted."""
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
@@ -275,9 +275,10 @@ class _Attention:
         slip: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the bounds of :class:`_Rows` after a norm of each head, or of all heads side by side.
+        """Return the four bounds of :class:`_Rows` for queries or keys after a norm layer.
 
-        ``off``, ``size`` and ``slip`` are the bounds before the norm; ``scale`` multiplies the tangents.
+        The norm layer is over each head, or over all heads side by side. ``off``, ``size`` and ``slip`` are
+        the bounds before it; ``scale`` multiplies the tangents.
         """
         heads, dim, _ = weight.shape
         raw = self.x @ weight.flatten(0, 1).mT
@@ -352,9 +353,9 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound of the further error of scores that the map forms from unshifted keys.
+        """Return a bound of the error that scores from unshifted keys have beside :meth:`score_off`.
 
-        The Jacobian forms its scores from shifted keys and does not have this error.
+        The map itself forms scores from unshifted keys, its Jacobian does not.
         """
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]
@@ -363,7 +364,7 @@ class _Attention:
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds of the error of products with the Jacobian.
+        """Return bounds of the error of products with the Jacobian of the layer.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.

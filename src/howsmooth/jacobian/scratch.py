@@ -36,7 +36,10 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, in the memory of an earlier tensor of this name if it is enough."""
+        """Return an uninitialised tensor.
+
+        It lies in the memory of an earlier tensor of the same name, if that is large enough.
+        """
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
         if held is None or len(held) < size:

@@ -125,7 +125,7 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take the place of softmax number ``i`` in a run of the layer."""
+        """Return the stored output of softmax number ``i``, with its closed-form derivative in the graph."""
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
@@ -177,6 +177,7 @@ class _Member:
         ``y`` is the output in float64.
         """
         dtype = self.x.dtype
+        # The run with the graph must reproduce the float64 run, up to rounding.
         drift = (self.y.detach().double() - y).norm()
         if self.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
             raise ArgumentError(
@@ -188,12 +189,14 @@ class _Member:
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
         u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
+        # Forward mode runs the layer with tangents, by other formulas than the two graphs: it is the judge.
         je = self._tangent(self.x, e)
         jtu = self.adjoint(u)
         moves = zip(MULTIPLES, moved_by_rounding(self.x), strict=True)
         forward = allowance_for_rounding((self._tangent(x, c * e)[None] / c for c, x in moves), je[None])
         reverse = allowance_for_rounding((self.adjoint(c * u)[None] / c for c in MULTIPLES), jtu[None])
         check_adjoint(e, je, u, jtu, forward, reverse)
+        # Without a valid graph of the adjoint, products are computed in forward mode.
         if not self._image_gives(e, je):
             self._image = None
         core = torch.stack([core.rounding for core in self.cores]).amax()
@@ -242,6 +245,7 @@ class _CoreAt:
     ) -> _CoreAt:
         q, k, v = (t.detach().double() for t in (q, k, v))
         visible, features = core.rules(q, k)
+        # All leading axes of the layer are folded into one batch axis.
         grouped = q.unflatten(-3, (k.shape[-3], -1))
         operands = Operands.of_heads(
             grouped.reshape(-1, *grouped.shape[-4:]),
@@ -266,6 +270,7 @@ class _CoreAt:
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         rows = self.derivative.k.shape[0]
         dq, dk, dv = (t.to(self.output.dtype) for t in (dq, dk, dv))
+        # The derivative is in scaled queries, the layer in unscaled ones.
         dq = (self.scale * dq).reshape(rows, -1, dq.shape[-1])
         dk, dv = (t.reshape(rows, *t.shape[-2:]) for t in (dk, dv))
         return self.derivative.product(dq, dk, dv).reshape(self.output.shape)
@@ -304,7 +309,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of :class:`_Linearised` as an autograd function; its own adjoint is the derivative."""
+    """The adjoint of a softmax as an autograd function, whose adjoint is the derivative of the softmax."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """The derivative of softmax attention without n × n matrices: probabilities are formed tile by tile.
 
-The formulas are those of :mod:`howsmooth.jacobian.softmax`. The tensors that are kept have n rows: q, k, v,
+The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
 the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
 matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
 of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
@@ -138,7 +138,7 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the adjoint of ``through(product)``, in one pass over blocks of rows.
+        """Apply the derivative, then ``through``, then the adjoint, in one pass over blocks of rows.
 
         ``through`` is called once for each member and block of rows, with all heads. It must map each row by
         itself.
@@ -150,6 +150,7 @@ class StreamedDerivative:
             blocks = whole.cut(heads)
             do = _joined([tiles.product(block, dq, dk, dv) for block in blocks])
             do = through(whole.heads.start // self.kv_heads, whole.rows, do)
+            # ``through`` needs all heads of a row, so the adjoint begins when all heads have their products.
             for block, own in zip(blocks, do.split(heads), strict=True):
                 tiles.add_adjoint(block, own, parts)
         tiles.scratch.leave()
@@ -245,7 +246,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add matrix products of a tile: left[0] @ right[0] to its keys, left[1] @ right[1] to its values."""
+        """Add left[0] @ right[0] to the cotangents of keys, and left[1] @ right[1] to those of values."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -296,7 +297,7 @@ class _Tiles:
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks of all rows, with as many heads as a tile takes."""
+        """Yield blocks that cover all rows and heads, each with as many heads as fit into a tile."""
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
@@ -308,6 +309,7 @@ class _Tiles:
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
         if sink is not None:
             heads, rows = block.heads, block.rows
+            # The sink is one more key for all tiles, in closed form.
             ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
             out += ds * sink.away[heads, :, rows]
         return out
@@ -331,7 +333,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return the sum of ``of_piece`` over the pieces of a block, each added to its own rows."""
+        """Return, for all rows of a block, the sum of the results of ``of_piece`` for its pieces."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -361,6 +363,7 @@ class _Tiles:
             ds = self._empty("ds", p.shape, p.dtype)
             torch.bmm(dq, self._keys(at.k, block, keys).mT, out=ds)
             ds.baddbmm_(q, self._keys(dk, block, keys).mT).mul_(slope)
+            # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
             total += ds.sum(dim=-1, keepdim=True)
             out.baddbmm_(ds, self._keys(at.v, block, keys)).baddbmm_(p, self._keys(dv, block, keys))
         return out.addcmul_(total, mean, value=-1)
@@ -374,6 +377,7 @@ class _Tiles:
         scored = None if self.keep else self._scored(block)
         do = do.reshape(mean.shape)
         left = (q.mT, do.mT)
+        # ⟨do_i, O_i⟩ = Σ_j P_ij ⟨do_i, v_j⟩ is known before the first tile.
         common = (do * mean).sum(dim=-1, keepdim=True)
         out = torch.zeros_like(q)
         for i, keys in enumerate(piece.keys):

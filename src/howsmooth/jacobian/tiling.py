@@ -109,7 +109,7 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
+        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
@@ -128,19 +128,19 @@ class Block:
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Return a view of a tensor in the shape of :meth:`of_rows`, with axes for heads, group and rows."""
+        """Return ``t``, in the shape of :meth:`of_rows`, with separate axes for heads, group and rows."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows as numbered in the sequence, of which ``first_row`` is the first held row."""
+        """Return the rows by their numbers in the sequence; ``first_row`` is the first query's number."""
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return this block's rows of ``t``, which has all rows of ``block`` and the axes of :meth:`grid`."""
+        """Return this block's rows of ``t`` (heads, group, rows, width), which has all rows of ``block``."""
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return pairs (batches, keys): the place of the keys of a tile in the sequence, for each batch.
+        """Return pairs (batches, keys) that say which keys of the sequence a tile has in which batches.
 
         An integer stands for one batch, a slice for several batches with the same keys.
         """
@@ -149,7 +149,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """The same strip of several squares at the causal diagonal, one square for each batch of one head.
+    """The same few rows of several squares of scores at the causal diagonal, one square for each thread.
 
     ``rows`` and keys are numbered from the first row and key of the square, alike in all squares.
 
@@ -170,11 +170,11 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A key that two blocks share only if :meth:`of_keys` gives them the same rows."""
+        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the strip's rows of a tensor with a row for every query, one square after the other."""
+        """Return these rows of all squares, of a tensor with a row for every query."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
@@ -184,15 +184,15 @@ class Stairs(Block):
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Return a view of a tensor in the shape of :meth:`of_rows`, with an axis for its one query head."""
+        """Return ``t``, in the shape of :meth:`of_rows`, with a second axis of length 1 for the group."""
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows as numbered in the square, in which keys are numbered too."""
+        """Return the rows, numbered from the first row of their square, as keys are here."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the strip's rows of ``t``, which has all rows of ``block`` and the axes of :meth:`grid`."""
+        """Return these rows of all squares, of ``t`` (1, 1, rows, width), which has all rows of ``block``."""
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
@@ -215,7 +215,7 @@ class Stairs(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a block, and the keys of the tiles that these rows need, numbered as the block does."""
+    """A block, and the ranges of keys with which its scores are formed, one range for each tile."""
 
     block: Block
     keys: list[slice]
@@ -297,7 +297,7 @@ class Tiling:
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Cut a block into strips of few rows, which see similar keys, if its rows see different keys."""
+        """Return the block cut into strips of few rows, or itself alone if all its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -333,7 +333,7 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Return the pieces of a block whose keys begin at the block's first row.
+        """Return the pieces of a block with the keys from its own first row to the diagonal.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.
@@ -353,7 +353,7 @@ class Tiling:
         return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
-        """Cut a range of keys into the ranges of tiles."""
+        """Cut a range of keys into ranges of at most ``columns`` keys, one for each tile."""
         # The cuts are at multiples of ``columns``, so all blocks of rows add to the same tiles of cotangents.
         edges = range(keys.start // self.columns * self.columns, keys.stop, self.columns)
         return [slice(max(i, keys.start), min(i + self.columns, keys.stop)) for i in edges]

@@ -1,0 +1,83 @@
+"""Launch of Triton kernels, in the largest tiles that fit on the chip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tile", "launch", "padded_width"]
+
+_NARROWEST = 16  # columns of an operand of a matrix unit
+# Index of the first tile that has fitted, for each kernel, dtype, device and set of options.
+_fitted: dict[object, int] = {}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def padded_width(key_dim: int, value_dim: int) -> int:
+    """Return the padded number of columns of all operands: a power of two, at least 16."""
+    return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
+
+
+def launch(
+    kernel: Any,
+    tiles: Sequence[Tile],
+    grid: Callable[[Tile], tuple[int, ...]],
+    q: Tensor,
+    arguments: Sequence[object],
+    options: Mapping[str, object],
+) -> None:
+    """Run a kernel on a grid, in the first of ``tiles`` that fits on the chip.
+
+    Parameters
+    ----------
+    kernel
+        A compiled Triton function, whose last constants are ``ROWS`` and ``KEYS``.
+    tiles
+        Tiles to try, from large to small.
+    grid
+        Shape of the grid for a tile.
+    q
+        The queries, whose dtype and device decide which tiles fit.
+    arguments, options
+        Arguments of the kernel, and its other constants.
+
+    Raises
+    ------
+    triton.runtime.errors.OutOfResources
+        If not even the last tile fits.
+
+    """
+    from triton.runtime.errors import OutOfResources
+
+    case = (kernel, q.dtype, q.device, *options.values())
+    for i in range(_fitted.get(case, 0), len(tiles)):
+        tile = tiles[i]
+        try:
+            with torch.cuda.device_of(q):
+                kernel[grid(tile)](
+                    *arguments,
+                    **options,
+                    ROWS=tile.rows,
+                    KEYS=tile.keys,
+                    num_warps=tile.warps,
+                    num_stages=tile.stages,
+                )
+        except OutOfResources:
+            if tile is tiles[-1]:
+                raise
+        else:
+            _fitted[case] = i
+            return
