@@ -90,7 +90,7 @@ def model_heads(name: str, count: int, seed: int) -> Iterator[Target]:
     loaded = hs.load_model(
         name.removesuffix("-random"), random_init=random_init, seed=seed, tokenizer_text=text.content
     )
-    tokens = loaded.tokenizer(text.content[: 40 * WORDS])[:WORDS]
+    tokens = loaded.tokenizer.encode(text.content[: 40 * WORDS])[:WORDS]
     layers = [round(i * (loaded.layers - 1) / max(1, count - 1)) for i in range(count)]
     heads = [(2 * i + 1) * loaded.heads // (2 * count) for i in range(count)]
     # Heads in another order than layers, or only the diagonal would be seen.

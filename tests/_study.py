@@ -37,12 +37,12 @@ class FakeTokenizer:
 
     knows_places: bool = True
 
-    def __call__(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return [int(word[1:]) for word in text.split()]
 
     def located(self, text: str) -> tuple[list[int], list[int]]:
         places = [match.start() for match in re.finditer(r"\S+", text)]
-        return self(text), places if self.knows_places else []
+        return self.encode(text), places if self.knows_places else []
 
     def decoded(self, ids: list[int]) -> list[str]:
         return [f"w{number}" for number in ids]

@@ -217,7 +217,7 @@ def test_tokens_that_are_equal_move_less_with_sinks_so_there_is_no_value_matrix(
         ({"sinks": torch.zeros(3).double()}, "sinks", "(2)"),
         ({"sinks": torch.zeros(2)}, "sinks", "float64"),
         ({"softcap": float("inf")}, "softcap", "inf"),
-        ({"query_norm": hs.RMSNorm(torch.ones(4).double())}, "query_norm", "dimension 3, or of all, 6"),
+        ({"query_norm": hs.RMSNorm(torch.ones(4).double())}, "query_norm", "dimension 3, of one head, or 6"),
         ({"key_norm": hs.RMSNorm(torch.ones(3))}, "key_norm.weight", "float64"),
         ({"key_norm": torch.nn.LayerNorm(3)}, "key_norm", "a LayerNorm or RMSNorm"),
         ({"score_bias": torch.zeros(3, 4, 4).double()}, "score_bias", "(2, n, n) or (1, n, n)"),

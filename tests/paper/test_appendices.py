@@ -89,7 +89,7 @@ def _windows(model: str, n: int, samples: int) -> Tensor:
         run(plan, Path(folder))
         with Store.open(Path(folder), write=False) as store:
             held = store.sequences(model, "prose")
-    ids = Words()(TEXT)
+    ids = Words().encode(TEXT)
     return torch.tensor([ids[held[n, sample] : held[n, sample] + n] for sample in range(samples)])
 
 
@@ -305,7 +305,7 @@ def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Pa
     assert len(rows) == 2 * 3 * 3 * 2
     with Store.open(folder / "studies" / "gpt2", write=False) as store:
         held, table = store.sequences("gpt2", "prose"), store.table(Measurement)
-    model, ids = tiny("gpt2"), Words()(TEXT)
+    model, ids = tiny("gpt2"), Words().encode(TEXT)
     for layer in (0, 1, 2):
         tokens = torch.tensor([ids[held[9, sample] : held[9, sample] + 9] for sample in range(2)])
         entering = model(tokens, output_hidden_states=True).hidden_states[layer].double()

@@ -217,7 +217,7 @@ def test_the_script_measures_goes_on_and_writes_tables(
 def test_parts_are_sequences_of_the_models_own_language(tmp_path: Path) -> None:
     folder = measuring.with_own_words(shared_data("capp_gpt"), tmp_path)
     measuring.write_parts(folder, tmp_path / "parts.txt", count=20)
-    tokens = hs.load_model(str(folder)).tokenizer(load_text(str(tmp_path / "parts.txt")).content)
+    tokens = hs.load_model(str(folder)).tokenizer.encode(load_text(str(tmp_path / "parts.txt")).content)
     start, end = 49, 51
     assert max(tokens) < 52
     assert tokens.count(start) == tokens.count(end) == 20

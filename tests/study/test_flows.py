@@ -113,7 +113,7 @@ def test_layers_are_the_modules_of_the_model_in_a_plain_loop(
             x = x + block.attn(block.ln_1(x) if norms else x, attention_mask=mask)[0]
         torch.testing.assert_close(found[-1], x[0], rtol=1e-12, atol=1e-12)
         # The start: what the model has at some place of the text. Tokens are captured in float32.
-        ids = torch.tensor(loaded.tokenizer(PROSE))
+        ids = torch.tensor(loaded.tokenizer.encode(PROSE))
         hidden = [
             model(ids[None, k : k + 12], output_hidden_states=True).hidden_states[chosen[0]][0]
             for k in range(len(ids) - 11)

@@ -107,7 +107,7 @@ def columns(bench: Bench) -> list[Column]:
     found = []
     for spec in bench.request.models or MODELS:
         model = loaded(bench, spec)
-        ids = torch.tensor([model.tokenizer(beginning)[:_FEW]], device=bench.request.device)
+        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=bench.request.device)
         site = capture(model, ids, layers=[0], scope="attention")[0]
         count, _ = counted(model, spec.label)
         usual = str(min(_MASKED_LAYER, count - 1) if site.causal else 0)

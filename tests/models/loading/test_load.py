@@ -75,13 +75,13 @@ def test_local_folder(bert: Path) -> None:
     assert (loaded.layers, loaded.heads, loaded.vocab_size, loaded.max_length) == (3, 4, VOCABULARY, 32)
     assert str(bert) in loaded.source
     assert loaded.tokenizer_source == "the model's own tokenizer"
-    assert loaded.tokenizer("the cat") == loaded.tokenizer.encode("the cat") == [1, 2]
+    assert loaded.tokenizer.encode("the cat") == [1, 2]
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
     weights = load_file(bert / "model.safetensors")
     key = "encoder.layer.1.attention.self.query.weight"
     assert torch.equal(loaded.model.state_dict()[key], weights[f"bert.{key}"])
-    site = capture(loaded, torch.tensor([loaded.tokenizer("the cat sat on the mat")]))[0]
+    site = capture(loaded, torch.tensor([loaded.tokenizer.encode("the cat sat on the mat")]))[0]
     assert site.x.shape == (1, 6, 24)
     assert load_model(bert).fingerprint == loaded.fingerprint
 
@@ -138,7 +138,7 @@ def test_fingerprint_is_the_same_in_another_process_and_folder(bert: Path, tmp_p
 def test_nothing_is_printed_and_logging_is_restored(bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
     hub = logging.getLogger("huggingface_hub").level
-    load_model(bert, as_decoder=True).tokenizer("the cat " * 600)
+    load_model(bert, as_decoder=True).tokenizer.encode("the cat " * 600)
     with pytest.raises(ModelError):
         load_model("nobody/has-this")
     captured = capfd.readouterr()
@@ -172,7 +172,7 @@ def test_random_init_of_a_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (loaded.layers, loaded.heads, loaded.vocab_size) == (12, 4, 30522)
     assert "the default electra of transformers" in loaded.source
     assert "byte-level BPE trained on the text" in loaded.tokenizer_source
-    ids = loaded.tokenizer("the age of wisdom")
+    ids = loaded.tokenizer.encode("the age of wisdom")
     assert 0 < len(ids) < 17
     capture(loaded, torch.tensor([ids]), layers=[0])
 
@@ -200,10 +200,10 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     loaded = load_model(tmp_path)
     assert loaded.tokenizer_source == "none"
     with pytest.raises(ModelError, match=r"No tokenizer.*token ids"):
-        loaded.tokenizer("some text")
+        loaded.tokenizer.encode("some text")
     assert len(capture(loaded, token_ids(1, 4))) == 3
     with pytest.raises(ModelError, match="tokenizer_text"):
-        load_model(tmp_path, random_init=True).tokenizer("some text")
+        load_model(tmp_path, random_init=True).tokenizer.encode("some text")
 
 
 # ---- decoders
@@ -375,7 +375,7 @@ def test_builtin_models(name: str) -> None:
     loaded = load_model(name)
     assert name in loaded.source
     assert loaded.tokenizer_source == "the model's own tokenizer"
-    ids = loaded.tokenizer("The iterator raises an exception when it is exhausted.")
+    ids = loaded.tokenizer.encode("The iterator raises an exception when it is exhausted.")
     sites = capture(loaded, torch.tensor([ids]), scope="block")
     assert len(sites) == loaded.layers == 4
     assert {s.causal for s in sites} == {name == "builtin-decoder"}
@@ -394,7 +394,7 @@ def test_trained_models(folder: str, layers: int, masking: str, layout: str, dty
     loaded = load_model(shared_data(folder), dtype=dtype)
     if folder == "stories260k":
         text = shared_data("alice", "carroll-alice.txt").read_text()
-        ids = torch.tensor(loaded.tokenizer(text[2000:4000])[:32]).reshape(2, 16)
+        ids = torch.tensor(loaded.tokenizer.encode(text[2000:4000])[:32]).reshape(2, 16)
     else:
         ids = torch.arange(40).reshape(2, 20)
     for scope in ("head", "block"):

@@ -45,8 +45,6 @@ class Tokenizer:
         ids = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
-    __call__ = encode
-
     def located(self, text: str) -> tuple[list[int], list[int]]:
         """Token ids of a text, and the letter of the text at which each begins.
 
