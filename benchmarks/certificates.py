@@ -22,21 +22,26 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.certificates import certificate_cheap, certificate_joint, certificate_n, certificate_r
-from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
+from howsmooth.bounds.certificates import (
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+    certificate_rows,
+)
+from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
 from howsmooth.texts import load_text
 
 ONE_HEAD: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
-    "R": lambda f, x: float(certificate_r(f, x).value),
-    "N": lambda f, x: float(certificate_n(f, x).value),
-    "cheap": lambda f, x: float(certificate_cheap(f, x).value),
-    "Yudin": lambda f, x: yudin(f, x).value,
-    "C.3 sharp": lambda f, x: theorem_c_3_sharp(f, x).value,
+    "R": lambda f, x: float(certificate_rows(f, x).value),
+    "N": lambda f, x: float(certificate_parts(f, x).value),
+    "cheap": lambda f, x: float(certificate_frobenius(f, x).value),
+    "Yudin": lambda f, x: yudin_theorem_3(f, x).value,
+    "C.3 sharp": lambda f, x: diameter_upper_bound(f, x).value,
     "C.3": lambda f, x: theorem_c_3(f, x).value,
-    "three terms": lambda f, x: three_terms(f, x).value,
+    "three terms": lambda f, x: covariance_upper_bound(f, x).value,
 }
 SEVERAL: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {
-    "joint": lambda f, x: float(certificate_joint(f, x).value)
+    "joint": lambda f, x: float(certificate_heads(f, x).value)
 }
 
 

@@ -128,7 +128,7 @@ class AttackWork:
         axis = torch.eye(f.d, dtype=f.dtype)
         found = []
         for h in range(f.heads):
-            for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("tie", 0.1)):
+            for name, light in (("two_cluster", 0.5), ("two_cluster", -1.0), ("two_heavy_tokens", 0.1)):
                 x = radius * light * axis[h % f.d].repeat(length, 1)
                 x[0] = radius * axis[h % f.d]
                 found.append(SimpleNamespace(name=name, head=h, x=x))

@@ -30,7 +30,9 @@ radii = np.geomspace(0.3, 6, 10)
 measured = [float(hs.local_lipschitz(head, R * directions).upper) for R in radii]
 certificates = [hs.bounds.best(head, X=R * directions).value for R in radii]
 theorems = [hs.bounds.best(head, length=n, radius=float(R)).value for R in radii]
-found = [float(hs.local_lipschitz(head, hs.adversarial.tie(head, n, float(R)).x).lower) for R in radii]
+found = [
+    float(hs.local_lipschitz(head, hs.adversarial.two_heavy_tokens(head, n, float(R)).x).lower) for R in radii
+]
 
 fig, ax = plt.subplots()
 ax.fill_between(radii, found, theorems, color="0.88", label="the constant over the ball is in here")

@@ -16,14 +16,15 @@ head = hs.SelfAttention(A[None], eye[None], eye[None], scale=1.0)
 n, R = 12, 4.0
 
 # %%
-# Random tokens, the paper's two clusters, the construction ``tie``, and what gradient ascent finds:
+# Random tokens, the paper's two clusters, the construction ``two_heavy_tokens``, and what gradient ascent
+# finds:
 
 generator = torch.Generator().manual_seed(0)
 angles = 6.2832 * torch.rand(n, generator=generator, dtype=torch.float64)
 inputs = {
     "random": R * torch.stack([angles.cos(), angles.sin()], 1),
     "two clusters (the paper)": hs.adversarial.two_cluster(head, n, R).x,
-    "tie": hs.adversarial.tie(head, n, R).x,
+    "two_heavy_tokens": hs.adversarial.two_heavy_tokens(head, n, R).x,
     "gradient ascent": hs.adversarial.ascend(head, length=n, radius=R, steps=15, seed=0).x,
 }
 

@@ -16,9 +16,9 @@ from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, clusters
 from howsmooth.adversarial.clusters import Atoms, search_atoms
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.masked import masked_theorem_a
+from howsmooth.bounds.masked import causal_ball_upper_bound
 from howsmooth.bounds.parameters import parameters_of
-from howsmooth.bounds.unmasked import theorem_a
+from howsmooth.bounds.unmasked import ball_upper_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow
@@ -115,8 +115,8 @@ def test_light_rows_of_long_causal_sequences_are_grouped_without_losing_any():
 
 
 def test_atoms_of_a_sequence():
-    x = adversarial.tie(head_of(36), 9, 1.0).x
-    atoms = Atoms.of("tie", x)
+    x = adversarial.two_heavy_tokens(head_of(36), 9, 1.0).x
+    atoms = Atoms.of("two_heavy_tokens", x)
     assert atoms is not None
     assert atoms.counts == (1, 1, 7)
     assert torch.equal(atoms.tokens(), x)
@@ -133,7 +133,7 @@ def test_finds_more_than_the_constructions_and_less_than_the_bound(causal):
     built = adversarial.constructions(f, n, radius)
     best = max(float(hs.local_lipschitz(f, c.x).value) for c in built)
     ascent = ascend(f, n, radius, **QUICK)
-    bound: Bound = (masked_theorem_a if causal else theorem_a)(f, n, radius)
+    bound: Bound = (causal_ball_upper_bound if causal else ball_upper_bound)(f, n, radius)
     assert best * (1 - 1e-6) <= ascent.value <= bound.value
     assert float(ascent.estimate.value) == pytest.approx(norm_at(f, ascent.x), rel=1e-4)
     assert Ball(radius).contains(ascent.x)
@@ -254,9 +254,9 @@ def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
 
 def test_starts_of_ones_own():
     f = head_of(56)
-    built = adversarial.tie(f, 6, 1.5)
+    built = adversarial.two_heavy_tokens(f, 6, 1.5)
     ascent = ascend(f, 6, 1.5, starts=[built, tokens(57, 6, D)], random_starts=0, steps=4)
-    assert set(ascent.history.start) == {"tie", "given 1"}
+    assert set(ascent.history.start) == {"two_heavy_tokens", "given 1"}
     assert ascent.value >= norm_at(f, built.x) * (1 - 1e-6)
 
 
@@ -296,6 +296,6 @@ def test_random_heads_at_64_dimensions(causal):
         ascent = ascend(f, 100, 8.0, steps=40)
         paper = float(hs.local_lipschitz(f, adversarial.two_cluster(f, 100, 8.0).x).value)
         ratios.append(ascent.value / paper)
-        bound = (masked_theorem_a if causal else theorem_a)(parameters_of(f), 100, 8.0)
+        bound = (causal_ball_upper_bound if causal else ball_upper_bound)(parameters_of(f), 100, 8.0)
         assert 0.7 * bound.value <= ascent.value <= bound.value
     assert min(ratios) > 5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
-from howsmooth.bounds.lower import heavy_token, two_cluster_sharp
+from howsmooth.bounds.lower import heavy_token_local_bound, two_cluster_lower_bound
 from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, true_norm
@@ -56,17 +56,21 @@ def test_two_cluster_reaches_its_bound():
     f = hs.SelfAttention(head.A[None], torch.eye(2, dtype=torch.float64)[None], head.V[None], scale=1.0)
     x = adversarial.two_cluster(head, 10, 1.5).x
     true = float(true_norm(f, x[None])[0])
-    assert two_cluster_sharp(head, 10, 1.5).value <= true <= 1.1 * two_cluster_sharp(head, 10, 1.5).value
+    assert (
+        two_cluster_lower_bound(head, 10, 1.5).value
+        <= true
+        <= 1.1 * two_cluster_lower_bound(head, 10, 1.5).value
+    )
 
 
 def test_without_a_real_eigenvalue_the_remedy_is_named():
     rotation = Head(torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64), torch.eye(2))
-    with pytest.raises(ArgumentError, match="no_real_eigenvalue"):
+    with pytest.raises(ArgumentError, match="heavy_token"):
         adversarial.two_cluster(rotation, 5, 1.0)
-    built = adversarial.no_real_eigenvalue(rotation, 5, 1.0)
+    built = adversarial.heavy_token(rotation, 5, 1.0)
     assert float(built.x[0] @ built.x[1]) == pytest.approx(0.0, abs=1e-6)
     names = [c.name for c in adversarial.constructions(rotation, 5, 1.0)]
-    assert names == ["no_real_eigenvalue", "tie"]
+    assert names == ["heavy_token", "two_heavy_tokens"]
 
 
 def test_a_singular_matrix_has_the_eigenvalue_zero():
@@ -83,7 +87,7 @@ def test_heavy_first_matters_to_causal_attention():
     f = random_attention(1, heads=1, causal=True, temperature=4.0, biases=False)
     n = 20
     for built in adversarial.constructions(f, n, 2.0):
-        if built.name != "tie":
+        if built.name != "two_heavy_tokens":
             continue
         first = float(hs.local_lipschitz(f, built.x).value)
         last = float(hs.local_lipschitz(f, built.x.flip(0)).value)
@@ -95,7 +99,7 @@ def test_of_u_and_minus_u_the_steeper_is_taken():
     for sign in (1.0, -1.0):
         head = Head(identity, identity, b=vector(3 * sign, 0.0) + vector(0.0, 1e-3))
         x = adversarial.two_cluster(head, 6, 1.0).x
-        other = heavy_token(head, 6, -x[0], -x[1])
+        other = heavy_token_local_bound(head, 6, -x[0], -x[1])
         y = head.A @ x[1] + head.b
         assert float(y @ (x[0] - x[1])) >= float((head.A @ -x[1] + head.b) @ (x[1] - x[0]))
         assert other.holds
@@ -107,7 +111,7 @@ def test_constructions_of_several_heads(dtype, causal):
     radius, n = 1.3, 7
     built = adversarial.constructions(f, n, radius)
     assert {c.head for c in built} == {0, 1}
-    assert {"no_real_eigenvalue", "tie"} <= {c.name for c in built if c.head == 1}
+    assert {"heavy_token", "two_heavy_tokens"} <= {c.name for c in built if c.head == 1}
     for construction in built:
         assert construction.x.shape == (n, D)
         assert construction.x.dtype == dtype
@@ -129,9 +133,9 @@ def test_the_papers_choice_comes_first():
 def test_short_sequences():
     head = diagonal(-1.0, 1.0)
     assert adversarial.constructions(head, 1, 1.0) == []
-    assert {c.name for c in adversarial.constructions(head, 2, 1.0)} == {"two_cluster", "no_real_eigenvalue"}
+    assert {c.name for c in adversarial.constructions(head, 2, 1.0)} == {"two_cluster", "heavy_token"}
     with pytest.raises(ArgumentError, match="length"):
-        adversarial.tie(head, 2, 1.0)
+        adversarial.two_heavy_tokens(head, 2, 1.0)
 
 
 def test_refusals():
@@ -147,4 +151,4 @@ def test_refusals():
     with pytest.raises(ArgumentError, match="rotary"):
         adversarial.constructions(random_attention(3, rotary=rotary(9, 4)), 5, 1.0)
     with pytest.raises(ArgumentError, match="not zero"):
-        adversarial.tie(Head(torch.zeros(2, 2), torch.eye(2)), 5, 1.0)
+        adversarial.two_heavy_tokens(Head(torch.zeros(2, 2), torch.eye(2)), 5, 1.0)

@@ -94,7 +94,7 @@ def test_bounds_hold_for_the_attention_of_kim_et_al(
     seed: int, heads: int, key_dim: int, size: float, n: int
 ) -> None:
     f = _kim(seed, heads, key_dim, 3, 5, size)
-    sharp = hs.bounds.l2_attention_sharp(*f.kim, n).value
+    sharp = hs.bounds.l2_attention_upper_bound(*f.kim, n).value
     assert sharp <= hs.bounds.l2_attention(*f.kim, n).value
     for radius in (0.3, 3.0):
         estimate = hs.local_lipschitz(f, radius * tokens(seed + 5, 2, n, 5), rtol=1e-3)

@@ -13,7 +13,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial, bounds
 from howsmooth.attention.core import cap_slope
-from howsmooth.bounds.certificates import certificate_joint
+from howsmooth.bounds.certificates import certificate_heads
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -172,8 +172,8 @@ REFUSING = {
     "parameters": lambda f, folder: bounds.parameters_of(f),
     "best": lambda f, folder: bounds.best(f, tokens(0, N, D)),
     "table": lambda f, folder: bounds.table(f, tokens(0, N, D)),
-    "certificate": lambda f, folder: certificate_joint(f, tokens(0, N, D)),
-    "absorbed": lambda f, folder: bounds.pre_norm_composition(
+    "certificate": lambda f, folder: certificate_heads(f, tokens(0, N, D)),
+    "absorbed": lambda f, folder: bounds.pre_norm_upper_bound(
         f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N
     ),
     "ascend": lambda f, folder: adversarial.ascend(hs.Residual(f), N, 1.0),

@@ -21,7 +21,7 @@ import howsmooth as hs
 from howsmooth import adversarial, batching, bounds
 from howsmooth.attention import Residual, SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
-from howsmooth.bounds.certificates import certificate_joint
+from howsmooth.bounds.certificates import certificate_heads
 from howsmooth.dynamics import flow, growth
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, cached_bytes, closed_form_jacobian, has_closed_form
@@ -647,9 +647,9 @@ REFUSING: dict[str, Callable[[Any], object]] = {
     "parameters": bounds.parameters_of,
     "best": lambda f: bounds.best(f, tokens(0, N, D)),
     "table": lambda f: bounds.table(f, tokens(0, N, D)),
-    "certificate": lambda f: certificate_joint(f, tokens(0, N, D)),
+    "certificate": lambda f: certificate_heads(f, tokens(0, N, D)),
     "site": lambda f: bounds.best(_site(f)),
-    "certificate of a site": lambda f: certificate_joint(_site(hs.Residual(f))),
+    "certificate of a site": lambda f: certificate_heads(_site(hs.Residual(f))),
     "ascend": lambda f: adversarial.ascend(hs.Residual(f), N, 1.0),
     "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
     "published": lambda f: unmasked(hs.Residual(f)),

@@ -192,11 +192,11 @@ def test_bounds_are_those_of_the_mask(heads: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_statements_about_any_mask_are_the_same(causal: bool) -> None:
     f, masked = pair(12, 3, causal=causal, heads=1)
-    upper = bounds.any_mask_theorem_a(f, N, 1.5)
+    upper = bounds.masked_ball_upper_bound(f, N, 1.5)
     assert upper.holds
-    assert upper.value == pytest.approx(bounds.any_mask_theorem_a(masked, N, 1.5).value, rel=1e-12)
-    lower = bounds.repeated_token(f, N, 1.5)
-    assert lower.value == pytest.approx(bounds.repeated_token(masked, N, 1.5).value, rel=1e-12)
+    assert upper.value == pytest.approx(bounds.masked_ball_upper_bound(masked, N, 1.5).value, rel=1e-12)
+    lower = bounds.equal_tokens_lower_bound(f, N, 1.5)
+    assert lower.value == pytest.approx(bounds.equal_tokens_lower_bound(masked, N, 1.5).value, rel=1e-12)
     same = tokens(1, 1, D).expand(N, D)
     assert lower.value <= float(true_norm(masked, same[None].contiguous())[0]) * (1 + 1e-12)
 
@@ -205,25 +205,26 @@ def test_statements_about_any_mask_are_the_same(causal: bool) -> None:
 def test_sums_over_a_mask_do_not_depend_on_its_blocks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, window = 50, 40
     f, masked = pair(12, window, causal=causal, n=n, heads=1)
-    whole = bounds.any_mask_theorem_a(masked, n, 1.5).value
+    whole = bounds.masked_ball_upper_bound(masked, n, 1.5).value
     monkeypatch.setattr(masked_bounds, "_ENTRIES", 3 * n)
     for one in (f, masked):
-        assert bounds.any_mask_theorem_a(one, n, 1.5).value == pytest.approx(whole, rel=1e-12)
+        assert bounds.masked_ball_upper_bound(one, n, 1.5).value == pytest.approx(whole, rel=1e-12)
 
 
 def test_the_first_rows_of_a_wide_causal_window_are_those_of_a_triangle() -> None:
     wide = random_attention(3, heads=1, causal=True, window=2000)
     triangle = random_attention(3, heads=1, causal=True)
-    expected = bounds.repeated_token(triangle, 2000, 1.0).value
-    assert bounds.repeated_token(wide, 300_000, 1.0).value == pytest.approx(expected, rel=1e-12)
+    expected = bounds.equal_tokens_lower_bound(triangle, 2000, 1.0).value
+    assert bounds.equal_tokens_lower_bound(wide, 300_000, 1.0).value == pytest.approx(expected, rel=1e-12)
 
 
 def test_bounds_of_other_masks_do_not_hold_for_a_window() -> None:
     for causal in (True, False):
         f = random_attention(12, heads=1, biases=False, causal=causal, window=3)
         statements = (
-            bounds.theorem_3_3, bounds.theorem_a, bounds.theorem_4_3, bounds.masked_theorem_a,
-            bounds.proposition_3_4, bounds.two_cluster_sharp, bounds.masked_two_cluster, bounds.tie,
+            bounds.theorem_3_3, bounds.ball_upper_bound, bounds.theorem_4_3, bounds.causal_ball_upper_bound,
+            bounds.proposition_3_4, bounds.two_cluster_lower_bound, bounds.causal_two_cluster_lower_bound,
+            bounds.two_heavy_tokens_lower_bound,
         )  # fmt: skip
         for statement in statements:
             assert not statement(f, N, 1.0).holds, statement.__name__
@@ -233,7 +234,7 @@ def test_a_bound_of_a_long_window_is_that_of_its_width(monkeypatch: pytest.Monke
     """At the longer length n² entries of a mask would take 1.6 GB."""
     monkeypatch.setattr(lower_bounds, "_DENSE_ROWS", 100)
     f = random_attention(3, heads=1, window=50)
-    long, short = (bounds.any_mask_theorem_a(f, n, 1.0).value for n in (40_000, 400))
+    long, short = (bounds.masked_ball_upper_bound(f, n, 1.0).value for n in (40_000, 400))
     assert long == pytest.approx(short, rel=1e-12)
     for causal in (True, False):
         f = random_attention(3, heads=1, window=50, causal=causal)
@@ -241,16 +242,16 @@ def test_a_bound_of_a_long_window_is_that_of_its_width(monkeypatch: pytest.Monke
         first = torch.linalg.matrix_norm((seen / seen.sum(1, keepdim=True))[:100], 2)
         value = torch.linalg.matrix_norm(f.output @ f.value[0], 2)
         expected = max(1.0, float(first)) * float(value)
-        assert bounds.repeated_token(f, 40_000, 1.0).value == pytest.approx(expected, rel=1e-9)
+        assert bounds.equal_tokens_lower_bound(f, 40_000, 1.0).value == pytest.approx(expected, rel=1e-9)
 
 
 def test_certificates_of_parameters_know_the_window() -> None:
     f, masked = pair(13, 3, causal=True, heads=1)
     x = tokens(4, N, D)
     for one in (f, bounds.parameters_of(f)):
-        found = certificates.certificate_n(one, x)
+        found = certificates.certificate_parts(one, x)
         assert float(found.value) == pytest.approx(
-            float(certificates.certificate_n(masked, x).value), rel=1e-9
+            float(certificates.certificate_parts(masked, x).value), rel=1e-9
         )
 
 

@@ -19,20 +19,20 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.masked import (
-    any_mask_theorem_a,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
     log_causal_rows,
-    masked_n_free,
-    masked_theorem_a,
+    masked_ball_upper_bound,
     theorem_4_3,
     theorem_4_4,
 )
 from howsmooth.bounds.parameters import Head, Parameters
 from howsmooth.bounds.unmasked import (
-    h_star,
-    n_free,
+    ball_upper_bound,
+    mean_field_upper_bound,
+    row_norm_maximum,
     theorem_3_3,
     theorem_3_5,
-    theorem_a,
     theorem_e_3,
 )
 from howsmooth.errors import ArgumentError
@@ -40,15 +40,15 @@ from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio
 
 D = 2
-UNMASKED = (theorem_3_3, theorem_e_3, theorem_a, theorem_3_5, n_free)
-MASKED = (theorem_4_3, masked_theorem_a, theorem_4_4, masked_n_free)
+UNMASKED = (theorem_3_3, theorem_e_3, ball_upper_bound, theorem_3_5, mean_field_upper_bound)
+MASKED = (theorem_4_3, causal_ball_upper_bound, theorem_4_4, causal_mean_field_upper_bound)
 
 
 def _every(
     attention: object, n: int, radius: float, functions: tuple[Callable[..., Bound], ...]
 ) -> list[Bound]:
     """Call each function, with or without the length."""
-    free = (theorem_3_5, n_free, theorem_4_4, masked_n_free)
+    free = (theorem_3_5, mean_field_upper_bound, theorem_4_4, causal_mean_field_upper_bound)
     return [f(attention, radius) if f in free else f(attention, n, radius) for f in functions]
 
 
@@ -126,7 +126,7 @@ def test_search_unmasked(n: int, a: float, bias: float) -> None:
     for bound in _every(_head(a, bias, radius), n, radius, UNMASKED):
         assert bound.holds == (bias == 0 or bound.name not in ("theorem_3_3", "theorem_3_5"))
         assert found <= bound.value, bound
-    assert found > 0.35 * theorem_a(_head(a, bias, radius), n, radius).value  # the search is one
+    assert found > 0.35 * ball_upper_bound(_head(a, bias, radius), n, radius).value  # the search is one
 
 
 @pytest.mark.parametrize(("n", "a", "bias"), SIZES)
@@ -135,7 +135,7 @@ def test_search_masked(n: int, a: float, bias: float) -> None:
     found = _largest_norm(n, a, bias, _causal(n), radius=radius, trials=2, steps=25)
     for bound in _every(_head(a, bias, radius), n, radius, MASKED):
         assert found <= bound.value, bound
-    assert found > 0.35 * masked_theorem_a(_head(a, bias, radius), n, radius).value
+    assert found > 0.35 * causal_ball_upper_bound(_head(a, bias, radius), n, radius).value
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_search_any_mask(name: str) -> None:
     }[name]
     found = _largest_norm(n, 1.2, 0.0, visible, radius=1.0, trials=2, steps=30)
     head = _head(1.2, 0.0, 1.0)
-    bound = any_mask_theorem_a(Parameters((head,), (torch.eye(2).double(),), "other", visible), n, 1.0)
+    bound = masked_ball_upper_bound(Parameters((head,), (torch.eye(2).double(),), "other", visible), n, 1.0)
     assert bound.holds
     assert 0.35 * bound.value < found <= bound.value
 
@@ -180,12 +180,12 @@ def test_without_scores_theorem_a_is_exact() -> None:
     head = Head(torch.zeros(2, 2, dtype=torch.float64), V)
     zero = torch.zeros(2, dtype=torch.float64)
     truth = float(_jacobian_norm(head.A, zero, V, None, tokens(0, 6, 2)))
-    for bound in (theorem_a(head, 6, 100.0), n_free(head, 100.0)):
+    for bound in (ball_upper_bound(head, 6, 100.0), mean_field_upper_bound(head, 100.0)):
         assert bound.value == pytest.approx(truth, rel=1e-11)
         assert bound.value >= truth * (1 - 1e-14)
 
 
-@pytest.mark.parametrize("function", [theorem_a, masked_theorem_a, any_mask_theorem_a])
+@pytest.mark.parametrize("function", [ball_upper_bound, causal_ball_upper_bound, masked_ball_upper_bound])
 def test_one_token_has_the_norm_of_the_values(function: Callable[..., Bound]) -> None:
     assert function(_head(7.0, 2.0, 1.0), 1, 1.0).value == pytest.approx(1.0, rel=1e-11)
 
@@ -204,7 +204,7 @@ def test_a_tie_reaches_nine_tenths_of_theorem_a() -> None:
     C = torch.einsum("ij,ija,ijb->iab", P, z, z)
     J[range(n), range(n)] += C @ A
     truth = float(torch.linalg.matrix_norm(J.transpose(1, 2).reshape(2 * n, 2 * n), 2))
-    ratio = truth / theorem_a(Head(A, torch.eye(2).double()), n, 1.0).value
+    ratio = truth / ball_upper_bound(Head(A, torch.eye(2).double()), n, 1.0).value
     assert 0.92 < ratio < 1
 
 
@@ -214,19 +214,19 @@ def test_two_clusters_have_the_exponent_of_n_free() -> None:
         n = 1 + 3 * math.exp(2 * a)
         p = 1 / (1 + (n - 1) * math.exp(-2 * a))
         truth = math.sqrt(n - 1) * p * (1 + 2 * a * (1 - p))  # Proposition 3.4, sharper form
-        assert 0.6 < truth / n_free(_head(a, 0.0, 1.0), 1.0).value < 1
+        assert 0.6 < truth / mean_field_upper_bound(_head(a, 0.0, 1.0), 1.0).value < 1
 
 
 def test_hardy_is_the_limit_of_the_masked_bound() -> None:
-    """A = 0: f^m is the Cesàro mean, whose norm tends to 2 = masked_n_free; n rows have Frobenius norm."""
+    """A = 0: f^m is the Cesàro mean, whose norm tends to 2, the bound for every n."""
     head = _head(0.0, 0.0, 1.0)
-    assert masked_n_free(head, 1.0).value == pytest.approx(2.0, rel=1e-11)
+    assert causal_mean_field_upper_bound(head, 1.0).value == pytest.approx(2.0, rel=1e-11)
     norms = []
     for n in (2, 30, 1000):
         cesaro = torch.ones(n, n).double().tril() / torch.arange(1, n + 1).double()[:, None]
         norms.append(float(torch.linalg.matrix_norm(cesaro, 2)))
-        assert norms[-1] <= masked_theorem_a(head, n, 1.0).value
-        assert masked_theorem_a(head, n, 1.0).value == pytest.approx(float(cesaro.norm()), rel=1e-11)
+        assert norms[-1] <= causal_ball_upper_bound(head, n, 1.0).value
+        assert causal_ball_upper_bound(head, n, 1.0).value == pytest.approx(float(cesaro.norm()), rel=1e-11)
     assert norms == sorted(norms)
     assert 1.74 < norms[-1] < 2
 
@@ -244,7 +244,7 @@ def test_theorem_4_4_as_printed_is_false() -> None:
     assert bound.formula == pytest.approx(1.0)
     assert not bound.holds
     assert bound.value == math.inf
-    assert masked_n_free(f, 1.0).value >= truth
+    assert causal_mean_field_upper_bound(f, 1.0).value >= truth
 
 
 def test_theorem_4_4_is_false_for_every_small_a() -> None:
@@ -262,9 +262,12 @@ def test_theorem_4_4_follows_where_it_is_given() -> None:
     for a in [0.4, 0.41, 0.6, 0.94, 2.0, 10.0, 300.0]:
         bound = theorem_4_4(_head(a, 0.0, 1.0), 1.0)
         assert bound.holds
-        assert masked_n_free(_head(a, 0.0, 1.0), 1.0).log_value <= bound.log_value
+        assert causal_mean_field_upper_bound(_head(a, 0.0, 1.0), 1.0).log_value <= bound.log_value
     assert not theorem_4_4(_head(0.39, 0.0, 1.0), 1.0).holds
-    assert masked_n_free(_head(0.39, 0.0, 1.0), 1.0).value > theorem_4_4(_head(0.39, 0.0, 1.0), 1.0).formula
+    assert (
+        causal_mean_field_upper_bound(_head(0.39, 0.0, 1.0), 1.0).value
+        > theorem_4_4(_head(0.39, 0.0, 1.0), 1.0).formula
+    )
 
 
 # ---- the parts of the proofs
@@ -277,30 +280,30 @@ def test_lemma_2(atoms: int, a: float, seed: int) -> None:
     P = rng.dirichlet(np.full(atoms, 0.3))
     t = rng.uniform(0, 2 * a, atoms)
     t -= P @ t
-    assert np.sum(P**2 * (1 + t) ** 2) <= h_star(a) * (1 + 1e-12)
+    assert np.sum(P**2 * (1 + t) ** 2) <= row_norm_maximum(a) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("a", [0.0, 0.5, 0.50001, 0.7, 1.0, 3.0, 47.0, 1e5, 9.9e7])
 def test_h_star(a: float) -> None:
     p = np.concatenate([np.linspace(0, 1, 200_001), 0.5 + np.linspace(-3, 3, 2001) / (2 * a + 6)])
     grid = p**2 * (1 + 2 * a * (1 - p)) ** 2 + (1 - p) ** 2 * (1 - 2 * a * p) ** 2
-    assert h_star(a) == pytest.approx(grid.max(), rel=1e-7)
-    assert h_star(a) >= grid.max() * (1 - 1e-12)
-    assert h_star(a) <= (1 + a * a / 2) * (1 + 1e-15)
+    assert row_norm_maximum(a) == pytest.approx(grid.max(), rel=1e-7)
+    assert row_norm_maximum(a) >= grid.max() * (1 - 1e-12)
+    assert row_norm_maximum(a) <= (1 + a * a / 2) * (1 + 1e-15)
     if a <= 0.5:
-        assert h_star(a) == 1.0
+        assert row_norm_maximum(a) == 1.0
 
 
 def test_h_star_for_huge_arguments() -> None:
-    assert h_star(1e8 * (1 + 1e-9)) == pytest.approx(h_star(1e8), rel=3e-9)
-    assert h_star(1e200) == math.inf
+    assert row_norm_maximum(1e8 * (1 + 1e-9)) == pytest.approx(row_norm_maximum(1e8), rel=3e-9)
+    assert row_norm_maximum(1e200) == math.inf
 
 
 @pytest.mark.parametrize("a3", [0.0, 0.2, 0.9, 3.0, 4.5, 5.5, 20.0])
 def test_long_sums_of_rows(a3: float) -> None:
     def direct(n: int) -> float:
         p_bar = 1 / (1 + np.arange(n) * math.exp(-2 * a3))
-        return math.log(1 + math.fsum(np.minimum(h_star(a3), (1 + a3**2) * p_bar)[1:]))
+        return math.log(1 + math.fsum(np.minimum(row_norm_maximum(a3), (1 + a3**2) * p_bar)[1:]))
 
     assert direct(90_000) - 1e-14 <= log_causal_rows(90_000, a3) <= direct(90_000) + 1e-9
     assert log_causal_rows(300, a3) == pytest.approx(direct(300), abs=1e-13)
@@ -328,12 +331,12 @@ def test_weights_below_m_over_i_have_norm_at_most_two_root_m(a: float) -> None:
 @given(st.floats(0.0, 30.0), st.floats(0.0, 10.0), st.integers(1, 10**12))
 def test_theorem_a_is_below_the_paper(a: float, bias: float, n: int) -> None:
     head, plain = _head(a, bias, 1.0), _head(a, 0.0, 1.0)
-    assert theorem_a(plain, n, 1.0).log_value <= theorem_3_3(plain, n, 1.0).log_value
-    assert theorem_a(plain, n, 1.0).log_value <= theorem_3_5(plain, 1.0).log_value + 1e-11
-    assert n_free(plain, 1.0).log_value <= theorem_3_5(plain, 1.0).log_value + 1e-11
-    assert theorem_a(head, n, 1.0).log_value <= theorem_e_3(head, n, 1.0).log_value
-    assert theorem_a(head, n, 1.0).log_value <= n_free(head, 1.0).log_value + 1e-11
-    assert masked_theorem_a(plain, n, 1.0).log_value <= theorem_4_3(plain, n, 1.0).log_value
+    assert ball_upper_bound(plain, n, 1.0).log_value <= theorem_3_3(plain, n, 1.0).log_value
+    assert ball_upper_bound(plain, n, 1.0).log_value <= theorem_3_5(plain, 1.0).log_value + 1e-11
+    assert mean_field_upper_bound(plain, 1.0).log_value <= theorem_3_5(plain, 1.0).log_value + 1e-11
+    assert ball_upper_bound(head, n, 1.0).log_value <= theorem_e_3(head, n, 1.0).log_value
+    assert ball_upper_bound(head, n, 1.0).log_value <= mean_field_upper_bound(head, 1.0).log_value + 1e-11
+    assert causal_ball_upper_bound(plain, n, 1.0).log_value <= theorem_4_3(plain, n, 1.0).log_value
 
 
 def test_formulas() -> None:
@@ -348,8 +351,8 @@ def test_formulas() -> None:
         theorem_3_5(head, R): 3 * (1 + 3 * a) * math.exp(2 * a),
         theorem_4_4(head, R): 3 * (1 + 3 * a) * math.exp(2 * a),
         theorem_e_3(biased, n, R): root * 3 * math.sqrt(a**2 + 4 * n * R**2 * (2 * R + 5) ** 2 + n),
-        n_free(biased, R): 3 * (a + math.exp(3) * math.hypot(1, 3)),
-        masked_n_free(biased, R): 3 * (a + math.exp(3) * (2 + math.sqrt(6) * 3)),
+        mean_field_upper_bound(biased, R): 3 * (a + math.exp(3) * math.hypot(1, 3)),
+        causal_mean_field_upper_bound(biased, R): 3 * (a + math.exp(3) * (2 + math.sqrt(6) * 3)),
     }
     for bound, number in expected.items():
         assert number <= bound.formula <= number * (1 + 1e-11), bound.name
@@ -359,37 +362,37 @@ def test_formulas() -> None:
 
 
 def test_any_mask_has_the_others_as_cases() -> None:
-    for causal, function in ((False, theorem_a), (True, masked_theorem_a)):
+    for causal, function in ((False, ball_upper_bound), (True, causal_ball_upper_bound)):
         f = random_attention(3, heads=1, causal=causal)
-        assert any_mask_theorem_a(f, 9, 2.0).value == function(f, 9, 2.0).value
+        assert masked_ball_upper_bound(f, 9, 2.0).value == function(f, 9, 2.0).value
     n = 6
     full = random_attention(3, heads=1, mask=torch.ones(n, n, dtype=torch.bool))
-    assert any_mask_theorem_a(full, n, 2.0).value == pytest.approx(
-        theorem_a(random_attention(3, heads=1), n, 2.0).value, rel=1e-12
+    assert masked_ball_upper_bound(full, n, 2.0).value == pytest.approx(
+        ball_upper_bound(random_attention(3, heads=1), n, 2.0).value, rel=1e-12
     )
     triangle = random_attention(3, heads=1, mask=_causal(n))
-    assert any_mask_theorem_a(triangle, n, 2.0).value == pytest.approx(
-        masked_theorem_a(random_attention(3, heads=1, causal=True), n, 2.0).value, rel=1e-12
+    assert masked_ball_upper_bound(triangle, n, 2.0).value == pytest.approx(
+        causal_ball_upper_bound(random_attention(3, heads=1, causal=True), n, 2.0).value, rel=1e-12
     )
 
 
 def test_a_window_has_its_width_in_the_place_of_n() -> None:
     i = torch.arange(40)
     f = random_attention(3, heads=1, mask=(i[:, None] - i[None, :]).abs() <= 2)
-    bound = any_mask_theorem_a(f, 40, 1.0)
-    plain = theorem_a(random_attention(3, heads=1), 5, 1.0)
+    bound = masked_ball_upper_bound(f, 40, 1.0)
+    plain = ball_upper_bound(random_attention(3, heads=1), 5, 1.0)
     assert plain.value <= bound.value < 1.1 * plain.value  # 4 tokens seen at an edge count a little more
 
 
 def test_rows_that_see_one_token_are_linear() -> None:
     f = random_attention(3, heads=1, mask=torch.eye(4, dtype=torch.bool), biases=False)
     truth = float(torch.linalg.matrix_norm(dense_jacobian(f, tokens(1, 4, 6)), 2))
-    assert any_mask_theorem_a(f, 4, 50.0).value == pytest.approx(truth, rel=1e-11)
+    assert masked_ball_upper_bound(f, 4, 50.0).value == pytest.approx(truth, rel=1e-11)
 
 
 def test_a_mask_has_its_length() -> None:
     with pytest.raises(ArgumentError, match="length: expected 4, the length of the mask"):
-        any_mask_theorem_a(random_attention(3, heads=1, mask=_causal(4)), 5, 1.0)
+        masked_ball_upper_bound(random_attention(3, heads=1, mask=_causal(4)), 5, 1.0)
 
 
 # ---- hypotheses, refusals, extremes
@@ -420,13 +423,13 @@ def test_a_bias_is_a_hypothesis() -> None:
         assert bound.holds is (bound.name not in ("theorem_3_3", "theorem_3_5", "theorem_4_3", "theorem_4_4"))
 
 
-@pytest.mark.parametrize("function", [*UNMASKED, *MASKED, any_mask_theorem_a])
+@pytest.mark.parametrize("function", [*UNMASKED, *MASKED, masked_ball_upper_bound])
 def test_refusals(function: Callable[..., Bound]) -> None:
     head = _head(1.0, 0.0, 1.0)
     for radius in (0.0, -1.0, math.nan, math.inf, "one", True):
         with pytest.raises(ArgumentError, match="radius"):
             _every(head, 3, radius, (function,))  # type: ignore[arg-type]
-    if function not in (theorem_3_5, n_free, theorem_4_4, masked_n_free):
+    if function not in (theorem_3_5, mean_field_upper_bound, theorem_4_4, causal_mean_field_upper_bound):
         for length in (0, -3, 2.5, True, None):
             with pytest.raises(ArgumentError, match="length"):
                 function(head, length, 1.0)
@@ -441,23 +444,25 @@ def test_refusals(function: Callable[..., Bound]) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_extremes_give_numbers(n: int, radius: float, scale: float) -> None:
     head = Head(scale * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
-    for bound in _every(head, n, radius, (*UNMASKED, *MASKED, any_mask_theorem_a)):
+    for bound in _every(head, n, radius, (*UNMASKED, *MASKED, masked_ball_upper_bound)):
         assert not math.isnan(bound.value)
         assert bound.value >= 1.0 - 1e-12
         if radius == 60.0 or scale == 0.0:  # e^{2a} overflows, its logarithm does not
             assert math.isfinite(bound.log_formula)
     zero = Head(head.A, torch.zeros(2, 2, dtype=torch.float64))
-    for bound in _every(zero, n, radius, (*UNMASKED, *MASKED, any_mask_theorem_a)):
+    for bound in _every(zero, n, radius, (*UNMASKED, *MASKED, masked_ball_upper_bound)):
         assert bound.formula == 0.0
 
 
 def test_logarithms_where_the_number_overflows() -> None:
     a = 3600.0
-    assert n_free(_head(a, 0.0, 1.0), 1.0).value == math.inf
-    assert n_free(_head(a, 0.0, 1.0), 1.0).log_value == pytest.approx(a + math.log(a), rel=1e-9)
+    assert mean_field_upper_bound(_head(a, 0.0, 1.0), 1.0).value == math.inf
+    assert mean_field_upper_bound(_head(a, 0.0, 1.0), 1.0).log_value == pytest.approx(
+        a + math.log(a), rel=1e-9
+    )
     assert theorem_3_5(_head(a, 0.0, 1.0), 1.0).log_value == pytest.approx(
         2 * a + math.log(1 + 3 * a), rel=1e-11
     )
-    assert theorem_a(_head(a, 0.0, 1.0), 10**400, 1.0).log_value == pytest.approx(
+    assert ball_upper_bound(_head(a, 0.0, 1.0), 10**400, 1.0).log_value == pytest.approx(
         200 * math.log(10) + math.log(a) - 0.5 * math.log(2), rel=1e-5
     )

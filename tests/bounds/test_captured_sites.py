@@ -86,7 +86,7 @@ def test_bounds_of_a_site_hold() -> None:
     measured = float(hs.local_lipschitz(site.map, site.x).lower)
     best = hs.bounds.best(site)
     assert measured <= best.value
-    certified = float(hs.bounds.certificate_joint(site).value)
+    certified = float(hs.bounds.certificate_heads(site).value)
     assert measured <= certified
     # A search from the norm's outputs: above what is measured there, below what holds on the ball.
     found = ascend(site, random_starts=1, steps=3, atom_restarts=1, atom_steps=4)
@@ -114,7 +114,7 @@ def test_a_search_on_a_site_may_have_another_domain_and_length() -> None:
     [
         hs.bounds.best,
         hs.bounds.table,
-        hs.bounds.certificate_joint,
+        hs.bounds.certificate_heads,
         hs.bounds.parameters_of,
         hs.bounds.absorb_norm,
         ascend,
@@ -138,7 +138,7 @@ def test_attention_without_matrices_is_refused_by_name(ask: Any) -> None:
 
 def test_scores_and_scopes_that_bounds_do_not_know_are_named() -> None:
     gemma = hs.capture(_model("gemma2"), token_ids(1, 6), layers=[1])[0]
-    for ask in (hs.bounds.best, hs.bounds.certificate_joint, ascend):
+    for ask in (hs.bounds.best, hs.bounds.certificate_heads, ascend):
         with pytest.raises(ArgumentError, match="got soft-capped scores"):
             ask(gemma)
     block = hs.capture(_model("gpt2"), token_ids(1, 6), layers=[1], scope="block")[0]

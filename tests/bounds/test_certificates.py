@@ -13,16 +13,16 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds.certificates import (
     Certificate,
-    certificate_cheap,
-    certificate_joint,
-    certificate_n,
-    certificate_r,
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+    certificate_rows,
     joint,
     rows,
 )
 from howsmooth.bounds.certificates.forms import diagonal_norms, sandwich
 from howsmooth.bounds.certificates.heads import _weight_errors, heads_at
-from howsmooth.bounds.certificates.verified import largest_eigenvalue, norm, perron_norm, shrink
+from howsmooth.bounds.certificates.verified import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.weights import Weights
 from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -31,7 +31,12 @@ from tests._exact import exact_jacobian, exact_norm
 from tests._search import largest_ratio
 
 F64 = torch.float64
-ONE_HEAD = {"N": certificate_n, "R": certificate_r, "cheap": certificate_cheap, "joint": certificate_joint}
+ONE_HEAD = {
+    "N": certificate_parts,
+    "R": certificate_rows,
+    "cheap": certificate_frobenius,
+    "joint": certificate_heads,
+}
 
 Case = tuple[hs.SelfAttention, Tensor]
 
@@ -120,7 +125,7 @@ def test_one_head_in_exact_comparison(name: str) -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_heads_in_exact_comparison(name: str) -> None:
     f, x = SEVERAL[name]()
-    check_exactly(certificate_joint(f, x), f, x)
+    check_exactly(certificate_heads(f, x), f, x)
 
 
 def test_oracle_agrees_with_autodiff() -> None:
@@ -202,8 +207,8 @@ def test_r_is_tight_where_one_row_rules() -> None:
     x[:, 0], x[0, 0] = -2.0, 2.0
     f = hs.SelfAttention(-eye, eye, eye, scale=1.0)
     true = float(true_norm(f, x[None])[0])
-    assert float(certificate_r(f, x).value) <= 1.5 * true
-    assert true <= float(certificate_r(f, x).value) <= float(certificate_n(f, x).value)
+    assert float(certificate_rows(f, x).value) <= 1.5 * true
+    assert true <= float(certificate_rows(f, x).value) <= float(certificate_parts(f, x).value)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -214,14 +219,14 @@ def test_tightness(causal: bool, temperature: float) -> None:
     )
     x = tokens(30, 40, 16)
     true = float(hs.local_lipschitz(f, x, rtol=1e-8).lower)
-    assert true <= float(certificate_r(f, x).value) <= 1.9 * true
-    assert true <= float(certificate_n(f, x).value) <= 2.4 * true
-    assert true <= float(certificate_cheap(f, x).value) <= 3.2 * true
+    assert true <= float(certificate_rows(f, x).value) <= 1.9 * true
+    assert true <= float(certificate_parts(f, x).value) <= 2.4 * true
+    assert true <= float(certificate_frobenius(f, x).value) <= 3.2 * true
     several = random_attention(
         31, heads=4, key_dim=4, value_dim=4, d=16, d_out=16, temperature=temperature, causal=causal
     )
     true = float(hs.local_lipschitz(several, x, rtol=1e-8).lower)
-    assert true <= float(certificate_joint(several, x).value) <= 3.2 * true
+    assert true <= float(certificate_heads(several, x).value) <= 3.2 * true
 
 
 FORMULAS = {
@@ -266,7 +271,7 @@ def test_certificates_are_the_theorems(name: str) -> None:
     diagonal = torch.linalg.matrix_norm(D, 2).amax()
     total = torch.minimum(first, second) + nu + diagonal
     scale = 2.0**at.exponent
-    found = [joint.averages(at, "cholesky"), joint.tokens_moved(at, Weights(weights, c, nu), "cholesky")]
+    found = [joint.averages(at, "cholesky"), joint.moving_keys_norm(at, Weights(weights, c, nu), "cholesky")]
     found.append(diagonal_norms(at))
     assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
     if f.heads == 1:
@@ -284,7 +289,7 @@ def _top(g: Tensor) -> Tensor:
 def test_search_for_weights_pays() -> None:
     f = random_attention(32, heads=1, key_dim=8, value_dim=8, d=16, d_out=16, temperature=4.0, causal=True)
     x = tokens(32, 40, 16)
-    for certify in (certificate_n, certificate_r):
+    for certify in (certificate_parts, certificate_rows):
         assert float(certify(f, x).value) < 0.95 * float(certify(f, x, iterations=0).value)
 
 
@@ -296,10 +301,10 @@ def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             joint, "joint_weights", lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0])
         )
-        assert float(certificate_joint(f, x).value) >= float(true_norm(f, x[None])[0])
+        assert float(certificate_heads(f, x).value) >= float(true_norm(f, x[None])[0])
 
 
-@pytest.mark.parametrize("certify", [certificate_n, certificate_r, certificate_cheap])
+@pytest.mark.parametrize("certify", [certificate_parts, certificate_rows, certificate_frobenius])
 def test_rounding_is_a_small_share(certify: Callable[..., Certificate]) -> None:
     f = random_attention(34, heads=1, temperature=4.0, causal=True)
     found = certify(f, tokens(34, 30, D))
@@ -324,21 +329,21 @@ def test_scaling_of_values_is_exact() -> None:
     x = tokens(36, 5, D)
     for factor in (2.0**-300, 2.0**300):
         scaled = hs.SelfAttention(f.query, f.key, f.value * factor, f.output, scale=f.scale)
-        assert float(certificate_r(scaled, x).value) == factor * float(certificate_r(f, x).value)
+        assert float(certificate_rows(scaled, x).value) == factor * float(certificate_rows(f, x).value)
 
 
 def test_heads_written_as_in_the_paper() -> None:
     f = random_attention(37, heads=1, d_out=4, causal=True)
     x = tokens(37, 8, D)
     parameters = parameters_of(f)
-    value = float(certificate_n(f, x).value)
-    assert float(certificate_n(parameters, x).value) == pytest.approx(value, rel=1e-6)
+    value = float(certificate_parts(f, x).value)
+    assert float(certificate_parts(parameters, x).value) == pytest.approx(value, rel=1e-6)
     head = parameters.folded(0)
     unmasked = hs.SelfAttention(f.query, f.key, f.value, f.output, query_bias=f.query_bias, scale=f.scale)
-    assert float(certificate_r(head, x).value) == pytest.approx(
-        float(certificate_r(unmasked, x).value), rel=1e-6
+    assert float(certificate_rows(head, x).value) == pytest.approx(
+        float(certificate_rows(unmasked, x).value), rel=1e-6
     )
-    assert float(certificate_n(head, x).value) >= float(true_norm(unmasked, x[None])[0])
+    assert float(certificate_parts(head, x).value) >= float(true_norm(unmasked, x[None])[0])
 
 
 def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,9 +352,9 @@ def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.Mon
 
     f = random_attention(38, heads=3, temperature=4.0)
     x = tokens(38, 9, D)
-    usual = float(certificate_joint(f, x).value)
+    usual = float(certificate_heads(f, x).value)
     monkeypatch.setattr(forms, "FULL_SPECTRUM", 1)
-    guessed = float(certificate_joint(f, x).value)
+    guessed = float(certificate_heads(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
     assert guessed == pytest.approx(usual, rel=0.02)
 
@@ -388,7 +393,7 @@ def test_perron_norm_of_a_slow_walk() -> None:
     near = window(150).double()
     p = near / near.sum(1, keepdim=True)
     true = float(torch.linalg.matrix_norm(p, 2))
-    assert true <= float(perron_norm(p).upper) <= true * (1 + 1e-9)
+    assert true <= float(nonnegative_norm(p).upper) <= true * (1 + 1e-9)
 
 
 def test_norm_of_zero_and_of_rank_one() -> None:
@@ -411,7 +416,7 @@ def test_perron_norm(kind: str) -> None:
         p = torch.cat([torch.zeros(9, 3, dtype=F64), p[:, 3:]], dim=1)
     with mpmath.workdps(30):
         exact = exact_norm(mpmath.matrix(p.tolist()))
-    found = perron_norm(p)
+    found = nonnegative_norm(p)
     assert exact <= mpmath.mpf(float(found.upper)) <= exact * (1 + 1e-6)
 
 
@@ -485,27 +490,27 @@ def test_no_counterexample_long(name: str, heads: int) -> None:
 
 def test_refusals() -> None:
     f, x = random_attention(50), tokens(50, 4, D)
-    for certify in (certificate_n, certificate_r, certificate_cheap):
-        with pytest.raises(ArgumentError, match=r"one head.*certificate_joint"):
+    for certify in (certificate_parts, certificate_rows, certificate_frobenius):
+        with pytest.raises(ArgumentError, match=r"one head.*certificate_heads"):
             certify(f, x)
     with pytest.raises(ArgumentError, match="iterations"):
-        certificate_joint(f, x, iterations=-1)
+        certificate_heads(f, x, iterations=-1)
     with pytest.raises(ArgumentError, match="iterations"):
-        certificate_joint(f, x, iterations=True)  # type: ignore[arg-type]
+        certificate_heads(f, x, iterations=True)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="X"):
-        certificate_joint(f)
+        certificate_heads(f)
     with pytest.raises(ArgumentError, match="shape"):
-        certificate_joint(f, x[:, :2])
+        certificate_heads(f, x[:, :2])
     with pytest.raises(ArgumentError, match="attention"):
-        certificate_joint("attention", x)
+        certificate_heads("attention", x)
     with pytest.raises(ArgumentError, match="index"):
-        certificate_joint(f, x).bound(0)
+        certificate_heads(f, x).bound(0)
     with pytest.raises(NonFiniteError):
-        certificate_joint(f, x.clone().fill_(torch.nan))
+        certificate_heads(f, x.clone().fill_(torch.nan))
     with pytest.raises(NonFiniteError, match="2\\^200"):
-        certificate_joint(f, x * 1e200)
+        certificate_heads(f, x * 1e200)
     with pytest.raises(ArgumentError, match="length of the mask"):
-        certificate_n(random_attention(51, heads=1, mask=window(5)), x)
+        certificate_parts(random_attention(51, heads=1, mask=window(5)), x)
 
 
 def test_sites() -> None:
@@ -515,13 +520,13 @@ def test_sites() -> None:
         norm = None
         scope = "attention"
 
-    whole = certificate_n(Site())
+    whole = certificate_parts(Site())
     assert whole.value.shape == (2,)
-    assert float(whole.value[1]) == float(certificate_n(Site.map, Site.x[1]).value)
+    assert float(whole.value[1]) == float(certificate_parts(Site.map, Site.x[1]).value)
 
     class Block(Site):
         map = hs.Residual(random_attention(53, heads=1))
         scope = "residual"
 
     with pytest.raises(ArgumentError, match="scope 'residual'"):
-        certificate_n(Block())
+        certificate_parts(Block())

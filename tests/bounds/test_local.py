@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import parameters
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
+from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
 from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
@@ -21,9 +21,9 @@ from tests._search import largest_ratio
 F64 = torch.float64
 LOCAL: dict[str, Callable[..., Bound]] = {
     "C.3": theorem_c_3,
-    "C.3 sharp": theorem_c_3_sharp,
-    "three terms": three_terms,
-    "Yudin": yudin,
+    "C.3 sharp": diameter_upper_bound,
+    "three terms": covariance_upper_bound,
+    "Yudin": yudin_theorem_3,
 }
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -171,17 +171,17 @@ def test_sharp_form_never_above_the_corrected_one() -> None:
     for seed in range(30):
         point = draw_points(2 + seed % 5, 3)(torch.Generator().manual_seed(seed))
         head = Head(point["A"], point["V"], point["b"])
-        assert theorem_c_3_sharp(head, point["X"]).value <= theorem_c_3(head, point["X"]).value
+        assert diameter_upper_bound(head, point["X"]).value <= theorem_c_3(head, point["X"]).value
 
 
 def test_overflow_gives_a_finite_logarithm() -> None:
     head = Head(1e150 * torch.eye(2, dtype=F64), 1e100 * torch.eye(2, dtype=F64))
     X = torch.tensor([[1e80, 0.0], [0.0, 1e80]], dtype=F64)
-    for statement in (theorem_c_3, theorem_c_3_sharp):
+    for statement in (theorem_c_3, diameter_upper_bound):
         bound = statement(head, X)
         assert bound.value == math.inf
         assert 900 < bound.log_value < 1100
-    for statement in (three_terms, yudin):  # these need the weights
+    for statement in (covariance_upper_bound, yudin_theorem_3):  # these need the weights
         with pytest.raises(NonFiniteError, match="scores"):
             statement(head, X)
 
@@ -214,7 +214,7 @@ def test_a_site_gives_its_tokens() -> None:
         assert statement(Site()).value == statement(Site.map, Site.x[0]).value
     Site.x = tokens(65, 2, 5, D)
     with pytest.raises(ArgumentError, match="one sequence"):
-        yudin(Site())
+        yudin_theorem_3(Site())
 
 
 @pytest.mark.parametrize("pairs", [1, 14, 1000])

@@ -12,20 +12,20 @@ import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.lower import (
-    heavy_token,
-    masked_tie,
-    masked_two_cluster,
-    no_real_eigenvalue,
+    causal_two_cluster_lower_bound,
+    causal_two_heavy_tokens_lower_bound,
+    equal_tokens_lower_bound,
+    heavy_token_local_bound,
+    heavy_token_lower_bound,
     proposition_3_4,
     quadratic_growth,
-    repeated_token,
-    tie,
-    two_cluster_sharp,
+    two_cluster_lower_bound,
+    two_heavy_tokens_lower_bound,
 )
-from howsmooth.bounds.masked import masked_theorem_a
+from howsmooth.bounds.masked import causal_ball_upper_bound
 from howsmooth.bounds.parameters import Head, parameters_of
-from howsmooth.bounds.unmasked import theorem_a
-from howsmooth.bounds.witness import best_ties, steepest_pairs, two_cluster_points
+from howsmooth.bounds.unmasked import ball_upper_bound
+from howsmooth.bounds.witness import searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
 
@@ -61,7 +61,7 @@ def test_heavy_token_is_the_norm_of_the_heavy_columns(heads, n):
     z, w = tokens(41, 2, D)
     x = torch.cat([z[None], w.expand(n - 1, D)])
     columns = dense_jacobian(f, x).reshape(n, f.d_out, n * D)[1:, :, :D].reshape(-1, D)
-    bound = heavy_token(f, n, z, w)
+    bound = heavy_token_local_bound(f, n, z, w)
     assert bound.quantity is Quantity.LOCAL
     assert bound.value == pytest.approx(float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10)
     assert bound.value <= norm_at(f, x)
@@ -74,7 +74,7 @@ def test_causal_heavy_token_counts_every_row(heads, n):
     z, w = tokens(43, 2, D)
     x = torch.cat([z[None], w.expand(n - 1, D)])
     columns = dense_jacobian(f, x)[:, :D]
-    assert heavy_token(f, n, z, w).value == pytest.approx(
+    assert heavy_token_local_bound(f, n, z, w).value == pytest.approx(
         float(torch.linalg.matrix_norm(columns, 2)), rel=1e-10
     )
 
@@ -82,8 +82,8 @@ def test_causal_heavy_token_counts_every_row(heads, n):
 def test_heavy_token_with_another_mask_is_no_bound():
     f = random_attention(44, mask=torch.eye(3, dtype=torch.bool))
     z, w = tokens(45, 2, D)
-    assert failed(heavy_token(f, 3, z, w)) == ["no mask, or causal"]
-    assert heavy_token(f, 3, z, w).value == 0.0
+    assert failed(heavy_token_local_bound(f, 3, z, w)) == ["no mask, or causal"]
+    assert heavy_token_local_bound(f, 3, z, w).value == 0.0
 
 
 # ---- each statement at its witness
@@ -98,18 +98,18 @@ def test_each_bound_is_below_the_norm_at_its_witness(biases, n):
         f = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias)
         causal = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias, causal=True)
         head = parameters_of(f).folded(0)
-        pairs = [norm_at(f, t.tokens(n)) for t in steepest_pairs(head, radius)[:2]]
-        assert no_real_eigenvalue(f, n, radius).value <= max(pairs)
+        pairs = [norm_at(f, t.tokens(n)) for t in searched_tokens(head, radius)[:2]]
+        assert heavy_token_lower_bound(f, n, radius).value <= max(pairs)
         both = [t for c in ("max", "min") if (t := two_cluster_points(head, radius, c)) is not None]
         if both:
-            assert two_cluster_sharp(f, n, radius).value <= max(norm_at(f, t.tokens(n)) for t in both)
+            assert two_cluster_lower_bound(f, n, radius).value <= max(norm_at(f, t.tokens(n)) for t in both)
             masked = max(norm_at(causal, t.tokens(n)) for t in both)
-            assert masked_two_cluster(causal, n, radius).value <= masked
+            assert causal_two_cluster_lower_bound(causal, n, radius).value <= masked
         if n >= 3:
-            ties = [norm_at(f, t.tokens(n)) for t in best_ties(head, n, radius, masked=False)[:2]]
-            assert 0.5 * max(ties) < tie(f, n, radius).value <= max(ties)
-            ties = [norm_at(causal, t.tokens(n)) for t in best_ties(head, n, radius, masked=True)[:2]]
-            assert 0.5 * max(ties) < masked_tie(causal, n, radius).value <= max(ties)
+            ties = [norm_at(f, t.tokens(n)) for t in searched_pairs(head, n, radius, masked=False)[:2]]
+            assert 0.5 * max(ties) < two_heavy_tokens_lower_bound(f, n, radius).value <= max(ties)
+            ties = [norm_at(causal, t.tokens(n)) for t in searched_pairs(head, n, radius, masked=True)[:2]]
+            assert 0.5 * max(ties) < causal_two_heavy_tokens_lower_bound(causal, n, radius).value <= max(ties)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -117,10 +117,16 @@ def test_bounds_of_several_heads_are_below_the_norm_at_their_witness(causal):
     f = random_attention(60, heads=2, temperature=3.0, causal=causal)
     n, radius = 6, 1.5
     folded = [parameters_of(f).folded(h) for h in range(2)]
-    pairs = [norm_at(f, t.tokens(n)) for head in folded for t in steepest_pairs(head, radius)[:2]]
-    assert 0.3 * max(pairs) < no_real_eigenvalue(f, n, radius).value <= max(pairs)
-    ties = [norm_at(f, t.tokens(n)) for head in folded for t in best_ties(head, n, radius, masked=causal)[:2]]
-    bound = masked_tie(f, n, radius) if causal else tie(f, n, radius)
+    pairs = [norm_at(f, t.tokens(n)) for head in folded for t in searched_tokens(head, radius)[:2]]
+    assert 0.3 * max(pairs) < heavy_token_lower_bound(f, n, radius).value <= max(pairs)
+    ties = [
+        norm_at(f, t.tokens(n)) for head in folded for t in searched_pairs(head, n, radius, masked=causal)[:2]
+    ]
+    bound = (
+        causal_two_heavy_tokens_lower_bound(f, n, radius)
+        if causal
+        else two_heavy_tokens_lower_bound(f, n, radius)
+    )
     assert 0.5 * max(ties) < bound.value <= max(ties)
 
 
@@ -128,9 +134,9 @@ def test_witnesses_lie_in_the_ball():
     for seed in range(2):
         head = parameters_of(random_attention(70 + seed, heads=1)).folded(0)
         found = [
-            *steepest_pairs(head, 1.7),
-            *best_ties(head, 9, 1.7, masked=False),
-            *best_ties(head, 9, 1.7, masked=True),
+            *searched_tokens(head, 1.7),
+            *searched_pairs(head, 9, 1.7, masked=False),
+            *searched_pairs(head, 9, 1.7, masked=True),
         ]
         assert len(found) > 20
         for witness in found:
@@ -139,7 +145,7 @@ def test_witnesses_lie_in_the_ball():
 
 def test_a_tie_is_a_tie():
     head = parameters_of(random_attention(75, heads=1)).folded(0)
-    witness = best_ties(head, 9, 2.0, masked=False)[0]
+    witness = searched_pairs(head, 9, 2.0, masked=False)[0]
     y = head.A @ witness.light + head.b
     scores = witness.heavies @ y
     assert float(scores[0] - scores[1]) == pytest.approx(0.0, abs=1e-9)
@@ -164,12 +170,12 @@ def test_two_clusters_have_their_closed_form(gammas, n):
         u = eye(3)[axis]
         steep = V @ (eye(3) + 2 * g * (1 - p) * torch.outer(u, u))
         value[gamma] = math.sqrt(n - 1) * p * float(torch.linalg.matrix_norm(steep, 2))
-    assert two_cluster_sharp(head, n, radius).value == pytest.approx(max(value.values()), rel=1e-9)
+    assert two_cluster_lower_bound(head, n, radius).value == pytest.approx(max(value.values()), rel=1e-9)
     unit = Head(head.A, eye(3))
     gamma = max(-gammas[0], gammas[1] / 8)
     paper = math.sqrt(n - 1) / (1 + (n - 1) * math.exp(-2 * radius**2 * gamma))
     assert proposition_3_4(unit, n, radius).value == pytest.approx(paper, rel=1e-9)
-    assert proposition_3_4(unit, n, radius).value <= two_cluster_sharp(unit, n, radius).value
+    assert proposition_3_4(unit, n, radius).value <= two_cluster_lower_bound(unit, n, radius).value
 
 
 def test_masked_two_clusters_reach_both_closed_forms():
@@ -180,7 +186,7 @@ def test_masked_two_clusters_reach_both_closed_forms():
     p = [1 / (1 + (i - 1) * math.exp(-2 * g)) for i in range(2, n + 1)]
     across = math.sqrt(1 + sum(t * t for t in p)) * 2.0
     along = math.sqrt(sum((t * (1 + 2 * g * (1 - t))) ** 2 for t in p)) * 0.5
-    value = masked_two_cluster(head, n, radius).value
+    value = causal_two_cluster_lower_bound(head, n, radius).value
     assert value >= max(across, along) * (1 - 1e-9)
     along_with_first = math.sqrt(0.25 + along**2)
     assert value == pytest.approx(max(across, along_with_first), rel=1e-9)
@@ -189,11 +195,11 @@ def test_masked_two_clusters_reach_both_closed_forms():
 def test_rotations_have_no_real_eigenvalue_but_a_bound():
     n, radius, size = 50, 1.7, 3.0
     head = Head(size * ROTATION, eye(2))
-    assert failed(two_cluster_sharp(head, n, radius)) == [
-        "A has a real eigenvalue (else use no_real_eigenvalue)"
+    assert failed(two_cluster_lower_bound(head, n, radius)) == [
+        "A has a real eigenvalue (else use heavy_token_lower_bound)"
     ]
     assert failed(proposition_3_4(head, n, radius)) == [
-        "A has a real eigenvalue (else use no_real_eigenvalue)"
+        "A has a real eigenvalue (else use heavy_token_lower_bound)"
     ]
     # |Aw| − ⟨Aw, w⟩ = 3 for every unit w
     p = 1 / (1 + (n - 1) * math.exp(-size * radius**2))
@@ -201,13 +207,13 @@ def test_rotations_have_no_real_eigenvalue_but_a_bound():
     y = size * ROTATION @ w
     steep = eye(2) + (1 - p) * torch.outer(radius * y / y.norm() - w, y)
     formula = math.sqrt(n - 1) * p * float(torch.linalg.matrix_norm(steep, 2))
-    assert no_real_eigenvalue(head, n, radius).value == pytest.approx(formula, rel=1e-9)
+    assert heavy_token_lower_bound(head, n, radius).value == pytest.approx(formula, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_gap_is_at_least_what_the_page_says(seed):
     head = Head(tokens(90 + seed, 4, 4), eye(4))
-    points = steepest_pairs(head, 1.0)[0]
+    points = searched_tokens(head, 1.0)[0]
     gap = float((head.A @ points.light) @ (points.heavy - points.light))
     values = torch.linalg.eigvals(head.A)
     real = values.real[values.imag == 0]
@@ -218,16 +224,16 @@ def test_the_gap_is_at_least_what_the_page_says(seed):
 def test_tie_is_at_least_its_formula():
     n, radius = 30, 2.0
     head = parameters_of(random_attention(95, heads=1)).folded(0)
-    witness = best_ties(head, n, radius, masked=False)[0]
+    witness = searched_pairs(head, n, radius, masked=False)[0]
     y = head.A @ witness.light + head.b
     half = (witness.heavy_1 - witness.heavy_2) / 2
     gap = float(y @ (witness.heavy_1 - witness.light))
     p = 1 / (2 + (n - 2) * math.exp(-gap))
     formula = math.sqrt(2 * (n - 2)) * p * float(y.norm() * (head.V @ half).norm())
-    assert formula * (1 - 1e-9) <= tie(head, n, radius).value <= 1.2 * formula
+    assert formula * (1 - 1e-9) <= two_heavy_tokens_lower_bound(head, n, radius).value <= 1.2 * formula
     p_i = [1 / (2 + (i - 2) * math.exp(-gap)) for i in range(3, n + 1)]
     masked = math.sqrt(2 * sum(t * t for t in p_i)) * float(y.norm() * (head.V @ half).norm())
-    assert masked_tie(head, n, radius).value >= masked * (1 - 1e-9)
+    assert causal_two_heavy_tokens_lower_bound(head, n, radius).value >= masked * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("n", [3, 4, 9])
@@ -254,13 +260,13 @@ def test_repeated_token_is_exact(n, masking):
         mask |= torch.eye(n, dtype=torch.bool)
     f = random_attention(97, causal=masking == "causal", mask=mask)
     x = tokens(98, 1, D).expand(n, D)
-    assert repeated_token(f, n, 1.0).value == pytest.approx(norm_at(f, x), rel=1e-9)
+    assert equal_tokens_lower_bound(f, n, 1.0).value == pytest.approx(norm_at(f, x), rel=1e-9)
 
 
 def test_cesaro_norms():
     head = attention_of(Head(eye(1), eye(1)), causal=True)
-    assert repeated_token(head, 2, 1.0).value == pytest.approx(1.1441, abs=5e-5)
-    values = [repeated_token(head, n, 1.0).value for n in (10, 100, 512, 513, 20_000, 10**400)]
+    assert equal_tokens_lower_bound(head, 2, 1.0).value == pytest.approx(1.1441, abs=5e-5)
+    values = [equal_tokens_lower_bound(head, n, 1.0).value for n in (10, 100, 512, 513, 20_000, 10**400)]
     assert values == sorted(values)
     assert 1.6 < values[-1] < 2.0  # Hardy's constant is 2, approached as 1/log² n
 
@@ -277,17 +283,21 @@ def nilpotent(a: float) -> Head:
 
 def test_a_tie_reaches_nine_tenths_of_theorem_a():
     head = nilpotent(60.0)
-    x = adversarial.tie(head, 400, 1.0).x
+    x = adversarial.two_heavy_tokens(head, 400, 1.0).x
     value = float(hs.local_lipschitz(attention_of(head), x).value)
-    assert value >= 0.9 * theorem_a(head, 400, 1.0).value
-    assert value <= theorem_a(head, 400, 1.0).value
-    assert tie(head, 400, 1.0).value == pytest.approx(value, rel=0.01)
+    assert value >= 0.9 * ball_upper_bound(head, 400, 1.0).value
+    assert value <= ball_upper_bound(head, 400, 1.0).value
+    assert two_heavy_tokens_lower_bound(head, 400, 1.0).value == pytest.approx(value, rel=0.01)
 
 
 def test_a_masked_tie_reaches_nine_tenths_of_masked_theorem_a():
     head = nilpotent(60.0)
-    value = masked_tie(head, 400, 1.0).value
-    assert 0.9 * masked_theorem_a(head, 400, 1.0).value <= value <= masked_theorem_a(head, 400, 1.0).value
+    value = causal_two_heavy_tokens_lower_bound(head, 400, 1.0).value
+    assert (
+        0.9 * causal_ball_upper_bound(head, 400, 1.0).value
+        <= value
+        <= causal_ball_upper_bound(head, 400, 1.0).value
+    )
 
 
 def test_rates_in_n_and_in_radius():
@@ -296,9 +306,17 @@ def test_rates_in_n_and_in_radius():
     def slope(low: float, high: float, ratio: float) -> float:
         return (high - low) / math.log(ratio)
 
-    by_n = slope(tie(head, 1000, 30.0).log_value, tie(head, 4000, 30.0).log_value, 4.0)
+    by_n = slope(
+        two_heavy_tokens_lower_bound(head, 1000, 30.0).log_value,
+        two_heavy_tokens_lower_bound(head, 4000, 30.0).log_value,
+        4.0,
+    )
     assert by_n == pytest.approx(0.5, abs=0.02)
-    by_radius = slope(tie(head, 1000, 30.0).log_value, tie(head, 1000, 60.0).log_value, 2.0)
+    by_radius = slope(
+        two_heavy_tokens_lower_bound(head, 1000, 30.0).log_value,
+        two_heavy_tokens_lower_bound(head, 1000, 60.0).log_value,
+        2.0,
+    )
     assert by_radius == pytest.approx(2.0, abs=0.05)
     unit = Head(-eye(2), eye(2))
     limit = proposition_3_4(unit, 1000, 30.0).value
@@ -313,10 +331,22 @@ def _below_upper(seed: int) -> float:
     A = temperature * torch.randn(d, d, generator=generator, dtype=torch.float64)
     head = Head(A, torch.randn(d, d, generator=generator, dtype=torch.float64))
     n, radius = 2 + seed % 9, 0.3 + 2 * float(torch.rand((), generator=generator))
-    lower = [f(head, n, radius).value for f in (two_cluster_sharp, no_real_eigenvalue, tie, repeated_token)]
-    masked = [f(head, n, radius).value for f in (masked_two_cluster, masked_tie)]
+    lower = [
+        f(head, n, radius).value
+        for f in (
+            two_cluster_lower_bound,
+            heavy_token_lower_bound,
+            two_heavy_tokens_lower_bound,
+            equal_tokens_lower_bound,
+        )
+    ]
+    masked = [
+        f(head, n, radius).value
+        for f in (causal_two_cluster_lower_bound, causal_two_heavy_tokens_lower_bound)
+    ]
     return max(
-        max(lower) / theorem_a(head, n, radius).value, max(masked) / masked_theorem_a(head, n, radius).value
+        max(lower) / ball_upper_bound(head, n, radius).value,
+        max(masked) / causal_ball_upper_bound(head, n, radius).value,
     )
 
 
@@ -337,15 +367,25 @@ def test_hypotheses_that_fail_make_a_bound_trivial():
     causal = random_attention(100, heads=1, causal=True)
     assert "no mask" in failed(proposition_3_4(causal, 4, 1.0))
     assert {"V = I", "no query bias"} <= set(failed(proposition_3_4(f, 4, 1.0)))
-    assert failed(two_cluster_sharp(causal, 4, 1.0)) == ["no mask"]
-    assert failed(tie(causal, 4, 1.0)) == ["no mask"]
-    assert failed(masked_tie(f, 4, 1.0)) == failed(masked_two_cluster(f, 4, 1.0)) == ["causal mask"]
-    assert failed(tie(f, 2, 1.0)) == ["n >= 3"]
+    assert failed(two_cluster_lower_bound(causal, 4, 1.0)) == ["no mask"]
+    assert failed(two_heavy_tokens_lower_bound(causal, 4, 1.0)) == ["no mask"]
+    assert (
+        failed(causal_two_heavy_tokens_lower_bound(f, 4, 1.0))
+        == failed(causal_two_cluster_lower_bound(f, 4, 1.0))
+        == ["causal mask"]
+    )
+    assert failed(two_heavy_tokens_lower_bound(f, 2, 1.0)) == ["n >= 3"]
     assert failed(quadratic_growth(f, 4, 1.0)) == ["no query bias"]
     one = Head(eye(1), eye(1))
-    assert failed(tie(one, 4, 1.0)) == ["d >= 2"]
-    assert masked_tie(Head(eye(2), eye(2)), 4, 1.0).holds  # a bare head has no mask of its own
-    for bound in (tie(causal, 4, 1.0), masked_tie(f, 4, 1.0), tie(one, 4, 1.0)):
+    assert failed(two_heavy_tokens_lower_bound(one, 4, 1.0)) == ["d >= 2"]
+    assert causal_two_heavy_tokens_lower_bound(
+        Head(eye(2), eye(2)), 4, 1.0
+    ).holds  # a bare head has no mask of its own
+    for bound in (
+        two_heavy_tokens_lower_bound(causal, 4, 1.0),
+        causal_two_heavy_tokens_lower_bound(f, 4, 1.0),
+        two_heavy_tokens_lower_bound(one, 4, 1.0),
+    ):
         assert bound.value == 0.0
 
 
@@ -354,47 +394,57 @@ def test_hypotheses_that_fail_make_a_bound_trivial():
 def test_extremes_give_numbers(radius, n):
     head = Head(torch.tensor([[0.3, -1.0], [1.0, -0.5]], dtype=torch.float64), eye(2))
     for statement in (
-        two_cluster_sharp,
-        no_real_eigenvalue,
-        tie,
-        masked_two_cluster,
-        masked_tie,
-        repeated_token,
+        two_cluster_lower_bound,
+        heavy_token_lower_bound,
+        two_heavy_tokens_lower_bound,
+        causal_two_cluster_lower_bound,
+        causal_two_heavy_tokens_lower_bound,
+        equal_tokens_lower_bound,
     ):
         bound = statement(head, n, radius)
         assert not math.isnan(bound.log_value)
         assert bound.log_value < math.inf
         assert bound.value >= 0.0
-    assert repeated_token(head, n, radius).value > 0.99
+    assert equal_tokens_lower_bound(head, n, radius).value > 0.99
     if radius == 1e9:  # the exponent R² exceeds log n by far: all weight on the heavy tokens
-        assert tie(head, n, radius).log_value > 0.5 * math.log(n) + math.log(1e15)
+        assert two_heavy_tokens_lower_bound(head, n, radius).log_value > 0.5 * math.log(n) + math.log(1e15)
 
 
 def test_zero_scores_and_zero_values():
     zero = torch.zeros(2, 2, dtype=torch.float64)
     uniform = Head(zero, eye(2))
-    assert no_real_eigenvalue(uniform, 5, 1.0).value == pytest.approx(math.sqrt(4) / 5)
-    assert tie(uniform, 5, 1.0).value == 0.0
-    assert tie(Head(eye(2), zero), 5, 1.0).value == 0.0
-    assert repeated_token(Head(eye(2), zero), 5, 1.0).value == 0.0
+    assert heavy_token_lower_bound(uniform, 5, 1.0).value == pytest.approx(math.sqrt(4) / 5)
+    assert two_heavy_tokens_lower_bound(uniform, 5, 1.0).value == 0.0
+    assert two_heavy_tokens_lower_bound(Head(eye(2), zero), 5, 1.0).value == 0.0
+    assert equal_tokens_lower_bound(Head(eye(2), zero), 5, 1.0).value == 0.0
 
 
 def test_refusals():
     several = random_attention(101, heads=2)
-    for statement in (proposition_3_4, two_cluster_sharp, masked_two_cluster, quadratic_growth):
+    for statement in (
+        proposition_3_4,
+        two_cluster_lower_bound,
+        causal_two_cluster_lower_bound,
+        quadratic_growth,
+    ):
         with pytest.raises(ArgumentError, match="one head"):
             statement(several, 4, 1.0)
     head = Head(eye(2), eye(2))
-    for statement in (proposition_3_4, no_real_eigenvalue, tie, repeated_token):
+    for statement in (
+        proposition_3_4,
+        heavy_token_lower_bound,
+        two_heavy_tokens_lower_bound,
+        equal_tokens_lower_bound,
+    ):
         with pytest.raises(ArgumentError, match="radius"):
             statement(head, 4, 0.0)
         with pytest.raises(ArgumentError, match="length"):
             statement(head, 0, 1.0)
     token = torch.zeros(2, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="heavy"):
-        heavy_token(head, 4, torch.zeros(3, dtype=torch.float64), token)
+        heavy_token_local_bound(head, 4, torch.zeros(3, dtype=torch.float64), token)
     with pytest.raises(NonFiniteError, match="light"):
-        heavy_token(head, 4, token, token * math.nan)
+        heavy_token_local_bound(head, 4, token, token * math.nan)
     masked = random_attention(102, mask=torch.eye(3, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="length of the mask"):
-        repeated_token(masked, 4, 1.0)
+        equal_tokens_lower_bound(masked, 4, 1.0)

@@ -11,12 +11,12 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds.mean_field_lower import (
     proposition_3_6,
-    proposition_3_6_asymptotic,
-    proposition_3_6_better_weight,
+    proposition_3_6_rate,
     two_dirac,
+    weighted_two_atom_lower_bound,
 )
 from howsmooth.bounds.parameters import Head
-from howsmooth.bounds.unmasked import n_free
+from howsmooth.bounds.unmasked import mean_field_upper_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import random_attention, true_norm
 
@@ -75,11 +75,11 @@ def test_two_dirac_of_a_head(gammas):
 def test_order_of_the_bounds(gamma, radius):
     g = radius**2 * max(-gamma, gamma / 8)
     exact = two_dirac(gamma, radius, math.exp(-2 * g)).value if 0 < math.exp(-2 * g) < 1 else math.inf
-    assert proposition_3_6_asymptotic(gamma, radius).value <= proposition_3_6(gamma, radius).value
+    assert proposition_3_6_rate(gamma, radius).value <= proposition_3_6(gamma, radius).value
     assert proposition_3_6(gamma, radius).value <= exact * (1 + 1e-9)
-    better = proposition_3_6_better_weight(gamma, radius).value
+    better = weighted_two_atom_lower_bound(gamma, radius).value
     assert better <= two_dirac(gamma, radius).value * (1 + 1e-9)
-    upper = n_free(Head(gamma * eye(2), eye(2)), radius).value
+    upper = mean_field_upper_bound(Head(gamma * eye(2), eye(2)), radius).value
     assert two_dirac(gamma, radius).value <= upper
 
 
@@ -90,19 +90,19 @@ def test_closed_forms():
     assert proposition_3_6(-g, 1.0).value == pytest.approx(paper, rel=1e-9)
     assert proposition_3_6(8 * g, 1.0).value == pytest.approx(paper, rel=1e-9)
     better = math.sqrt(3) / 4 * math.exp(g) * (1 + 1.5 * g)
-    assert proposition_3_6_better_weight(-g, 1.0).value == pytest.approx(better, rel=1e-9)
-    assert proposition_3_6_asymptotic(-g, 1.0).value == pytest.approx(g / 2 * math.exp(g), rel=1e-9)
+    assert weighted_two_atom_lower_bound(-g, 1.0).value == pytest.approx(better, rel=1e-9)
+    assert proposition_3_6_rate(-g, 1.0).value == pytest.approx(g / 2 * math.exp(g), rel=1e-9)
 
 
 def test_asymptotic_for_every_g():
     for g in [10.0 ** (k / 8) for k in range(-64, 33)]:
-        assert proposition_3_6_asymptotic(-g, 1.0).log_value <= proposition_3_6(-g, 1.0).log_value
+        assert proposition_3_6_rate(-g, 1.0).log_value <= proposition_3_6(-g, 1.0).log_value
 
 
 def test_as_the_radius_grows():
-    paper, asymptotic = proposition_3_6(-1.0, 100.0), proposition_3_6_asymptotic(-1.0, 100.0)
+    paper, asymptotic = proposition_3_6(-1.0, 100.0), proposition_3_6_rate(-1.0, 100.0)
     assert paper.log_value - asymptotic.log_value == pytest.approx(0.0, abs=1e-3)
-    better, exact = proposition_3_6_better_weight(-1.0, 100.0), two_dirac(-1.0, 100.0)
+    better, exact = weighted_two_atom_lower_bound(-1.0, 100.0), two_dirac(-1.0, 100.0)
     assert exact.log_value - better.log_value == pytest.approx(0.0, abs=1e-8)
     # (√3/4)(3/2) against 1/2: 30 % more
     ratio = math.exp(better.log_value - paper.log_value)
@@ -114,8 +114,8 @@ def test_extremes_give_numbers():
         for statement in (
             two_dirac,
             proposition_3_6,
-            proposition_3_6_better_weight,
-            proposition_3_6_asymptotic,
+            weighted_two_atom_lower_bound,
+            proposition_3_6_rate,
         ):
             bound = statement(-1.0, radius)
             assert not math.isnan(bound.log_value)

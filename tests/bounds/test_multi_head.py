@@ -11,21 +11,21 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.masked import masked_theorem_a
+from howsmooth.bounds.masked import causal_ball_upper_bound
 from howsmooth.bounds.multi_head import (
-    best_head_bound,
+    folded_gram_upper_bound,
+    gram_upper_bound,
+    head_upper_bound,
     lemma_3_8,
-    multi_head_folded,
-    multi_head_gram,
-    multi_head_output,
+    output_norm_upper_bound,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_a
+from howsmooth.bounds.unmasked import ball_upper_bound, mean_field_upper_bound, theorem_3_3
 from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio
 
-ALL = (lemma_3_8, multi_head_output, multi_head_gram, multi_head_folded)
+ALL = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
 
 
 def _norm(f: hs.SelfAttention, x: Tensor) -> float:
@@ -106,25 +106,25 @@ def test_without_scores_folded_is_exact_for_orthogonal_and_for_equal_heads() -> 
     f = hs.SelfAttention(zero, zero, V, W)
     truth = _norm(f, tokens(0, 4, 2))
     assert truth == pytest.approx(6.0)
-    assert multi_head_folded(f, 4, 1.0).value == pytest.approx(truth, rel=1e-11)
+    assert folded_gram_upper_bound(f, 4, 1.0).value == pytest.approx(truth, rel=1e-11)
     # Lemma 3.8 takes the norms apart: ‖W‖ = 2 and ‖V‖ = 3 are not of the same direction.
     assert lemma_3_8(f, 4, 1.0).value == pytest.approx(12.0, rel=1e-11)
-    assert multi_head_gram(f, 4, 1.0).value == pytest.approx(12.0, rel=1e-11)
+    assert gram_upper_bound(f, 4, 1.0).value == pytest.approx(12.0, rel=1e-11)
 
 
 def test_concatenated_heads_add_in_squares() -> None:
     f = random_attention(5, d_out=None)
-    parts = [best_head_bound(f.head(h), 7, 1.3).value for h in range(f.heads)]
+    parts = [head_upper_bound(f.head(h), 7, 1.3).value for h in range(f.heads)]
     squares = math.sqrt(sum(part**2 for part in parts))
     assert lemma_3_8(f, 7, 1.3).value == pytest.approx(sum(parts), rel=1e-10)
-    for statement in (multi_head_output, multi_head_gram, multi_head_folded):
+    for statement in (output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound):
         assert statement(f, 7, 1.3).value == pytest.approx(squares, rel=1e-10)
 
 
 def test_one_head_of_norm_one_changes_nothing() -> None:
     f = random_attention(6, heads=1, d_out=None)
     for statement in ALL:
-        assert statement(f, 7, 1.3).value == pytest.approx(theorem_a(f, 7, 1.3).value, rel=1e-10)
+        assert statement(f, 7, 1.3).value == pytest.approx(ball_upper_bound(f, 7, 1.3).value, rel=1e-10)
 
 
 # ---- order, and what a head's bound is
@@ -138,7 +138,7 @@ def test_order(seed: int, causal: bool) -> None:
     assert folded <= gram * (1 + 1e-11)
     assert gram <= lemma * (1 + 1e-11)
     norms = [torch.linalg.matrix_norm(W, 2) for W in parameters_of(f).outputs]
-    parts = [best_head_bound(f.head(h), 20, 1.0).value for h in range(4)]
+    parts = [head_upper_bound(f.head(h), 20, 1.0).value for h in range(4)]
     assert lemma == pytest.approx(
         float(sum(w * part for w, part in zip(norms, parts, strict=True))), rel=1e-10
     )
@@ -151,7 +151,7 @@ def test_order(seed: int, causal: bool) -> None:
 def test_gram_written_out() -> None:
     f = random_attention(8)
     W = parameters_of(f).outputs
-    L = [best_head_bound(f.head(h), 5, 0.7).value for h in range(3)]
+    L = [head_upper_bound(f.head(h), 5, 0.7).value for h in range(3)]
     V = [f.value[h] for h in range(3)]
     c = [L[h] / float(torch.linalg.matrix_norm(V[h], 2)) for h in range(3)]
     folded = [W[h] @ V[h] for h in range(3)]
@@ -165,15 +165,15 @@ def test_gram_written_out() -> None:
             )
         )
 
-    assert multi_head_gram(f, 5, 0.7).value == pytest.approx(form(list(W), L), rel=1e-10)
-    assert multi_head_folded(f, 5, 0.7).value == pytest.approx(form(folded, c), rel=1e-10)
+    assert gram_upper_bound(f, 5, 0.7).value == pytest.approx(form(list(W), L), rel=1e-10)
+    assert folded_gram_upper_bound(f, 5, 0.7).value == pytest.approx(form(folded, c), rel=1e-10)
 
 
 def test_the_best_bound_of_a_head_knows_its_mask() -> None:
     n = 5
     window = torch.ones(n, n, dtype=torch.bool).tril().triu(-1)
     names = {
-        best_head_bound(f, length, radius).name
+        head_upper_bound(f, length, radius).name
         for f, length, radius in (
             (random_attention(0, heads=1), n, 1.0),
             (random_attention(0, heads=1), 10**30, 1.0),
@@ -183,9 +183,9 @@ def test_the_best_bound_of_a_head_knows_its_mask() -> None:
             (Head(torch.eye(2), torch.eye(2)), 10**30, 1.0),
         )
     }
-    assert names == {"any_mask_theorem_a", "n_free", "masked_n_free"}
+    assert names == {"masked_ball_upper_bound", "mean_field_upper_bound", "causal_mean_field_upper_bound"}
     causal = random_attention(0, heads=1, causal=True)
-    assert best_head_bound(causal, n, 1.0).value == masked_theorem_a(causal, n, 1.0).value
+    assert head_upper_bound(causal, n, 1.0).value == causal_ball_upper_bound(causal, n, 1.0).value
 
 
 @pytest.mark.parametrize("statement", ALL)
@@ -195,7 +195,7 @@ def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
     paper = statement(f, 4, 1.0, theorem_3_3)
     assert paper.holds
     assert paper.value > ours.value
-    free = statement(f, 4, 1.0, lambda head, length, radius: n_free(head, radius))
+    free = statement(f, 4, 1.0, lambda head, length, radius: mean_field_upper_bound(head, radius))
     assert free.holds
     causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, theorem_3_3)
     assert not causal.holds

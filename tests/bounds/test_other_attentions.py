@@ -15,13 +15,13 @@ from torch import Tensor
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.other_attentions import (
     l2_attention,
-    l2_attention_sharp,
+    l2_attention_upper_bound,
     lipschitz_norm,
-    lipschitz_norm_sharp,
+    lipschitz_norm_upper_bound,
     scaled_cosine,
-    scaled_cosine_sharp,
+    scaled_cosine_upper_bound,
     sinkhorn,
-    softmax_temperature,
+    softmax_upper_bound,
 )
 from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -65,7 +65,9 @@ def _search_l2(n: int, d: int, *, trials: int, steps: int) -> tuple[float, float
         nonlocal usual
         q, v, w = point["Q"], point["V"], point["W"]
         truth = _norm(torch.func.jacrev(lambda x: _l2(q, v, w, x))(point["X"]), n * d)
-        bounds = [f(q.detach(), v.detach(), w.detach(), n).value for f in (l2_attention, l2_attention_sharp)]
+        bounds = [
+            f(q.detach(), v.detach(), w.detach(), n).value for f in (l2_attention, l2_attention_upper_bound)
+        ]
         usual = max(usual, float(truth.detach()) / bounds[0])
         return truth / bounds[1]
 
@@ -97,7 +99,7 @@ def test_l2_as_usually_printed_is_false() -> None:
     printed = math.sqrt(1) / math.sqrt(2) * (4 * 0 + 1) * math.sqrt(10**2 * 1**2) * 1
     assert printed == pytest.approx(7.0710678)
     assert truth == pytest.approx(70.710678)
-    for bound in (l2_attention(q, v, w, 1), l2_attention_sharp(q, v, w, 1)):
+    for bound in (l2_attention(q, v, w, 1), l2_attention_upper_bound(q, v, w, 1)):
         assert bound.value == pytest.approx(truth, rel=1e-10)
         assert bound.value >= truth * (1 - 1e-13)
 
@@ -109,7 +111,7 @@ def test_l2_two_tokens() -> None:
     for gap in np.linspace(0.1, 3, 60):
         x = torch.tensor([[0.0], [gap]], dtype=torch.float64)
         truth = float(_norm(torch.func.jacrev(lambda x: _l2(one, one, one[0], x))(x), 2))
-        ratios.append(truth / l2_attention_sharp(one, one, one[0], 2).value)
+        ratios.append(truth / l2_attention_upper_bound(one, one, one[0], 2).value)
     assert 0.57 < max(ratios) <= 1
 
 
@@ -146,7 +148,7 @@ def _search_cosine(n: int, tau: float, *, trials: int, steps: int) -> tuple[floa
         arguments = (q.detach(), k.detach(), v.detach(), n)
         values = [
             f(*arguments, temperature=tau, gain=2.0, eps=0.1).value
-            for f in (scaled_cosine, scaled_cosine_sharp)
+            for f in (scaled_cosine, scaled_cosine_upper_bound)
         ]
         usual = max(usual, float(truth.detach()) / values[0])
         return truth / values[1]
@@ -175,7 +177,7 @@ def test_cosine_is_exact_for_one_token_at_zero() -> None:
     q = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = torch.zeros(1, 4, dtype=torch.float64)
     truth = float(_norm(torch.func.jacrev(lambda x: _cosine(q, q, q, 3.0, -2.0, 1e-3, x))(x), 4))
-    bound = scaled_cosine_sharp(q, q, q, 1, temperature=3.0, gain=-2.0, eps=1e-3)
+    bound = scaled_cosine_upper_bound(q, q, q, 1, temperature=3.0, gain=-2.0, eps=1e-3)
     assert bound.value == pytest.approx(truth, rel=1e-10)
     assert scaled_cosine(q, q, q, 1, temperature=3.0, gain=-2.0, eps=1e-3).value == pytest.approx(2 * truth)
 
@@ -188,7 +190,7 @@ def test_cosine_sharp_is_below_the_published_one(n: int, tau: float, seed: int) 
         for _ in range(3)
     )
     published = scaled_cosine(q, k, v, n, temperature=tau, eps=0.5)
-    sharp = scaled_cosine_sharp(q, k, v, n, temperature=tau, eps=0.5)
+    sharp = scaled_cosine_upper_bound(q, k, v, n, temperature=tau, eps=0.5)
     assert sharp.log_value <= published.log_value
     norms = [float(torch.linalg.matrix_norm(w.double(), 2)) for w in (q, k, v)]
     assert published.value == pytest.approx(
@@ -272,7 +274,7 @@ def _lipschitz_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _search_lipschitz_norm(m: int, n: int, *, trials: int, steps: int) -> float:
-    sharp = lipschitz_norm_sharp(m, n)
+    sharp = lipschitz_norm_upper_bound(m, n)
     assert sharp.value <= lipschitz_norm(m, n).value
 
     def ratio(point: Point) -> Tensor:
@@ -300,7 +302,7 @@ def test_lipschitz_norm_search(m: int, n: int) -> None:
 @pytest.mark.parametrize(("m", "n"), [(2, 2), (8, 2), (2, 6), (1, 4), (4, 4)])
 def test_lipschitz_norm_search_long(m: int, n: int) -> None:
     ratio = _search_lipschitz_norm(m, n, trials=20, steps=150)
-    print(m, n, ratio, ratio * lipschitz_norm_sharp(m, n).value / lipschitz_norm(m, n).value)
+    print(m, n, ratio, ratio * lipschitz_norm_upper_bound(m, n).value / lipschitz_norm(m, n).value)
     assert ratio <= 1
 
 
@@ -312,10 +314,10 @@ def test_lipschitz_norm_formulas() -> None:
         )
         kappa = math.exp(0.5 * (math.log(m) + lipschitz_log_p_bar(n)))
         squares = max((kappa + 1) ** 2 + 4.5, kappa**2 + 4 + (1 + math.sqrt(0.5)) ** 2)
-        assert lipschitz_norm_sharp(m, n).value == pytest.approx(math.sqrt(squares), rel=1e-11)
+        assert lipschitz_norm_upper_bound(m, n).value == pytest.approx(math.sqrt(squares), rel=1e-11)
         assert kappa <= math.e * root * (1 + 1e-12)
     # one key: every output is v_1, and m copies of it have norm √m
-    assert lipschitz_norm_sharp(9, 1).value == pytest.approx(3.0, rel=1e-11)
+    assert lipschitz_norm_upper_bound(9, 1).value == pytest.approx(3.0, rel=1e-11)
 
 
 def lipschitz_log_p_bar(n: int) -> float:
@@ -328,7 +330,7 @@ def lipschitz_log_p_bar(n: int) -> float:
 @pytest.mark.parametrize("scale", [0.3, -2.0, 50.0])
 def test_softmax(scale: float) -> None:
     rng = np.random.default_rng(0)
-    bound = softmax_temperature(scale)
+    bound = softmax_upper_bound(scale)
     assert bound.value == pytest.approx(abs(scale) / 2, rel=1e-11)
     largest = dict.fromkeys((1, 2, np.inf), 0.0)
     for _ in range(300):
@@ -349,7 +351,7 @@ def test_refusals() -> None:
     q = torch.randn(2, 3, 4)
     v = torch.randn(2, 5, 4)
     w = torch.randn(4, 10)
-    l2: tuple[Callable[..., Bound], ...] = (l2_attention, l2_attention_sharp)
+    l2: tuple[Callable[..., Bound], ...] = (l2_attention, l2_attention_upper_bound)
     for f in l2:
         for arguments, name in (
             ((q[0], v, w, 3), "query"),
@@ -364,7 +366,7 @@ def test_refusals() -> None:
         with pytest.raises(NonFiniteError, match="query"):
             f(q * math.nan, v, w, 3)
         assert f(0 * q, v, w, 3).value == 0.0
-    cosine: tuple[Callable[..., Bound], ...] = (scaled_cosine, scaled_cosine_sharp)
+    cosine: tuple[Callable[..., Bound], ...] = (scaled_cosine, scaled_cosine_upper_bound)
     for f in cosine:
         k = q[0]
         for keywords, name in (
@@ -380,7 +382,7 @@ def test_refusals() -> None:
         with pytest.raises(ArgumentError, match=r"^length:"):
             f(k, k, v[0], 0, temperature=1.0, eps=1.0)
         assert math.isfinite(f(k, k, v[0], 10**400, temperature=1e300, eps=1e-300).log_value)
-    norms: tuple[Callable[..., Bound], ...] = (lipschitz_norm, lipschitz_norm_sharp)
+    norms: tuple[Callable[..., Bound], ...] = (lipschitz_norm, lipschitz_norm_upper_bound)
     for f in norms:
         with pytest.raises(ArgumentError, match=r"^queries:"):
             f(0, 3)
@@ -388,5 +390,5 @@ def test_refusals() -> None:
             f(3, 1.5)
     for value in (math.inf, "hot", None, True):
         with pytest.raises(ArgumentError, match=r"^inverse_temperature:"):
-            softmax_temperature(value)
-    assert softmax_temperature(0).value == 0.0
+            softmax_upper_bound(value)
+    assert softmax_upper_bound(0).value == 0.0

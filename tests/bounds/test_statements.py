@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import howsmooth as hs
-from howsmooth.bounds import Head, best, norm_radius, parameters_of, pre_norm_composition, table
+from howsmooth.bounds import Head, best, norm_radius, parameters_of, pre_norm_upper_bound, table
 from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._search import Point, largest_ratio
@@ -104,10 +104,10 @@ def test_what_overflows_keeps_its_logarithm() -> None:
 def test_every_length_at_once() -> None:
     f = ATTENTIONS["no bias"]
     free = best(f, radius=0.3)
-    assert free.name == "n_free"
+    assert free.name == "mean_field_upper_bound"
     for n in (1, 10, 10**6, 10**400):
         assert best(f, length=n, radius=0.3).value <= free.value
-    assert best(ATTENTIONS["causal"], radius=0.3).name == "masked_n_free"
+    assert best(ATTENTIONS["causal"], radius=0.3).name == "causal_mean_field_upper_bound"
 
 
 def test_radius_comes_from_the_norm_layer_of_a_site() -> None:
@@ -127,7 +127,7 @@ def test_rotary_positions_have_certificates_only() -> None:
     f = random_attention(8, heads=1, rotary=rotary(N, 4))
     x = tokens(3, N, D)
     names = set(table(f, x).name)
-    assert names == {"measured", "certificate_n", "certificate_r", "certificate_cheap"}
+    assert names == {"measured", "certificate_parts", "certificate_rows", "certificate_frobenius"}
     assert best(f, x).value >= float(true_norm(f, x[None])[0])
     with pytest.raises(ArgumentError, match="rotary positions, with which A depends"):
         best(f, length=4, radius=1.0)
@@ -215,7 +215,7 @@ def _layer(kind: str, eps: float) -> hs.LayerNorm | hs.RMSNorm:
 def test_no_counterexample_to_pre_norm_composition(kind: str, name: str) -> None:
     f, norm = ATTENTIONS[name], _layer(kind, 0.05)
     both = hs.Compose(f, norm)
-    everywhere = pre_norm_composition(f, norm, N).value
+    everywhere = pre_norm_upper_bound(f, norm, N).value
 
     def ratio(point: Point) -> torch.Tensor:
         x = point["x"]
@@ -229,18 +229,18 @@ def test_no_counterexample_to_pre_norm_composition(kind: str, name: str) -> None
     for size in (0.1, 1.0, 10.0):
         x = size * tokens(30, N, D)
         truth = float(torch.linalg.matrix_norm(dense_jacobian(both, x), 2))
-        at = pre_norm_composition(f, norm, N, x)
+        at = pre_norm_upper_bound(f, norm, N, x)
         assert truth <= at.value <= everywhere * (1 + 1e-9)
 
 
 def test_pre_norm_composition_needs_eps() -> None:
-    bound = pre_norm_composition(
+    bound = pre_norm_upper_bound(
         ATTENTIONS["one head"], hs.RMSNorm(torch.ones(D, dtype=torch.float64), 0.0), N
     )
     assert not bound.holds
     assert math.isinf(bound.value)
     with pytest.raises(ArgumentError, match=r"X: expected tokens of shape \(5, 6\)"):
-        pre_norm_composition(ATTENTIONS["one head"], _layer("RMSNorm", 0.1), N, tokens(0, 3, D))
+        pre_norm_upper_bound(ATTENTIONS["one head"], _layer("RMSNorm", 0.1), N, tokens(0, 3, D))
 
 
 def test_tokens_that_are_zero_or_not_numbers() -> None:
@@ -260,10 +260,10 @@ def test_lower_bounds_of_the_mean_field_constant() -> None:
     names = set(table(head, radius=1.5).name)
     assert names == {
         "theorem_3_5",
-        "n_free",
+        "mean_field_upper_bound",
         "proposition_3_6",
-        "proposition_3_6_asymptotic",
-        "proposition_3_6_better_weight",
+        "proposition_3_6_rate",
+        "weighted_two_atom_lower_bound",
         "two_dirac",
     }
     # They are statements about measures: none about a given number of tokens.
@@ -276,11 +276,11 @@ def test_pre_norm_composition_where_it_is_an_equality() -> None:
     f, norm = hs.SelfAttention(zero, zero, eye), hs.RMSNorm(torch.ones(D, dtype=torch.float64), 0.01)
     x = tokens(1, 1, D)
     truth = float(torch.linalg.matrix_norm(dense_jacobian(hs.Compose(f, norm), x), 2))
-    assert pre_norm_composition(f, norm, 1, x).value == pytest.approx(truth, rel=1e-9)
-    assert pre_norm_composition(f, norm, 1).value == pytest.approx(10.0, rel=1e-9)
+    assert pre_norm_upper_bound(f, norm, 1, x).value == pytest.approx(truth, rel=1e-9)
+    assert pre_norm_upper_bound(f, norm, 1).value == pytest.approx(10.0, rel=1e-9)
     # Of several tokens the shortest counts.
     two = torch.cat([x, 10 * x])
-    assert pre_norm_composition(f, norm, 2, two).value == pytest.approx(truth, rel=1e-9)
+    assert pre_norm_upper_bound(f, norm, 2, two).value == pytest.approx(truth, rel=1e-9)
 
 
 def test_a_token_longer_by_a_rounding_error_enlarges_the_ball() -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import n_free, theorem_3_5
+from howsmooth.bounds import mean_field_upper_bound, theorem_3_5
 from howsmooth.bounds.mean_field_lower import (
     proposition_3_6,
-    proposition_3_6_asymptotic,
-    proposition_3_6_better_weight,
+    proposition_3_6_rate,
     two_dirac,
+    weighted_two_atom_lower_bound,
 )
 from howsmooth.errors import NonFiniteError
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
@@ -48,10 +48,10 @@ def test_the_best_weight_up_to_the_end_of_float64(g: float, gamma: float, ratio:
     assert math.log(found.lower) <= bound.log_value + 1e-9
     assert math.log(found.upper) >= bound.log_value
     assert found.converged
-    for lower in (proposition_3_6_better_weight, proposition_3_6_asymptotic):
+    for lower in (weighted_two_atom_lower_bound, proposition_3_6_rate):
         assert lower(gamma, radius).log_value <= log + 1e-9
     f = attention(gamma * one, one)
-    assert log <= n_free(f, radius).log_value <= theorem_3_5(f, radius).log_value + 1e-9
+    assert log <= mean_field_upper_bound(f, radius).log_value <= theorem_3_5(f, radius).log_value + 1e-9
 
 
 @pytest.mark.parametrize("g", STRENGTHS)
@@ -63,7 +63,7 @@ def test_the_papers_weight(g: float, gamma: float, ratio: float) -> None:
     found = hs.local_lipschitz(attention(gamma * one, one), diracs(g, odds, ratio, one[0]), rtol=1e-9)
     log, paper = math.log(float(found.value)), proposition_3_6(gamma, math.sqrt(g)).log_value
     assert paper <= log + 1e-9
-    assert proposition_3_6_asymptotic(gamma, math.sqrt(g)).log_value <= log
+    assert proposition_3_6_rate(gamma, math.sqrt(g)).log_value <= log
     if g >= 20:  # one entry of the matrix is then all of it
         assert log == pytest.approx(paper, abs=2.0 / g)
     if math.exp(-2 * g) > 0 and g > 0.5:
@@ -81,7 +81,7 @@ def test_a_head_in_three_dimensions_has_at_least_what_its_line_has() -> None:
         found = hs.local_lipschitz(attention(A, V), mu, rtol=1e-9)
         bound = two_dirac(attention(A, V), math.sqrt(g))
         assert bound.log_value <= math.log(float(found.value)) + 1e-9
-        assert math.log(float(found.value)) <= n_free(attention(A, V), math.sqrt(g)).log_value
+        assert math.log(float(found.value)) <= mean_field_upper_bound(attention(A, V), math.sqrt(g)).log_value
 
 
 def test_beyond_the_range_of_float64_it_says_so() -> None:

@@ -108,7 +108,7 @@ def test_the_summary_holds_the_ratios(howsmooth: Howsmooth) -> None:
         mine = rows[(rows["layer"] == row["layer"]) & (rows["n"] == row["n"])].set_index("name")["value"]
         assert row["paper"] == mine["two_cluster"]
         assert row["construction"] == max(
-            mine[["two_cluster", "two_cluster, other eigenvalue", "tie"]].to_list()
+            mine[["two_cluster", "two_cluster, other eigenvalue", "two_heavy_tokens"]].to_list()
         )
         assert row["found_to_paper"] == pytest.approx(row["found"] / row["paper"])
         assert row["found_to_upper"] == pytest.approx(row["found"] / 1e6)

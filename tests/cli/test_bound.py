@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.bounds import norm_radius, table, theorem_a
+from howsmooth.bounds import ball_upper_bound, norm_radius, table
 from howsmooth.cli import main
 from howsmooth.cli.printing import amount
 from howsmooth.models.parameter_files import save_parameters
@@ -75,7 +75,7 @@ def test_bounds_of_a_file_hold_at_its_tokens(howsmooth: Howsmooth, head: hs.Self
     bounds = values(found)
     assert bounds["measured", "lower"] <= true * (1 + 1e-12)
     assert true <= bounds["measured", "upper"] * (1 + 1e-12)
-    assert bounds["theorem_a", "upper"] == theorem_a(head, 5, radius).value
+    assert bounds["ball_upper_bound", "upper"] == ball_upper_bound(head, 5, radius).value
     uppers = [value for (_, side), value in bounds.items() if side == "upper" and value is not None]
     assert len(uppers) > 5
     assert min(uppers) >= true * (1 - 1e-6)
@@ -156,7 +156,7 @@ def test_rotary_positions_have_certificates_only(howsmooth: Howsmooth) -> None:
     found = said(out)["attentions"]
     assert code == 0
     assert {b["quantity"] for one in found for b in one["bounds"]} == {"‖D_X f‖"}
-    assert all(("certificate_joint", "upper") in values(one) for one in found)
+    assert all(("certificate_heads", "upper") in values(one) for one in found)
 
 
 def test_numbers_beyond_all_range_are_written_with_their_power() -> None:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import howsmooth as hs
-from howsmooth.bounds import any_mask_theorem_a, best, masked_theorem_a, theorem_a, two_cluster_sharp
+from howsmooth.bounds import (
+    ball_upper_bound,
+    best,
+    causal_ball_upper_bound,
+    masked_ball_upper_bound,
+    two_cluster_lower_bound,
+)
 from howsmooth.bounds.softmax_layer import _norm, any_boolean_mask, products_norms, softmax_layer
 from howsmooth.bounds.visible_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -188,7 +194,9 @@ def test_normalised_attention_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["none", "causal", "fixed"])
 def test_for_one_head_it_is_theorem_a(kind: str, size: float) -> None:
     layer = made(SoftmaxAttention, heads=1, size=size, mask=KINDS[kind])
-    theorem = {"none": theorem_a, "causal": masked_theorem_a, "fixed": any_mask_theorem_a}[kind]
+    theorem = {"none": ball_upper_bound, "causal": causal_ball_upper_bound, "fixed": masked_ball_upper_bound}[
+        kind
+    ]
     expected = theorem(layer.map, N, R).value
     assert layer.lipschitz_bound(N, R).value == pytest.approx(expected, rel=1e-11)
 
@@ -289,7 +297,7 @@ def test_worst_of_all_boolean_masks() -> None:
     for seen in masks:
         if bool(seen.any(dim=1).all()):
             fixed = hs.SelfAttention(f.query, f.key, f.value, f.output, query_bias=f.query_bias, mask=seen)
-            worst = max(worst, any_mask_theorem_a(fixed, n, R).value)
+            worst = max(worst, masked_ball_upper_bound(fixed, n, R).value)
     rows = any_boolean_mask(n)
     found = softmax_layer(f.query, f.key, f.value, f.output, rows, R, query_bias=f.query_bias, scale=f.scale)
     assert worst == pytest.approx(float(found), rel=1e-11)
@@ -376,7 +384,7 @@ def test_the_attack_finds_what_is_known() -> None:
     # A lower bound of hs.bounds, at inputs that it knows: A = −2I
     eye = torch.eye(2, dtype=torch.float64)[None]
     f = hs.SelfAttention(-2.0 * eye, eye, eye, scale=1.0)
-    assert steepest(f, 4, 1.0, 2, starts=6, steps=40) >= two_cluster_sharp(f, 4, 1.0).value
+    assert steepest(f, 4, 1.0, 2, starts=6, steps=40) >= two_cluster_lower_bound(f, 4, 1.0).value
 
 
 @pytest.mark.parametrize("cls", LAYERS)
@@ -436,7 +444,7 @@ def test_training_goes_where_finite_differences_lead() -> None:
                 own.copy_(part)
             q, k, v = (p[None] for p in parts[0].chunk(3))
             f = hs.SelfAttention(q, k, v, parts[2], query_bias=parts[1][:D][None])
-            quotient = attention(x, x, x)[0] / theorem_a(f, N, R).value
+            quotient = attention(x, x, x)[0] / ball_upper_bound(f, N, R).value
             return float((quotient - target).square().mean())
 
     optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -753,7 +761,7 @@ def test_autocast_changes_nothing(cls: type[Layer]) -> None:
 def test_norms_of_the_bound_have_the_right_gradient() -> None:
     """The expression against finite differences of hs.bounds, for one head and around h*'s bend."""
     eye = torch.eye(2, dtype=torch.float64)
-    for mask, theorem in (("none", theorem_a), ("causal", masked_theorem_a)):
+    for mask, theorem in (("none", ball_upper_bound), ("causal", causal_ball_upper_bound)):
         for gamma in (0.1, 0.4, 0.6, 2.0, 9.0):
 
             def bound(g: Tensor, mask: Any = mask) -> Tensor:

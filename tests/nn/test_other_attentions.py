@@ -437,20 +437,20 @@ def test_bounds_are_those_of_the_library_for_one_head_and_below_them_for_several
         f = layer("l2", num_heads=heads)
         q, v = (t.unflatten(0, (heads, -1)) for t in f.in_proj_weight.detach().chunk(2))
         w = f.out_proj.weight.detach()
-        everywhere = bounds.l2_attention_sharp(q, v, w, N).value
+        everywhere = bounds.l2_attention_upper_bound(q, v, w, N).value
         found = f.lipschitz_bound(N, far).value
         assert f.lipschitz_bound(N, 0.01).value < 0.6 * found <= 0.6 * everywhere * (1 + 1e-10)
 
         f = layer("cosine", num_heads=heads, bias=False, **COSINE)
         q, k, v = f.in_proj_weight.detach().chunk(3)
         w = f.out_proj.weight.detach()
-        stacked = bounds.scaled_cosine_sharp(q, k, v, N, **COSINE).value
+        stacked = bounds.scaled_cosine_upper_bound(q, k, v, N, **COSINE).value
         expected = stacked * float(torch.linalg.matrix_norm(w, 2))
         assert f.lipschitz_bound(N, far).value == pytest.approx(expected, rel=1e-6)
         assert f.lipschitz_bound(N, 0.1).value < 0.6 * expected
 
         f = layer("sinkhorn", num_heads=heads)
-        whole = bounds.multi_head_output(
+        whole = bounds.output_norm_upper_bound(
             _softmax_of(f), N, 1.5, lambda alone, n, R: bounds.sinkhorn(alone, R)
         ).value
         assert f.lipschitz_bound(N, 1.5).value <= whole * (1 + 1e-10)
@@ -458,7 +458,7 @@ def test_bounds_are_those_of_the_library_for_one_head_and_below_them_for_several
 
         f = layer("lipschitz_norm", num_heads=heads)
         w, p = (float(torch.linalg.matrix_norm(t.detach(), 2)) for t in (f.out_proj.weight, f.in_proj_weight))
-        one = bounds.lipschitz_norm_sharp(N, N).value
+        one = bounds.lipschitz_norm_upper_bound(N, N).value
         assert f.lipschitz_bound(N, 1.0).value <= one * w * p * (1 + 1e-10)
         assert f.lipschitz_bound(N, 1.0).value > 0.5 * one * w * p
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from howsmooth.bounds import norm_radius, theorem_c_3_sharp
+from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
 from howsmooth.paper import all_bounds
@@ -99,7 +99,7 @@ def test_bounds_are_those_of_the_library_at_these_tokens_and_this_ball(
     for site in heads:
         f, x = site.map.to(dtype=torch.float64), site.x[0].double()
         there = rows[(rows["head"] == site.head) & (rows["n"] == 6)]
-        values = {"theorem_c_3_sharp": theorem_c_3_sharp(f, x).value, AS_CODED: c_3_as_coded(f, x)}
+        values = {"diameter_upper_bound": diameter_upper_bound(f, x).value, AS_CODED: c_3_as_coded(f, x)}
         for name, value in values.items():
             logs = there.loc[there["name"] == name, "log_value"]
             assert (logs - math.log(value)).abs().min() < 1e-9
@@ -198,11 +198,11 @@ def made_up(**changes: Any) -> pd.DataFrame:
         common | {"head": head, "name": name, "side": side, "kind": kind, "quantity": "q", "holds": holds,
                   "log_value": math.log(value), "log_ratio": math.log(value)}
         for head, name, side, kind, value, holds in (
-            (0, "certificate_r", "upper", "local upper", 2.0, True),
-            (1, "certificate_r", "upper", "local upper", 8.0, True),
+            (0, "certificate_rows", "upper", "local upper", 2.0, True),
+            (1, "certificate_rows", "upper", "local upper", 8.0, True),
             (0, "theorem_3_3", "upper", "ball upper", 16.0, True),
             (1, "theorem_3_3", "upper", "ball upper", 0.1, False),
-            (0, "tie", "lower", "ball lower", 0.5, True),
+            (0, "two_heavy_tokens_lower_bound", "lower", "ball lower", 0.5, True),
         )
     ]  # fmt: skip
     return pd.DataFrame(rows).assign(**changes)
@@ -214,8 +214,8 @@ def test_the_words_follow_the_numbers() -> None:
     assert second == (
         "m, layer 0, each head (2 cases): the tightest upper bound at the tokens is certificate R, in the "
         "median 4 times the measured constant (2 to 8); the tightest over the ball is Theorem 3.3, in the "
-        "median 16 times the measured constant (16 to 16); the largest lower bound over the ball is tie, in "
-        "the median 0.5 times the measured constant (0.5 to 0.5)."
+        "median 16 times the measured constant (16 to 16); the largest lower bound over the ball is "
+        "two_heavy_tokens_lower_bound, in the median 0.5 times the measured constant (0.5 to 0.5)."
     )
 
 
@@ -225,7 +225,7 @@ def test_bounds_without_a_logarithm_are_no_number() -> None:
     rows.loc[0, ["log_value", "log_ratio"]] = math.inf
     assert "inf" not in " ".join(bound_words(rows)[1:])
     table = bound_table(rows).set_index("bound")
-    assert table.loc["tie", "median ratio"] == 0
+    assert table.loc["two_heavy_tokens_lower_bound", "median ratio"] == 0
     assert table.loc["certificate R", ["least ratio", "largest ratio"]].to_list() == pytest.approx(
         [8, math.inf]
     )
@@ -240,18 +240,27 @@ def test_a_violated_bound_would_be_said(lower: float, words: str) -> None:
 
 def test_the_tightest_is_the_smallest_upper_and_the_largest_lower_bound() -> None:
     rows = made_up()
-    above, below = rows.iloc[[0, 1]].assign(name="yudin"), rows.iloc[[4]].assign(name="repeated_token")
+    above, below = (
+        rows.iloc[[0, 1]].assign(name="yudin_theorem_3"),
+        rows.iloc[[4]].assign(name="equal_tokens_lower_bound"),
+    )
     above["log_ratio"] += 1
     below["log_ratio"] -= 1
     words = bound_words(pd.concat([above, below, rows], ignore_index=True))[1]
     assert "upper bound at the tokens is certificate R" in words
-    assert "lower bound over the ball is tie" in words
+    assert "lower bound over the ball is two_heavy_tokens_lower_bound" in words
 
 
 def test_bounds_that_say_nothing_here_are_named_with_what_they_need() -> None:
     rows = made_up()
-    rows.loc[rows["name"] == "tie", ["holds", "source"]] = [False, "A theorem (needs: no bias; V = I)"]
-    assert bound_words(rows)[-1] == "In no case are the hypotheses met of tie (needs no bias; V = I)."
+    rows.loc[rows["name"] == "two_heavy_tokens_lower_bound", ["holds", "source"]] = [
+        False,
+        "A theorem (needs: no bias; V = I)",
+    ]
+    assert (
+        bound_words(rows)[-1]
+        == "In no case are the hypotheses met of two_heavy_tokens_lower_bound (needs no bias; V = I)."
+    )
 
 
 def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
@@ -265,7 +274,7 @@ def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
 
 def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     table = bound_table(made_up()).set_index("bound")
-    assert list(table.index) == ["certificate R", "Theorem 3.3", "tie"]
+    assert list(table.index) == ["certificate R", "Theorem 3.3", "two_heavy_tokens_lower_bound"]
     assert (table.loc["Theorem 3.3", "cases"], table.loc["Theorem 3.3", "holds in"]) == (2, 1)
     assert table.loc[
         "certificate R", ["least ratio", "median ratio", "largest ratio"]
@@ -278,12 +287,12 @@ def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     ("name", "words"),
     [
         ("theorem_3_3", "Theorem 3.3"),
-        ("theorem_c_3_sharp", "Theorem C.3, sharp"),
+        ("diameter_upper_bound", "Theorem C.3, sharp"),
         ("lemma_3_8", "Lemma 3.8"),
-        ("proposition_3_6_better_weight", "Proposition 3.6, better weight"),
-        ("multi_head_gram", "multi head gram"),
-        ("theorem_a", "Theorem A"),
-        ("tie", "tie"),
+        ("weighted_two_atom_lower_bound", "Proposition 3.6, better weight"),
+        ("gram_upper_bound", "multi head gram"),
+        ("ball_upper_bound", "Theorem A"),
+        ("two_heavy_tokens_lower_bound", "two_heavy_tokens_lower_bound"),
     ],
 )
 def test_names_are_said_as_people_say_them(name: str, words: str) -> None:

@@ -170,7 +170,14 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
             {"n": 8, "kind": "paper", "name": "two_cluster", "head": 1, "value": 5.0, "converged": True},
             {"n": 8, "kind": "paper", "name": "two_cluster", "head": 2, "value": 99.0, "converged": False},
             {"n": 8, "kind": "search", "name": "atoms", "head": 1, "value": 77.0, "converged": False},
-            {"n": 8, "kind": "search", "name": "tie", "head": 1, "value": 7.0, "converged": True},
+            {
+                "n": 8,
+                "kind": "search",
+                "name": "two_heavy_tokens",
+                "head": 1,
+                "value": 7.0,
+                "converged": True,
+            },
             {
                 "n": 8,
                 "kind": "search",
@@ -186,7 +193,7 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
     text = pd.DataFrame({"head": [0, 1], "lipschitz": [1.0, 2.0]})
     row = side_by_side(rows, text, 1)
     assert (row["paper"], row["paper median"], row["paper high"]) == (5.0, 4.0, 5.0)
-    assert (row["found"], row["found by"]) == (7.0, "tie")
+    assert (row["found"], row["found by"]) == (7.0, "two_heavy_tokens")
     assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)
     assert row["unsettled"] == 2
     assert math.isnan(row["wrong slices"])

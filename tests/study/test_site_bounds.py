@@ -285,21 +285,25 @@ def test_what_is_left_out_is_said_with_the_rule(
         return {one.name: one.source for one in bound_site(site).bounds if one.source.startswith("left out")}
 
     one, several = sites["bert", "head"], sites["bert", "attention"]
-    assert set(reasons(one)) == set(reasons(several)) == {"tie", "no_real_eigenvalue"}
+    assert (
+        set(reasons(one))
+        == set(reasons(several))
+        == {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
+    )
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS", 6)
-    slow = {"certificate_n", "certificate_r", "certificate_cheap", "three_terms"}
-    assert set(reasons(one)) == slow | {"tie", "no_real_eigenvalue"}
-    assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_joint"]
+    slow = {"certificate_parts", "certificate_rows", "certificate_frobenius", "covariance_upper_bound"}
+    assert set(reasons(one)) == slow | {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
+    assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_heads"]
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 6)
-    assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin"]
+    assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin_theorem_3"]
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 7)
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS", 7)
-    assert "certificate_joint" not in reasons(several)
+    assert "certificate_heads" not in reasons(several)
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_WIDE", 6)
-    assert "certificate_joint" not in reasons(several)  # of 24 dimensions
+    assert "certificate_heads" not in reasons(several)  # of 24 dimensions
     monkeypatch.setattr(site_bounds, "_WIDE", 24)
-    assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate_joint"]
-    assert "certificate_r" not in reasons(one)
+    assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate_heads"]
+    assert "certificate_rows" not in reasons(one)
 
 
 def test_what_cannot_be_bounded_says_so(
@@ -317,7 +321,7 @@ def test_what_cannot_be_bounded_says_so(
         found = {one.name: one for one in bound_site(broken).bounds}
     assert found["theorem_4_3"].value is None
     assert found["theorem_4_3"].source == "OverflowError"
-    assert found["certificate_r"].holds
+    assert found["certificate_rows"].holds
     nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan))).bounds
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")

@@ -95,7 +95,7 @@ def row(**changes: Any) -> Measurement:
 def bounding(**changes: Any) -> Bounding:
     values: dict[str, Any] = {
         "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
-        "start": 8, "radius": 2.0, "name": "theorem_a", "side": "upper", "quantity": "Lip(f on B_R^n)",
+        "start": 8, "radius": 2.0, "name": "ball_upper_bound", "side": "upper", "quantity": "Lip(f on B_R^n)",
         "value": 7.5, "log_value": 2.0149, "holds": True, "source": "Theorem A", "seconds": 0.5,
     }  # fmt: skip
     return Bounding(**(values | changes))
@@ -340,7 +340,11 @@ def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: P
     store.begin("measure", {"seed": 0})
     contents = contents_of(tmp_path)
     assert {*contents.bounds.columns, "seconds"} == {*Bounding.columns(), "run"}
-    assert contents.bounds["name"].tolist() == ["theorem_3_7"] * 2 + ["theorem_a", "theorem_3_5", "joint"]
+    assert contents.bounds["name"].tolist() == ["theorem_3_7"] * 2 + [
+        "ball_upper_bound",
+        "theorem_3_5",
+        "joint",
+    ]
     assert contents.bounds["log_value"].isna().tolist() == [False] * 4 + [True]
     assert contents.measurements["n"].tolist() == [4, 8, 4]
     assert contents.measurements["head"].isna().tolist() == [True, True, False]

@@ -4,9 +4,9 @@ from howsmooth.adversarial.ascend import Ascent, ascend
 from howsmooth.adversarial.constructions import (
     Construction,
     constructions,
-    no_real_eigenvalue,
-    tie,
+    heavy_token,
     two_cluster,
+    two_heavy_tokens,
 )
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 
@@ -19,7 +19,7 @@ __all__ = [
     "Ellipsoid",
     "ascend",
     "constructions",
-    "no_real_eigenvalue",
-    "tie",
+    "heavy_token",
     "two_cluster",
+    "two_heavy_tokens",
 ]

@@ -16,10 +16,10 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.witness import Witness, best_ties, steepest_pairs, two_cluster_points
+from howsmooth.bounds.witness import Witness, searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Construction", "constructions", "no_real_eigenvalue", "tie", "two_cluster"]
+__all__ = ["Construction", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
 
 _CHOICES = ("paper", "max", "min")
 
@@ -96,7 +96,7 @@ def two_cluster(
             "attention",
             expected=f"a matrix A of head {head} with a real eigenvalue",
             got="complex eigenvalues only",
-            remedy="Use no_real_eigenvalue(attention, length, radius), which needs no real eigenvalue.",
+            remedy="Use heavy_token(attention, length, radius), which needs no real eigenvalue.",
         )
     half = float(points.heavy @ points.light) > 0
     phrase = "Ru against Ru/2, u for γ_max" if half else "Ru against −Ru, u for γ_min"
@@ -109,7 +109,7 @@ def two_cluster(
     )
 
 
-def no_real_eigenvalue(attention: object, length: int, radius: float, head: int = 0) -> Construction:
+def heavy_token(attention: object, length: int, radius: float, head: int = 0) -> Construction:
     """Return one token R y/|y| and copies of a token w, where y = Aw + b, for any matrix A.
 
     w maximises the gap of scores R|y| − ⟨y, w⟩. A needs no real eigenvalue.
@@ -131,9 +131,9 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
     check_length(length, least=2)
-    points = steepest_pairs(chosen, R)[0]
+    points = searched_tokens(chosen, R)[0]
     return give(
-        "no_real_eigenvalue",
+        "heavy_token",
         points,
         length,
         "howsmooth, docs/theory/worst-inputs.md",
@@ -141,7 +141,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float, head: int 
     )
 
 
-def tie(attention: object, length: int, radius: float, head: int = 0) -> Construction:
+def two_heavy_tokens(attention: object, length: int, radius: float, head: int = 0) -> Construction:
     """Return two heavy tokens R(cosθ ŷ ± sinθ v) and copies of a token w whose scores for them are equal.
 
     Here y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that were tried, the result takes those with the
@@ -166,7 +166,7 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
     """
     R, (chosen, give) = check_radius(radius), _of_head(attention, head)
     check_length(length, least=3)
-    found = best_ties(chosen, length, R, masked=_is_causal(attention))
+    found = searched_pairs(chosen, length, R, masked=_is_causal(attention))
     if not found:
         raise ArgumentError(
             "attention",
@@ -174,7 +174,7 @@ def tie(attention: object, length: int, radius: float, head: int = 0) -> Constru
             got=repr(chosen),
         )
     return give(
-        "tie",
+        "two_heavy_tokens",
         found[0],
         length,
         "howsmooth, docs/theory/worst-inputs.md",
@@ -213,14 +213,14 @@ def constructions(
                 built = two_cluster(attention, n, R, h, choice)
                 if not any(c.head == h and bool((c.x == built.x).all()) for c in found):
                     found.append(built)
-            found.append(no_real_eigenvalue(attention, n, R, h))
+            found.append(heavy_token(attention, n, R, h))
         if n >= 3 and _has_tie(chosen):
-            found.append(tie(attention, n, R, h))
+            found.append(two_heavy_tokens(attention, n, R, h))
     return found
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether :func:`tie` applies to a head: d >= 2, and neither scores nor values are zero."""
+    """Tell whether :func:`two_heavy_tokens` applies: d >= 2, and neither scores nor values are zero."""
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 

@@ -1,8 +1,9 @@
 """Bounds on the Lipschitz constant of attention, one function for each theorem.
 
 - Upper bounds on a ball, one head: without a mask ``theorem_3_3``, ``theorem_3_5``, ``theorem_e_3``,
-  ``theorem_a`` and ``n_free``; with a causal mask ``theorem_4_3``, ``theorem_4_4``, ``masked_theorem_a`` and
-  ``masked_n_free``; with any mask ``any_mask_theorem_a``.
+  ``ball_upper_bound`` and ``mean_field_upper_bound``; with a causal mask ``theorem_4_3``, ``theorem_4_4``,
+  ``causal_ball_upper_bound`` and ``causal_mean_field_upper_bound``; with any mask
+  ``masked_ball_upper_bound``.
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the ``multi_head`` functions.
 - Upper bounds at given tokens: the certificates, ``theorem_c_3`` and the other functions of ``local``. For
   large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
@@ -14,60 +15,67 @@
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity
 from howsmooth.bounds.certificates import (
     Certificate,
-    certificate_cheap,
-    certificate_joint,
-    certificate_n,
-    certificate_r,
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+    certificate_rows,
 )
 from howsmooth.bounds.comparison import table
-from howsmooth.bounds.composition import pre_norm_composition
+from howsmooth.bounds.composition import pre_norm_upper_bound
 from howsmooth.bounds.large_radius import theorem_3_7, theorem_4_5
-from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
+from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
 from howsmooth.bounds.lower import (
-    heavy_token,
-    masked_tie,
-    masked_two_cluster,
-    no_real_eigenvalue,
+    causal_two_cluster_lower_bound,
+    causal_two_heavy_tokens_lower_bound,
+    equal_tokens_lower_bound,
+    heavy_token_local_bound,
+    heavy_token_lower_bound,
     proposition_3_4,
     quadratic_growth,
-    repeated_token,
-    tie,
-    two_cluster_sharp,
+    two_cluster_lower_bound,
+    two_heavy_tokens_lower_bound,
 )
 from howsmooth.bounds.masked import (
-    any_mask_theorem_a,
-    masked_n_free,
-    masked_theorem_a,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    masked_ball_upper_bound,
     theorem_4_3,
     theorem_4_4,
 )
 from howsmooth.bounds.mean_field_lower import (
     proposition_3_6,
-    proposition_3_6_asymptotic,
-    proposition_3_6_better_weight,
+    proposition_3_6_rate,
     two_dirac,
+    weighted_two_atom_lower_bound,
 )
 from howsmooth.bounds.multi_head import (
-    best_head_bound,
+    folded_gram_upper_bound,
+    gram_upper_bound,
+    head_upper_bound,
     lemma_3_8,
-    multi_head_folded,
-    multi_head_gram,
-    multi_head_output,
+    output_norm_upper_bound,
 )
 from howsmooth.bounds.norms import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.other_attentions import (
     l2_attention,
-    l2_attention_sharp,
+    l2_attention_upper_bound,
     lipschitz_norm,
-    lipschitz_norm_sharp,
+    lipschitz_norm_upper_bound,
     scaled_cosine,
-    scaled_cosine_sharp,
+    scaled_cosine_upper_bound,
     sinkhorn,
-    softmax_temperature,
+    softmax_upper_bound,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.statements import best
-from howsmooth.bounds.unmasked import h_star, n_free, theorem_3_3, theorem_3_5, theorem_a, theorem_e_3
+from howsmooth.bounds.unmasked import (
+    ball_upper_bound,
+    mean_field_upper_bound,
+    row_norm_maximum,
+    theorem_3_3,
+    theorem_3_5,
+    theorem_e_3,
+)
 
 __all__ = [
     "Bound",
@@ -77,43 +85,45 @@ __all__ = [
     "Parameters",
     "Quantity",
     "absorb_norm",
-    "any_mask_theorem_a",
+    "ball_upper_bound",
     "best",
-    "best_head_bound",
-    "certificate_cheap",
-    "certificate_joint",
-    "certificate_n",
-    "certificate_r",
+    "causal_ball_upper_bound",
+    "causal_mean_field_upper_bound",
+    "causal_two_cluster_lower_bound",
+    "causal_two_heavy_tokens_lower_bound",
+    "certificate_frobenius",
+    "certificate_heads",
+    "certificate_parts",
+    "certificate_rows",
+    "covariance_upper_bound",
+    "diameter_upper_bound",
     "ellipsoid",
-    "h_star",
-    "heavy_token",
+    "equal_tokens_lower_bound",
+    "folded_gram_upper_bound",
+    "gram_upper_bound",
+    "head_upper_bound",
+    "heavy_token_local_bound",
+    "heavy_token_lower_bound",
     "l2_attention",
-    "l2_attention_sharp",
+    "l2_attention_upper_bound",
     "lemma_3_8",
     "lipschitz_norm",
-    "lipschitz_norm_sharp",
-    "masked_n_free",
-    "masked_theorem_a",
-    "masked_tie",
-    "masked_two_cluster",
-    "multi_head_folded",
-    "multi_head_gram",
-    "multi_head_output",
-    "n_free",
-    "no_real_eigenvalue",
+    "lipschitz_norm_upper_bound",
+    "masked_ball_upper_bound",
+    "mean_field_upper_bound",
     "norm_radius",
+    "output_norm_upper_bound",
     "parameters_of",
-    "pre_norm_composition",
+    "pre_norm_upper_bound",
     "proposition_3_4",
     "proposition_3_6",
-    "proposition_3_6_asymptotic",
-    "proposition_3_6_better_weight",
+    "proposition_3_6_rate",
     "quadratic_growth",
-    "repeated_token",
+    "row_norm_maximum",
     "scaled_cosine",
-    "scaled_cosine_sharp",
+    "scaled_cosine_upper_bound",
     "sinkhorn",
-    "softmax_temperature",
+    "softmax_upper_bound",
     "table",
     "theorem_3_3",
     "theorem_3_5",
@@ -121,13 +131,11 @@ __all__ = [
     "theorem_4_3",
     "theorem_4_4",
     "theorem_4_5",
-    "theorem_a",
     "theorem_c_3",
-    "theorem_c_3_sharp",
     "theorem_e_3",
-    "three_terms",
-    "tie",
-    "two_cluster_sharp",
+    "two_cluster_lower_bound",
     "two_dirac",
-    "yudin",
+    "two_heavy_tokens_lower_bound",
+    "weighted_two_atom_lower_bound",
+    "yudin_theorem_3",
 ]

@@ -13,10 +13,10 @@ from howsmooth.bounds.norms import absorb_norm
 from howsmooth.bounds.statements import best
 from howsmooth.errors import ArgumentError
 
-__all__ = ["pre_norm_composition"]
+__all__ = ["pre_norm_upper_bound"]
 
 
-def pre_norm_composition(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
+def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
     """Bound the Lipschitz constant of pre-norm attention X ↦ attention(N(X)), everywhere or at tokens X.
 
     With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (:func:`absorb_norm`) of u,
@@ -66,7 +66,7 @@ def pre_norm_composition(attention: object, norm: object, length: int, X: Tensor
         shortest = float(s.min())
     smooth = Hypothesis("eps > 0, or no token of zero length", shortest > 0)
     return Bound.upper(
-        "pre_norm_composition",
+        "pre_norm_upper_bound",
         quantity,
         f'howsmooth documentation, "Norm layers: radius, ellipsoid, absorption", with {inner.name}',
         log_formula=inner.log_value - math.log(shortest) if shortest > 0 else math.inf,

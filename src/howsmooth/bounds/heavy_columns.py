@@ -19,8 +19,8 @@ from howsmooth.bounds.witness import Witness
 
 __all__ = [
     "MOST_ROWS",
-    "log_heavy_columns",
-    "log_int",
+    "log_column_norm",
+    "log_integer",
     "log_norm",
     "log_rank_one",
     "log_weights",
@@ -32,7 +32,7 @@ __all__ = [
 MOST_ROWS = 1 << 16
 
 
-def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
+def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
     """Return the logarithm of a lower bound on ‖D_X f‖ at n tokens: the norm of the heavy columns."""
     c, d = points.heavies.shape
     if n <= c:
@@ -41,7 +41,7 @@ def log_heavy_columns(p: Parameters, n: int, points: Witness) -> float:
         n = min(n, MOST_ROWS)
         log_m = torch.arange(1, n - c + 1, dtype=torch.float64).log()
     else:
-        log_m = torch.tensor([log_int(n - c)], dtype=torch.float64)
+        log_m = torch.tensor([log_integer(n - c)], dtype=torch.float64)
     heads = p.heads
     log_p, log_light = log_weights(heads, points.heavies, points.light, log_m)  # (rows, H, c), (rows, H)
     # With U_h = W_h V_h and the weights p of head h in a light row, the block of heavy token a in that row is
@@ -136,6 +136,6 @@ def total_value(p: Parameters) -> Tensor:
     return torch.stack([w @ head.V for w, head in zip(p.outputs, p.heads, strict=True)]).sum(0)
 
 
-def log_int(n: int) -> float:
+def log_integer(n: int) -> float:
     """Return log n for an integer n >= 0 of any size; −inf for 0."""
     return math.log(n) if n > 0 else -math.inf

@@ -18,13 +18,13 @@ from howsmooth.bounds.parameters import (
     Head,
     SiteLike,
     largest_distance,
-    log_p_bar,
+    log_largest_weight,
     parameters_of,
     spectral_norm,
 )
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["theorem_c_3", "theorem_c_3_sharp", "three_terms", "yudin"]
+__all__ = ["covariance_upper_bound", "diameter_upper_bound", "theorem_c_3", "yudin_theorem_3"]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024, {}"
 _OURS = 'howsmooth documentation, "Certificates at given tokens", {}'
@@ -75,7 +75,7 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
     )
 
 
-def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
+def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
     """Bound ‖D_X f‖ of one head at given tokens by a sharpened form of Theorem C.3.
 
     The bound is ‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4). t_i is |A x_i + b| r, r
@@ -100,7 +100,7 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
         If an entry of X is NaN or infinite.
 
     """
-    at = _at(attention, X, "theorem_c_3_sharp")
+    at = _at(attention, X, "diameter_upper_bound")
     r, r_A = _diameter(at.X), _diameter(at.transposed)
     logs = []
     for size, count in zip(_norms(at.y), at.visible.sum(dim=1).tolist(), strict=True):
@@ -109,19 +109,21 @@ def theorem_c_3_sharp(attention: object, X: Tensor | None = None) -> Bound:
             continue
         log_t2 = 2 * (_log(size) + _log(r) + _MARGIN)
         by_spread = _log_sum(0.0, log_t2 - math.log(8))
-        by_weight = _log_sum(0.0, log_t2 - math.log(4)) + log_p_bar(count, size * r * (1 + _MARGIN) / 2)
+        by_weight = _log_sum(0.0, log_t2 - math.log(4)) + log_largest_weight(
+            count, size * r * (1 + _MARGIN) / 2
+        )
         logs.append(min(by_spread, by_weight))
     top = max(logs)
     rows = 0.5 * (top + math.log(math.fsum(math.exp(log - top) for log in logs)))
     diagonal = _log(r) + _log(r_A) - math.log(4)
     return _upper(
-        "theorem_c_3_sharp",
+        "diameter_upper_bound",
         _OURS.format("Theorem C.3 sharpened"),
         _log(at.head.V_norm) + _log_sum(rows, diagonal),
     )
 
 
-def three_terms(attention: object, X: Tensor | None = None) -> Bound:
+def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
     """Bound ‖D_X f‖ of one head at given tokens by three terms, as in the proof of Theorem 3.3.
 
     The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
@@ -151,7 +153,7 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
     Theorem 3.3.
 
     """
-    at = _at(attention, X, "three_terms")
+    at = _at(attention, X, "covariance_upper_bound")
     n = len(at.X)
     P = at.weights
     means = P @ at.X
@@ -171,13 +173,13 @@ def three_terms(attention: object, X: Tensor | None = None) -> Bound:
         math.log(n),
     )
     return _upper(
-        "three_terms",
+        "covariance_upper_bound",
         _PAPER.format("proof of Theorem 3.3"),
         0.5 * (math.log(3) + log) + _log(at.head.V_norm),
     )
 
 
-def yudin(attention: object, X: Tensor | None = None) -> Bound:
+def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
     """Bound ‖D_X f‖ of one head at given tokens by Theorem 3 of Yudin et al. (2025).
 
     The bound is ‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g(P_i)) with g(p) = p₍₁₎ (1 − p₍₁₎ + p₍₂₎). ‖X‖ is the spectral
@@ -206,7 +208,7 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
     Yudin et al., 2025, Theorem 3.
 
     """
-    at = _at(attention, X, "yudin")
+    at = _at(attention, X, "yudin_theorem_3")
     P = at.weights
     n = len(P)
     two = torch.cat([P, torch.zeros(n, 1, dtype=P.dtype)], dim=1).topk(2, dim=1).values
@@ -222,7 +224,7 @@ def yudin(attention: object, X: Tensor | None = None) -> Bound:
         _log(size) + _log(at.head.b_norm) + math.log(n) / 2,
     )
     return _upper(
-        "yudin",
+        "yudin_theorem_3",
         "Yudin et al. 2025, Theorem 3",
         _log(at.head.V_norm) + _log_sum(_log(spectral_norm(P)) + moved_by, moved + _log(g)),
     )

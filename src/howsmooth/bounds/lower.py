@@ -1,11 +1,11 @@
 """Lower bounds on the Lipschitz constant of attention on the ball of radius R.
 
-Each bound but ``proposition_3_4``, ``quadratic_growth`` and ``repeated_token`` evaluates one lemma at tokens
-that make the Jacobian large: some heavy tokens z_1, …, z_c, once each, and copies of one light token w. The
-columns of the Jacobian that belong to the heavy tokens are known in closed form, and their norm is a lower
-bound on ‖D_X f‖, so on the Lipschitz constant on every ball that contains these tokens. The lemma holds for
-the float64 tokens themselves, so an eigenvector or an optimisation that has not converged makes a bound
-smaller, but not wrong. Derivations: documentation page "Worst inputs, and lower bounds".
+Each bound but ``proposition_3_4``, ``quadratic_growth`` and ``equal_tokens_lower_bound`` evaluates one lemma
+at tokens that make the Jacobian large: some heavy tokens z_1, …, z_c, once each, and copies of one light
+token w. The columns of the Jacobian that belong to the heavy tokens are known in closed form, and their norm
+is a lower bound on ‖D_X f‖, so on the Lipschitz constant on every ball that contains these tokens. The lemma
+holds for the float64 tokens themselves, so an eigenvector or an optimisation that has not converged makes a
+bound smaller, but not wrong. Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch import Tensor
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.heavy_columns import (
     MOST_ROWS,
-    log_heavy_columns,
-    log_int,
+    log_column_norm,
+    log_integer,
     log_rank_one,
     log_weights,
     rounding_of_scores,
     total_value,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.witness import Tie, TwoPoints, best_ties, steepest_pairs, two_cluster_points
+from howsmooth.bounds.witness import OneHeavyToken, Tie, searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
-    "heavy_token",
-    "masked_tie",
-    "masked_two_cluster",
-    "no_real_eigenvalue",
+    "causal_two_cluster_lower_bound",
+    "causal_two_heavy_tokens_lower_bound",
+    "equal_tokens_lower_bound",
+    "heavy_token_local_bound",
+    "heavy_token_lower_bound",
     "proposition_3_4",
     "quadratic_growth",
-    "repeated_token",
-    "tie",
-    "two_cluster_sharp",
+    "two_cluster_lower_bound",
+    "two_heavy_tokens_lower_bound",
 ]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024"
@@ -88,11 +88,11 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     points = two_cluster_points(head, R)
     log = -math.inf
     if points is not None and n > 1:
-        log_p, _ = log_weights([head], points.heavies, points.light, log_int(n - 1))
+        log_p, _ = log_weights([head], points.heavies, points.light, log_integer(n - 1))
         share = float(log_p[0, 0, 0])
         error = rounding_of_scores([head], points) if share < 0 else 0.0
         # If the scores overflow, the bound is the trivial one, 0.
-        log = 0.5 * log_int(n - 1) + share + math.expm1(share) * error if math.isfinite(share) else log
+        log = 0.5 * log_integer(n - 1) + share + math.expm1(share) * error if math.isfinite(share) else log
     return Bound.lower(
         "proposition_3_4",
         Quantity.GLOBAL,
@@ -107,7 +107,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
+def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f on B_R^n) from below at two clusters of tokens on an eigenvector of A.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
@@ -143,11 +143,11 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     head = p.one_head("the two-cluster bound")
     points = _two_clusters(head, R)
     log = max(
-        (log_heavy_columns(Parameters((head,), (_eye(head),), "none", None), n, t) for t in points),
+        (log_column_norm(Parameters((head,), (_eye(head),), "none", None), n, t) for t in points),
         default=-math.inf,
     )
     return Bound.lower(
-        "two_cluster_sharp",
+        "two_cluster_lower_bound",
         Quantity.GLOBAL,
         f"{_PAGE}; sharpens Proposition 3.4, {_PAPER}",
         log_formula=log,
@@ -155,12 +155,12 @@ def two_cluster_sharp(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
+def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f^m on B_R^n) of causal attention from below at two clusters on an eigenvector of A.
 
-    The tokens are those of :func:`two_cluster_sharp`, with the heavy token Ru first. Without bias, the bound
-    is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of
-    the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
+    The tokens are those of :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
+    bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
+    weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
     √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
     Parameters
@@ -191,9 +191,9 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     head = p.one_head("the masked two-cluster bound")
     points = _two_clusters(head, R)
     causal = Parameters((head,), (_eye(head),), "causal", None)
-    log = max((log_heavy_columns(causal, n, t) for t in points), default=-math.inf)
+    log = max((log_column_norm(causal, n, t) for t in points), default=-math.inf)
     return Bound.lower(
-        "masked_two_cluster",
+        "causal_two_cluster_lower_bound",
         Quantity.MASKED,
         _PAGE,
         log_formula=log,
@@ -201,7 +201,7 @@ def masked_two_cluster(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
+def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f on B_R^n) from below at one heavy token and copies of a light token, for any matrix A.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z = Ry/|y|, y = Aw + b, and w is sought
@@ -235,10 +235,10 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
 
     """
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
-    points = [t for h in range(len(p.heads)) for t in steepest_pairs(p.folded(h), R)[:2]]
-    log = max((log_heavy_columns(p, n, t) for t in points), default=-math.inf)
+    points = [t for h in range(len(p.heads)) for t in searched_tokens(p.folded(h), R)[:2]]
+    log = max((log_column_norm(p, n, t) for t in points), default=-math.inf)
     return Bound.lower(
-        "no_real_eigenvalue",
+        "heavy_token_lower_bound",
         _quantity(p),
         _PAGE,
         log_formula=log,
@@ -246,7 +246,7 @@ def no_real_eigenvalue(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
+def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
     """Bound ‖D_X f‖ from below at X = (z, w, …, w), for a given heavy token z and light token w.
 
     Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h,
@@ -282,12 +282,14 @@ def heavy_token(attention: object, length: int, heavy: Tensor, light: Tensor) ->
     """
     p, n = parameters_of(attention), check_length(length)
     d = p.heads[0].d
-    points = TwoPoints.of(_token("heavy", heavy, d), _token("light", light, d))
-    log = log_heavy_columns(p, n, points)
-    return Bound.lower("heavy_token", Quantity.LOCAL, _PAGE, log_formula=log, hypotheses=(_simple_mask(p),))
+    points = OneHeavyToken.of(_token("heavy", heavy, d), _token("light", light, d))
+    log = log_column_norm(p, n, points)
+    return Bound.lower(
+        "heavy_token_local_bound", Quantity.LOCAL, _PAGE, log_formula=log, hypotheses=(_simple_mask(p),)
+    )
 
 
-def tie(attention: object, length: int, radius: float) -> Bound:
+def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f on B_R^n) from below at two heavy tokens of equal score and copies of a light token.
 
     The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
@@ -324,7 +326,7 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     log = _log_tie(p, n, R, masked=False)
     return Bound.lower(
-        "tie",
+        "two_heavy_tokens_lower_bound",
         Quantity.GLOBAL,
         _PAGE,
         log_formula=log,
@@ -332,10 +334,11 @@ def tie(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def masked_tie(attention: object, length: int, radius: float) -> Bound:
+def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f^m on B_R^n) of causal attention from below at two heavy tokens of equal score.
 
-    The tokens are as in :func:`tie`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ |y| R
+    The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
+    √(2Σ_{i=3}^n p_i²) sinθ |y| R
     |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
     Parameters
@@ -365,7 +368,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     p, n, R = parameters_of(attention), check_length(length), check_radius(radius)
     log = _log_tie(Parameters(p.heads, p.outputs, "causal", None), n, R, masked=True)
     return Bound.lower(
-        "masked_tie",
+        "causal_two_heavy_tokens_lower_bound",
         Quantity.MASKED,
         _PAGE,
         log_formula=log,
@@ -373,7 +376,7 @@ def masked_tie(attention: object, length: int, radius: float) -> Bound:
     )
 
 
-def repeated_token(attention: object, length: int, radius: float) -> Bound:
+def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f on B_R^n) from below by the value of ‖D_X f‖ where all tokens are equal.
 
     It is ‖Σ_h W_h V_h‖ ‖P‖, where P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal
@@ -418,7 +421,7 @@ def repeated_token(attention: object, length: int, radius: float) -> Bound:
             shares = shown / shown.sum(1, keepdim=True, dtype=torch.float64)
             norm = max(norm, float(torch.linalg.matrix_norm(shares, 2)))
     formula = norm * float(torch.linalg.matrix_norm(total_value(p), 2)) * (1 - 1e-12)
-    return Bound.lower("repeated_token", _quantity(p), _PAGE, formula=formula)
+    return Bound.lower("equal_tokens_lower_bound", _quantity(p), _PAGE, formula=formula)
 
 
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
@@ -485,8 +488,8 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
     found = [-math.inf]
     for h in range(len(p.heads)):
         head = p.folded(h)
-        for points in best_ties(head, n, radius, masked=masked)[:2]:
-            found.append(log_heavy_columns(masking, n, points))
+        for points in searched_pairs(head, n, radius, masked=masked)[:2]:
+            found.append(log_column_norm(masking, n, points))
             if len(p.heads) == 1:
                 found.append(_log_tie_formula(head, n, points, masked=masked))
     return max(found)
@@ -506,7 +509,7 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
     if masked:
         log_m = torch.arange(1, min(n, MOST_ROWS) - 1, dtype=torch.float64).log()
     else:
-        log_m = torch.tensor([log_int(n - 2)], dtype=torch.float64)
+        log_m = torch.tensor([log_integer(n - 2)], dtype=torch.float64)
     log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
     undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
@@ -514,7 +517,7 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
     return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
 
 
-def _two_clusters(head: Head, radius: float) -> list[TwoPoints]:
+def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
     """Return the pair of tokens for γ_max and the pair for γ_min; empty if A has no real eigenvalue."""
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
@@ -559,7 +562,7 @@ def _simple_mask(p: Parameters) -> Hypothesis:
 
 
 def _has_real_eigenvalue(points: object) -> Hypothesis:
-    return Hypothesis("A has a real eigenvalue (else use no_real_eigenvalue)", points is not None)
+    return Hypothesis("A has a real eigenvalue (else use heavy_token_lower_bound)", points is not None)
 
 
 def _tie_hypotheses(n: int, d: int) -> tuple[Hypothesis, ...]:

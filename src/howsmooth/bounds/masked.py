@@ -33,9 +33,15 @@ from howsmooth.bounds.unmasked import (
     upper,
 )
 
-__all__ = ["any_mask_theorem_a", "masked_n_free", "masked_theorem_a", "theorem_4_3", "theorem_4_4"]
+__all__ = [
+    "causal_ball_upper_bound",
+    "causal_mean_field_upper_bound",
+    "masked_ball_upper_bound",
+    "theorem_4_3",
+    "theorem_4_4",
+]
 
-# The least ‖A‖R² for which Theorem 4.4 follows from masked_n_free; see theorem_4_4.
+# The least ‖A‖R² for which Theorem 4.4 follows from causal_mean_field_upper_bound; see theorem_4_4.
 _THEOREM_4_4_FROM = 0.4
 
 # Bounds on the rows up to this one are summed; the sum over later rows is bounded by an integral.
@@ -91,7 +97,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
     The published theorem claims the bound for every a, which is false for small a. For A = 0, V = I the map
     averages the tokens seen so far; its norm is 1.14 for two tokens and tends to 2 (Hardy), but the formula
     gives 1. Copies of one token give the same averages for any A, so the formula is no bound where it is
-    below 2, that is for a <= 0.155. For a >= 0.4 it follows from :func:`masked_n_free`.
+    below 2, that is for a <= 0.155. For a >= 0.4 it follows from :func:`causal_mean_field_upper_bound`.
 
     Parameters
     ----------
@@ -130,12 +136,12 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
     )
 
 
-def masked_theorem_a(attention: object, length: object, radius: object) -> Bound:
+def causal_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f^m on B_R^n) of one head with a causal mask by Theorem A, which is sharper than Theorem 4.3.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
-    a₃ = (‖A‖R + |b|)R, the function h* of :func:`h_star`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For n = 1 the
-    bound is ‖V‖.
+    a₃ = (‖A‖R + |b|)R, the function h* of :func:`row_norm_maximum`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
+    n = 1 the bound is ‖V‖.
 
     Parameters
     ----------
@@ -157,12 +163,12 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
     Documentation page "Bounds on a ball", Theorem A with a mask.
 
     """
-    parameters, head = one_head(attention, "masked_theorem_a")
+    parameters, head = one_head(attention, "causal_ball_upper_bound")
     n, R = check_length(length), check_radius(radius)
     a, a3 = score_sizes(head, R)
     factor = 0.0 if n == 1 else log_sum(log(a), 0.5 * log_causal_rows(n, a3))
     return upper(
-        "masked_theorem_a",
+        "causal_ball_upper_bound",
         Quantity.MASKED,
         f"{OURS}, Theorem A with a mask",
         log_product(log(head.V_norm), factor),
@@ -170,13 +176,13 @@ def masked_theorem_a(attention: object, length: object, radius: object) -> Bound
     )
 
 
-def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bound:
+def masked_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f on B_R^n) of one head with any mask by Theorem A.
 
     The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
-    that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`masked_theorem_a`. Without a mask this
-    is Theorem A, and with a causal mask its causal form. Under a window, the width of the window takes the
-    place of n. If every row sees one token, the map is linear and the term a is left out.
+    that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`causal_ball_upper_bound`. Without a mask
+    this is Theorem A, and with a causal mask its causal form. Under a window, the width of the window takes
+    the place of n. If every row sees one token, the map is linear and the term a is left out.
 
     Parameters
     ----------
@@ -202,7 +208,7 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
     Documentation page "Bounds on a ball", Theorem A with a mask.
 
     """
-    parameters, head = one_head(attention, "any_mask_theorem_a")
+    parameters, head = one_head(attention, "masked_ball_upper_bound")
     n, R = check_length(length), check_radius(radius)
     a, a3 = score_sizes(head, R)
     alone = n == 1
@@ -214,7 +220,7 @@ def any_mask_theorem_a(attention: object, length: object, radius: object) -> Bou
     else:
         log_rows = math.log(n) + log_row(n, a3)
     return upper(
-        "any_mask_theorem_a",
+        "masked_ball_upper_bound",
         Quantity.MASKED if parameters.masking == "causal" else Quantity.GLOBAL,
         f"{OURS}, Theorem A with any mask",
         log_product(log(head.V_norm), 0.5 * log_rows if alone else log_sum(log(a), 0.5 * log_rows)),
@@ -249,7 +255,7 @@ def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         yield (rows, keys), block
 
 
-def masked_n_free(attention: object, radius: object) -> Bound:
+def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of causal attention on the ball of radius R, for all lengths n at once.
 
     The bound is ‖V‖ (a + e^{a₃}(2 + √6 a₃)), Theorem B. a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also
@@ -279,10 +285,10 @@ def masked_n_free(attention: object, radius: object) -> Bound:
     Documentation page "Bounds on a ball", Theorem B.
 
     """
-    parameters, head = one_head(attention, "masked_n_free")
+    parameters, head = one_head(attention, "causal_mean_field_upper_bound")
     a, a3 = score_sizes(head, check_radius(radius))
     return upper(
-        "masked_n_free",
+        "causal_mean_field_upper_bound",
         Quantity.MASKED_MEAN_FIELD,
         f"{OURS}, Theorem B",
         log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(2 + math.sqrt(6) * a3))),

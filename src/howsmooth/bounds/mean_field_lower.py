@@ -19,9 +19,9 @@ from howsmooth.errors import ArgumentError
 
 __all__ = [
     "proposition_3_6",
-    "proposition_3_6_asymptotic",
-    "proposition_3_6_better_weight",
+    "proposition_3_6_rate",
     "two_dirac",
+    "weighted_two_atom_lower_bound",
 ]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024"
@@ -121,7 +121,7 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
     )
 
 
-def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
+def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
     """Bound the W_2-Lipschitz constant from below as Proposition 3.6 does, with a better weight of the atoms.
 
     The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g})
@@ -153,7 +153,7 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     g = max(case.g, 0.0)
     log = case.log_strength + 0.5 * math.log(3) - math.log(4) + g + math.log1p(1.5 * g) - 4e-15 * g
     return Bound.lower(
-        "proposition_3_6_better_weight",
+        "weighted_two_atom_lower_bound",
         Quantity.MEAN_FIELD,
         _PAGE,
         log_formula=log,
@@ -161,7 +161,7 @@ def proposition_3_6_better_weight(attention: object, radius: float) -> Bound:
     )
 
 
-def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
+def proposition_3_6_rate(attention: object, radius: float) -> Bound:
     """Bound the W_2-Lipschitz constant from below for V = I by the asymptotic rate of Proposition 3.6.
 
     The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
@@ -192,7 +192,7 @@ def proposition_3_6_asymptotic(attention: object, radius: float) -> Bound:
     case = _Case.of(attention, radius, "paper")
     log = math.log(case.g / 2) + case.g * (1 - 4e-15) if case.g > 0 else -math.inf
     return Bound.lower(
-        "proposition_3_6_asymptotic",
+        "proposition_3_6_rate",
         Quantity.MEAN_FIELD,
         f"Proposition 3.6, {_PAPER}; for every R: {_PAGE}",
         log_formula=log,

@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.masked import any_mask_theorem_a, masked_n_free
+from howsmooth.bounds.masked import causal_mean_field_upper_bound, masked_ball_upper_bound
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of, spectral_norm
-from howsmooth.bounds.unmasked import OURS, PAPER, log, log_product, log_sum, n_free, upper
+from howsmooth.bounds.unmasked import OURS, PAPER, log, log_product, log_sum, mean_field_upper_bound, upper
 from howsmooth.errors import ArgumentError
 
 __all__ = [
     "HeadBound",
-    "best_head_bound",
+    "folded_gram_upper_bound",
+    "gram_upper_bound",
+    "head_upper_bound",
     "lemma_3_8",
-    "multi_head_folded",
-    "multi_head_gram",
-    "multi_head_output",
+    "output_norm_upper_bound",
 ]
 
 HeadBound = Callable[[object, int, float], Bound]
 
 
-def best_head_bound(attention: object, length: object, radius: object) -> Bound:
+def head_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Return the smallest upper bound on Lip(f on B_R^n) for one head with its mask.
 
     Parameters
@@ -55,16 +55,19 @@ def best_head_bound(attention: object, length: object, radius: object) -> Bound:
         If there are several heads, rotary positions, or length or radius do not fit.
 
     """
-    candidates = [any_mask_theorem_a(attention, length, radius)]
+    candidates = [masked_ball_upper_bound(attention, length, radius)]
     if isinstance(attention, Head):
-        candidates.append(n_free(attention, radius))
+        candidates.append(mean_field_upper_bound(attention, radius))
     else:
-        candidates += [n_free(attention, radius), masked_n_free(attention, radius)]
+        candidates += [
+            mean_field_upper_bound(attention, radius),
+            causal_mean_field_upper_bound(attention, radius),
+        ]
     return min(candidates, key=lambda bound: bound.log_value)
 
 
 def lemma_3_8(
-    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
+    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by Σ_h ‖W_h‖ L_h, with an upper bound L_h on each head (Lemma 3.8).
 
@@ -78,7 +81,7 @@ def lemma_3_8(
     radius
         Largest norm R > 0 of a token.
     head_bound
-        Function that bounds one head with its value matrix V_h; default: :func:`best_head_bound`.
+        Function that bounds one head with its value matrix V_h; default: :func:`head_upper_bound`.
 
     Returns
     -------
@@ -103,8 +106,8 @@ def lemma_3_8(
     return upper("lemma_3_8", _quantity(parameters), f"{PAPER}, Lemma 3.8", log_sum(*terms), *hypotheses)
 
 
-def multi_head_output(
-    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
+def output_norm_upper_bound(
+    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with an upper bound L_h on each head.
 
@@ -132,7 +135,7 @@ def multi_head_output(
     logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
     squares = log_sum(*(2 * log_l for log_l in logs))
     return upper(
-        "multi_head_output",
+        "output_norm_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
         log_product(log(spectral_norm(parameters.W)), 0.5 * squares),
@@ -140,8 +143,8 @@ def multi_head_output(
     )
 
 
-def multi_head_gram(
-    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
+def gram_upper_bound(
+    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, with an upper bound L_h on each head.
 
@@ -170,7 +173,7 @@ def multi_head_gram(
     parameters = parameters_of(attention)
     logs, hypotheses = _bounds_of_heads(parameters, length, radius, head_bound)
     return upper(
-        "multi_head_gram",
+        "gram_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
         _log_quadratic_form(list(parameters.outputs), logs),
@@ -178,15 +181,15 @@ def multi_head_gram(
     )
 
 
-def multi_head_folded(
-    attention: object, length: object, radius: object, head_bound: HeadBound = best_head_bound
+def folded_gram_upper_bound(
+    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention after value matrices are moved from the heads into the output maps.
 
     The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
     matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
     with this matrix in place of V_h. For bounds proportional to ‖V‖, as all of this library are, the result
-    is at most :func:`multi_head_gram`.
+    is at most :func:`gram_upper_bound`.
 
     Parameters
     ----------
@@ -217,7 +220,7 @@ def multi_head_folded(
     balanced = replace(parameters, heads=tuple(heads), outputs=tuple(maps))
     logs, hypotheses = _bounds_of_heads(balanced, length, radius, head_bound)
     return upper(
-        "multi_head_folded",
+        "folded_gram_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
         _log_quadratic_form(maps, logs),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import log_p_bar, spectral_norm
+from howsmooth.bounds.parameters import log_largest_weight, spectral_norm
 from howsmooth.bounds.unmasked import (
     log,
     log_product,
@@ -27,13 +27,13 @@ from howsmooth.errors import ArgumentError
 
 __all__ = [
     "l2_attention",
-    "l2_attention_sharp",
+    "l2_attention_upper_bound",
     "lipschitz_norm",
-    "lipschitz_norm_sharp",
+    "lipschitz_norm_upper_bound",
     "scaled_cosine",
-    "scaled_cosine_sharp",
+    "scaled_cosine_upper_bound",
     "sinkhorn",
-    "softmax_temperature",
+    "softmax_upper_bound",
 ]
 
 _OURS = 'howsmooth documentation, "Other attentions"'
@@ -93,7 +93,7 @@ def l2_attention(query: object, value: object, output: object, length: object) -
     )
 
 
-def l2_attention_sharp(query: object, value: object, output: object, length: object) -> Bound:
+def l2_attention_upper_bound(query: object, value: object, output: object, length: object) -> Bound:
     """Bound Lip(f) of L2 attention, at least as sharply as :func:`l2_attention`.
 
     The bound is ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), where Φ e^{Φ+1} = N − 1. The attention is
@@ -128,7 +128,7 @@ def l2_attention_sharp(query: object, value: object, output: object, length: obj
     ]
     core = log_sum(0.5 * math.log(n) + math.log1p(2 * phi), log(2 * phi))
     return upper(
-        "l2_attention_sharp",
+        "l2_attention_upper_bound",
         Quantity.EVERYWHERE,
         _OURS,
         log_product(log_output, -0.5 * math.log(q.shape[1]), 0.5 * log_sum(*heads), core),
@@ -218,7 +218,7 @@ def scaled_cosine(
     )
 
 
-def scaled_cosine_sharp(
+def scaled_cosine_upper_bound(
     query: object,
     key: object,
     value: object,
@@ -256,13 +256,13 @@ def scaled_cosine_sharp(
     """
     n = check_length(length)
     log_q, log_k, log_v, tau, log_factor = _cosine(query, key, value, temperature, gain, eps)
-    log_c = 0.5 * (math.log(n) + log_p_bar(n, tau))
+    log_c = 0.5 * (math.log(n) + log_largest_weight(n, tau))
     terms = [log_product(log_c, log_v)]
     if n > 1:  # a single token has weight 1 for all scores
         log_rows = min(0.5 * (math.log(n) - math.log(2)), log_c)
         terms += [log_product(log(tau), log_q), log_product(log_rows, log(tau), log_k)]
     return upper(
-        "scaled_cosine_sharp",
+        "scaled_cosine_upper_bound",
         Quantity.EVERYWHERE,
         _OURS,
         log_product(log_factor, log_sum(*terms)),
@@ -379,7 +379,7 @@ def lipschitz_norm(queries: object, keys: object) -> Bound:
     )
 
 
-def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
+def lipschitz_norm_upper_bound(queries: object, keys: object) -> Bound:
     """Bound the Lipschitz constant of LipschitzNorm attention, more sharply than :func:`lipschitz_norm`.
 
     The bound is √max{(κ+1)² + 9/2, κ² + 4 + (1+√½)²} with κ = √(m P̄(n, 1)). The attention is defined in
@@ -408,13 +408,13 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
 
     """
     m, n = _count("queries", queries), _count("keys", keys)
-    log_kappa = 0.5 * (math.log(m) + log_p_bar(n, 1.0))
+    log_kappa = 0.5 * (math.log(m) + log_largest_weight(n, 1.0))
     squares = max(
         log_sum(2 * log_sum(log_kappa, 0.0), math.log(4.5)),
         log_sum(2 * log_kappa, math.log(4 + (1 + math.sqrt(0.5)) ** 2)),
     )
     return upper(
-        "lipschitz_norm_sharp",
+        "lipschitz_norm_upper_bound",
         Quantity.EVERYWHERE,
         _OURS,
         log_kappa if n == 1 else 0.5 * squares,
@@ -424,7 +424,7 @@ def lipschitz_norm_sharp(queries: object, keys: object) -> Bound:
 # ---- softmax
 
 
-def softmax_temperature(inverse_temperature: object) -> Bound:
+def softmax_upper_bound(inverse_temperature: object) -> Bound:
     """Bound the Lipschitz constant of x ↦ softmax(λx) by |λ|/2, in every norm ℓ_p, 1 <= p <= ∞.
 
     Parameters
@@ -450,7 +450,7 @@ def softmax_temperature(inverse_temperature: object) -> Bound:
     """
     size = abs(_number("inverse_temperature", inverse_temperature))
     return upper(
-        "softmax_temperature",
+        "softmax_upper_bound",
         Quantity.EVERYWHERE,
         "Nair, Softmax is 1/2-Lipschitz, 2025",
         log_product(log(size), -math.log(2)),

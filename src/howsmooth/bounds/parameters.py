@@ -28,7 +28,7 @@ __all__ = [
     "Parameters",
     "SiteLike",
     "largest_distance",
-    "log_p_bar",
+    "log_largest_weight",
     "parameters_of",
     "row_blocks",
     "spectral_norm",
@@ -292,7 +292,7 @@ def parameters_of(attention: object) -> Parameters:
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
             got="rotary positions, with which A depends on the distance of the tokens",
-            remedy="The certificates at given tokens (certificate_n and the others) accept rotary positions.",
+            remedy="The certificates at given tokens, such as certificate_parts, accept rotary positions.",
         )
     f = attention.to(dtype=torch.float64, device="cpu")
     group = f.heads // f.kv_heads
@@ -320,11 +320,11 @@ def _of_site(site: SiteLike) -> Parameters:
         "attention",
         expected="a site whose map is attention alone",
         got=f"scope {getattr(site, 'scope', '?')!r}",
-        remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_composition.",
+        remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound.",
     )
 
 
-def log_p_bar(n: int | float, a: float) -> float:
+def log_largest_weight(n: int | float, a: float) -> float:
     """Return the log of P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest weight among n scores in [−a, a]."""
     if n <= 1:
         return 0.0

@@ -11,43 +11,54 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.certificates import (
     Certificate,
-    certificate_cheap,
-    certificate_joint,
-    certificate_n,
-    certificate_r,
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+    certificate_rows,
 )
 from howsmooth.bounds.large_radius import theorem_3_7, theorem_4_5
-from howsmooth.bounds.local import theorem_c_3, theorem_c_3_sharp, three_terms, yudin
+from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
 from howsmooth.bounds.lower import (
-    masked_tie,
-    masked_two_cluster,
-    no_real_eigenvalue,
+    causal_two_cluster_lower_bound,
+    causal_two_heavy_tokens_lower_bound,
+    equal_tokens_lower_bound,
+    heavy_token_lower_bound,
     proposition_3_4,
     quadratic_growth,
-    repeated_token,
-    tie,
-    two_cluster_sharp,
+    two_cluster_lower_bound,
+    two_heavy_tokens_lower_bound,
 )
 from howsmooth.bounds.masked import (
-    any_mask_theorem_a,
-    masked_n_free,
-    masked_theorem_a,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    masked_ball_upper_bound,
     theorem_4_3,
     theorem_4_4,
 )
 from howsmooth.bounds.mean_field_lower import (
     proposition_3_6,
-    proposition_3_6_asymptotic,
-    proposition_3_6_better_weight,
+    proposition_3_6_rate,
     two_dirac,
+    weighted_two_atom_lower_bound,
 )
-from howsmooth.bounds.multi_head import lemma_3_8, multi_head_folded, multi_head_gram, multi_head_output
+from howsmooth.bounds.multi_head import (
+    folded_gram_upper_bound,
+    gram_upper_bound,
+    lemma_3_8,
+    output_norm_upper_bound,
+)
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.question import Question
-from howsmooth.bounds.unmasked import n_free, theorem_3_3, theorem_3_5, theorem_a, theorem_e_3
+from howsmooth.bounds.unmasked import (
+    ball_upper_bound,
+    mean_field_upper_bound,
+    theorem_3_3,
+    theorem_3_5,
+    theorem_e_3,
+)
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Statement", "all_bounds", "best", "statements_about"]
+__all__ = ["Statement", "all_bounds", "applicable_bounds", "best"]
 
 
 Statement = Callable[[], Bound]
@@ -60,10 +71,10 @@ def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
     They are local bounds at tokens X if X is given, bounds on the ball for n tokens if a length is given, and
     bounds on the ball for every length.
     """
-    return [evaluate() for _, evaluate in statements_about(question, side=side)]
+    return [evaluate() for _, evaluate in applicable_bounds(question, side=side)]
 
 
-def statements_about(question: Question, *, side: str | None = None) -> list[tuple[str, Statement]]:
+def applicable_bounds(question: Question, *, side: str | None = None) -> list[tuple[str, Statement]]:
     """Return the bounds of :func:`all_bounds` without computing them, as pairs (name, function)."""
     found: list[tuple[str, Statement]] = []
     rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
@@ -86,16 +97,20 @@ def _on_the_ball(question: Question) -> list[tuple[str, Statement]]:
     if len(parameters.heads) > 1:
         if n is None:
             return []
-        several = (lemma_3_8, multi_head_output, multi_head_gram, multi_head_folded)
+        several = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
         return _each(several, parameters, n, radius)
     head = question.attention if isinstance(question.attention, Head) else parameters
     if parameters.masking == "none":
-        free = _each((theorem_3_5, n_free), head, radius)
-        return free if n is None else [*free, *_each((theorem_3_3, theorem_e_3, theorem_a), head, n, radius)]
+        free = _each((theorem_3_5, mean_field_upper_bound), head, radius)
+        return (
+            free
+            if n is None
+            else [*free, *_each((theorem_3_3, theorem_e_3, ball_upper_bound), head, n, radius)]
+        )
     if parameters.masking == "causal":
-        free = _each((theorem_4_4, masked_n_free), head, radius)
-        return free if n is None else [*free, *_each((theorem_4_3, masked_theorem_a), head, n, radius)]
-    return [] if n is None else _each((any_mask_theorem_a,), head, n, radius)
+        free = _each((theorem_4_4, causal_mean_field_upper_bound), head, radius)
+        return free if n is None else [*free, *_each((theorem_4_3, causal_ball_upper_bound), head, n, radius)]
+    return [] if n is None else _each((masked_ball_upper_bound,), head, n, radius)
 
 
 def _at_tokens(question: Question, *, rotary: bool) -> list[tuple[str, Statement]]:
@@ -108,13 +123,15 @@ def _at_tokens(question: Question, *, rotary: bool) -> list[tuple[str, Statement
 
     several = len(attention.heads) > 1 if isinstance(attention, Parameters) else _heads(attention) > 1
     if several:
-        return [certified(certificate_joint)]
-    local = [certified(one) for one in (certificate_n, certificate_r, certificate_cheap)]
+        return [certified(certificate_heads)]
+    local = [certified(one) for one in (certificate_parts, certificate_rows, certificate_frobenius)]
     if rotary:
         return local
     limit = theorem_4_5 if _parameters(question).masking == "causal" else theorem_3_7
     local += _each((limit,), attention, X, 1.0)
-    return local + _each((theorem_c_3, theorem_c_3_sharp, three_terms, yudin), attention, X)
+    return local + _each(
+        (theorem_c_3, diameter_upper_bound, covariance_upper_bound, yudin_theorem_3), attention, X
+    )
 
 
 def _heads(attention: Head | SelfAttention) -> int:
@@ -130,16 +147,16 @@ def _from_below(question: Question) -> list[tuple[str, Statement]]:
             return []
         mean_field = (
             proposition_3_6,
-            proposition_3_6_better_weight,
-            proposition_3_6_asymptotic,
+            weighted_two_atom_lower_bound,
+            proposition_3_6_rate,
             two_dirac,
         )
         return _each(mean_field, parameters, radius)
     causal = parameters.masking == "causal"
-    ties = masked_tie if causal else tie
-    found = _each((no_real_eigenvalue, repeated_token, ties), parameters, n, radius)
+    ties = causal_two_heavy_tokens_lower_bound if causal else two_heavy_tokens_lower_bound
+    found = _each((heavy_token_lower_bound, equal_tokens_lower_bound, ties), parameters, n, radius)
     if len(parameters.heads) == 1:
-        one_head = [masked_two_cluster] if causal else [proposition_3_4, two_cluster_sharp]
+        one_head = [causal_two_cluster_lower_bound] if causal else [proposition_3_4, two_cluster_lower_bound]
         found += _each((*one_head, quadratic_growth), parameters, n, radius)
         if question.X is not None:
             limit = theorem_4_5 if causal else theorem_3_7

@@ -14,9 +14,16 @@ import sys
 import numpy as np
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, log_p_bar, parameters_of
+from howsmooth.bounds.parameters import Head, Parameters, log_largest_weight, parameters_of
 
-__all__ = ["h_star", "n_free", "theorem_3_3", "theorem_3_5", "theorem_a", "theorem_e_3"]
+__all__ = [
+    "ball_upper_bound",
+    "mean_field_upper_bound",
+    "row_norm_maximum",
+    "theorem_3_3",
+    "theorem_3_5",
+    "theorem_e_3",
+]
 
 PAPER = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
 OURS = 'howsmooth documentation, "Bounds on a ball"'
@@ -137,12 +144,13 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
     )
 
 
-def theorem_a(attention: object, length: object, radius: object) -> Bound:
+def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
     """Bound Lip(f on B_R^n) by Theorem A, which is sharper than Theorem 3.3 and allows a query bias.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
-    :func:`h_star`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A is below
-    Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the Lipschitz constant.
+    :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
+    is below Theorems 3.3, 3.5 and E.3 for all parameters. For n = 1 it is ‖V‖, which is the Lipschitz
+    constant.
 
     Parameters
     ----------
@@ -164,12 +172,12 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
     Documentation page "Bounds on a ball", Theorem A.
 
     """
-    parameters, head = one_head(attention, "theorem_a")
+    parameters, head = one_head(attention, "ball_upper_bound")
     n, R = check_length(length), check_radius(radius)
     a, a3 = score_sizes(head, R)
     factor = 0.0 if n == 1 else log_sum(log(a), 0.5 * (math.log(n) + log_row(n, a3)))
     return upper(
-        "theorem_a",
+        "ball_upper_bound",
         Quantity.GLOBAL,
         f"{OURS}, Theorem A",
         log_product(log(head.V_norm), factor),
@@ -177,7 +185,7 @@ def theorem_a(attention: object, length: object, radius: object) -> Bound:
     )
 
 
-def n_free(attention: object, radius: object) -> Bound:
+def mean_field_upper_bound(attention: object, radius: object) -> Bound:
     """Bound the Lipschitz constant of one head on the ball of radius R, for all lengths n at once.
 
     The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the
@@ -205,10 +213,10 @@ def n_free(attention: object, radius: object) -> Bound:
     Documentation page "Bounds on a ball", section "For all lengths: the mean-field map".
 
     """
-    parameters, head = one_head(attention, "n_free")
+    parameters, head = one_head(attention, "mean_field_upper_bound")
     a, a3 = score_sizes(head, check_radius(radius))
     return upper(
-        "n_free",
+        "mean_field_upper_bound",
         Quantity.MEAN_FIELD,
         f"{OURS}, Theorem A for all n",
         log_product(log(head.V_norm), log_sum(log(a), a3 + math.log(math.hypot(1.0, a3)))),
@@ -219,7 +227,7 @@ def n_free(attention: object, radius: object) -> Bound:
 # ---- the function h* and the norm of one row
 
 
-def h_star(a: float) -> float:
+def row_norm_maximum(a: float) -> float:
     """Return h*(a) = max over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)².
 
     It is 1 for a <= 1/2, and at most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and
@@ -258,14 +266,14 @@ def h_star_maximiser(a: float) -> float:
 
 def log_h_star(a: float) -> float:
     """Return log h*(a), also where h*(a) overflows."""
-    return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(h_star(a))
+    return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
 def log_row(n: int, a3: float) -> float:
     """Return the logarithm of Theorem A's bound min{h*(a₃), (1 + a₃²) P̄(n, a₃)} for a row of n tokens."""
     if n <= 1:
         return 0.0  # a row that sees one token is the identity
-    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_p_bar(n, a3))
+    return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
 
 
 # ---- helpers shared with the other modules

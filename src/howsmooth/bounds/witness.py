@@ -17,12 +17,12 @@ from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError
 
 __all__ = [
+    "OneHeavyToken",
     "Tie",
-    "TwoPoints",
     "Witness",
-    "best_ties",
     "real_eigenpairs",
-    "steepest_pairs",
+    "searched_pairs",
+    "searched_tokens",
     "two_cluster_points",
 ]
 
@@ -46,11 +46,11 @@ class Witness:
         return torch.cat([self.heavies, self.light.expand(copies, -1)])
 
 
-class TwoPoints(Witness):
+class OneHeavyToken(Witness):
     """A sequence of one heavy token and copies of one light token."""
 
     @classmethod
-    def of(cls, heavy: Tensor, light: Tensor) -> TwoPoints:
+    def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
         """Return the sequence of a heavy and a light token, both (d,)."""
         return cls(heavy[None], light)
 
@@ -103,7 +103,7 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> TwoPoints | None:
+def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneHeavyToken | None:
     """Return the two tokens of Proposition 3.4, or None where A has no real eigenvalue.
 
     The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
@@ -119,10 +119,10 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> TwoP
     heavies = radius * torch.stack([u, -u])
     gains = ((_forms(head, ratio * heavies)) * (1 - ratio) * heavies).sum(1)
     heavy = heavies[int(gains[1] > gains[0])]
-    return TwoPoints.of(heavy, ratio * heavy)
+    return OneHeavyToken.of(heavy, ratio * heavy)
 
 
-def steepest_pairs(head: Head, radius: float, *, steps: int = 200) -> list[TwoPoints]:
+def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
     """Return pairs of tokens z, w in the ball that locally maximise the score gap ⟨A w + b, z − w⟩.
 
     For a given w the best z is radius · y/|y|. w is found by projected gradient ascent from singular vectors
@@ -143,15 +143,15 @@ def steepest_pairs(head: Head, radius: float, *, steps: int = 200) -> list[TwoPo
         value = torch.where(better[:, 0], raised, value)
         step = torch.where(better, 1.5 * step, 0.3 * step)
     order = torch.argsort(value, descending=True, stable=True).tolist()
-    return [TwoPoints.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
+    return [OneHeavyToken.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
 
 
-def best_ties(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
+def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
     """Return sequences with two heavy tokens of equal score that give a large lower bound, best first.
 
-    The lower bound of ``howsmooth.bounds.tie`` is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the
-    light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over w, θ and v from
-    deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
+    The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv|
+    with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over
+    w, θ and v from deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
     """
     if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
         return []

@@ -65,17 +65,17 @@ _COLUMNS = [
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
 _SPOKEN = {
-    "n_free": "n-free",
-    "masked_n_free": "masked n-free",
-    "certificate_n": "certificate N",
-    "certificate_r": "certificate R",
-    "certificate_joint": "joint certificate",
-    "certificate_cheap": "cheap certificate",
-    "theorem_a": "Theorem A",
-    "masked_theorem_a": "masked Theorem A",
-    "any_mask_theorem_a": "Theorem A for any mask",
+    "mean_field_upper_bound": "n-free",
+    "causal_mean_field_upper_bound": "masked n-free",
+    "certificate_parts": "certificate N",
+    "certificate_rows": "certificate R",
+    "certificate_heads": "joint certificate",
+    "certificate_frobenius": "cheap certificate",
+    "ball_upper_bound": "Theorem A",
+    "causal_ball_upper_bound": "masked Theorem A",
+    "masked_ball_upper_bound": "Theorem A for any mask",
     AS_CODED: "Theorem C.3 as coded (no bound)",
-    "yudin": "Yudin et al. 2025",
+    "yudin_theorem_3": "Yudin et al. 2025",
 }
 
 

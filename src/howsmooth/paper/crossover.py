@@ -11,7 +11,13 @@ import pandas as pd
 import torch
 
 from howsmooth import lipschitz
-from howsmooth.bounds import n_free, proposition_3_4, theorem_3_3, theorem_a, two_cluster_sharp
+from howsmooth.bounds import (
+    ball_upper_bound,
+    mean_field_upper_bound,
+    proposition_3_4,
+    theorem_3_3,
+    two_cluster_lower_bound,
+)
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import drawing
 from howsmooth.paper.drawing import Curve, Panel
@@ -66,10 +72,10 @@ def _row(key: Key, g: float, n: int) -> Row:
         "converged": found.converged,
         "log_tokens": tokens,
         "log_paper": proposition_3_4(f, n, radius).log_value,
-        "log_formula": two_cluster_sharp(f, n, radius).log_value,
-        "log_sharp": theorem_a(f, n, radius).log_value,
+        "log_formula": two_cluster_lower_bound(f, n, radius).log_value,
+        "log_sharp": ball_upper_bound(f, n, radius).log_value,
         "log_theorem": theorem_3_3(f, n, radius).log_value,
-        "log_free": n_free(f, radius).log_value,
+        "log_free": mean_field_upper_bound(f, radius).log_value,
     }
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from howsmooth import lipschitz
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds import masked_n_free, masked_theorem_a, n_free, theorem_3_3, theorem_4_3, theorem_a
+from howsmooth.bounds import (
+    ball_upper_bound,
+    causal_ball_upper_bound,
+    causal_mean_field_upper_bound,
+    mean_field_upper_bound,
+    theorem_3_3,
+    theorem_4_3,
+)
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import drawing
@@ -195,7 +202,9 @@ def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
     """Give logarithms of upper bounds on the ball: the sharpest, the paper's, and one for every n."""
     causal = parameters.masking == "causal"
     sharp, paper, free = (
-        (masked_theorem_a, theorem_4_3, masked_n_free) if causal else (theorem_a, theorem_3_3, n_free)
+        (causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound)
+        if causal
+        else (ball_upper_bound, theorem_3_3, mean_field_upper_bound)
     )
     return {
         "log_sharp": sharp(parameters, n, radius).log_value,

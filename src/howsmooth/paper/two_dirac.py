@@ -14,11 +14,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds import n_free, theorem_3_5
+from howsmooth.bounds import mean_field_upper_bound, theorem_3_5
 from howsmooth.bounds.mean_field_lower import (
     proposition_3_6,
-    proposition_3_6_asymptotic,
-    proposition_3_6_better_weight,
+    proposition_3_6_rate,
+    weighted_two_atom_lower_bound,
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import drawing
@@ -112,9 +112,9 @@ def _row(key: Key, radius: float) -> Row:
         "converged": found.converged,
         "by": found.by,
         "log_paper": proposition_3_6(gamma, radius).log_value,
-        "log_asymptotic": proposition_3_6_asymptotic(gamma, radius).log_value,
-        "log_better": proposition_3_6_better_weight(gamma, radius).log_value,
-        "log_free": n_free(f, radius).log_value,
+        "log_asymptotic": proposition_3_6_rate(gamma, radius).log_value,
+        "log_better": weighted_two_atom_lower_bound(gamma, radius).log_value,
+        "log_free": mean_field_upper_bound(f, radius).log_value,
         "log_theorem": theorem_3_5(f, radius).log_value,
     }
 

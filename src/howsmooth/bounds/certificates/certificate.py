@@ -20,7 +20,7 @@ from howsmooth.bounds.parameters import Head, Parameters, SiteLike
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import U
 
-__all__ = ["Certificate", "certify", "one_head", "the_question"]
+__all__ = ["Certificate", "certify", "checked_input", "one_head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Certificate:
         return f"Certificate(shape {tuple(self.value.shape)}; {self.name})"
 
 
-def the_question(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
+def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
     """Return the attention and the tokens in float64 on the CPU after checking both.
 
     For a captured site, X = None stands for the tokens of the site.
@@ -161,7 +161,7 @@ def one_head(f: SelfAttention, name: str) -> None:
             "attention",
             expected=f"one head: {name} is a statement about single-head attention",
             got=f"{f.heads} heads",
-            remedy="Use certificate_joint, or pass attention.head(h).",
+            remedy="Use certificate_heads, or pass attention.head(h).",
         )
 
 

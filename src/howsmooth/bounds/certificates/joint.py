@@ -11,22 +11,22 @@ from howsmooth.bounds.certificates.certificate import (
     Certificate,
     certify,
     check_iterations,
+    checked_input,
     one_head,
-    the_question,
 )
 from howsmooth.bounds.certificates.forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.heads import HeadsAt
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.verified import Rule, norm, perron_norm, shrink
+from howsmooth.bounds.certificates.verified import Rule, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.weights import Weights, diagonal_guess, joint_weights
 from howsmooth.roundoff import U, gamma, up
 
-__all__ = ["certificate_cheap", "certificate_joint", "certificate_n"]
+__all__ = ["certificate_frobenius", "certificate_heads", "certificate_parts"]
 
 _SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
-def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+def certificate_parts(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ of one head at given tokens by Theorem N, including all rounding.
 
     The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
@@ -51,30 +51,32 @@ def certificate_n(attention: object, X: Tensor | None = None, *, iterations: int
     Raises
     ------
     ArgumentError
-        If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
+        If there are several heads (use :func:`certificate_heads`) or an argument does not fit.
     NonFiniteError
         If an entry is not finite, or scores are too large for float64.
 
     """
-    f, x = the_question(attention, X)
-    one_head(f, "certificate_n")
+    f, x = checked_input(attention, X)
+    one_head(f, "certificate_parts")
     steps = check_iterations(iterations)
-    return certify("certificate_n", _SOURCE.format("Theorem N"), f, x, partial(three_parts, iterations=steps))
+    return certify(
+        "certificate_parts", _SOURCE.format("Theorem N"), f, x, partial(parts_value, iterations=steps)
+    )
 
 
-def certificate_joint(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+def certificate_heads(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ of any number of heads at given tokens by Theorem N, including all rounding.
 
-    The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in :func:`certificate_n`,
-    with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖, ‖[W_1V_1 … W_HV_H]‖
-    √λ_max(Σ_h P^hᵀP^h)}.
+    The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in
+    :func:`certificate_parts`, with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖,
+    ‖[W_1V_1 … W_HV_H]‖ √λ_max(Σ_h P^hᵀP^h)}.
 
     Parameters
     ----------
     attention
-        As for :func:`certificate_n`, with any number of heads, also with grouped queries.
+        As for :func:`certificate_parts`, with any number of heads, also with grouped queries.
     X, iterations
-        As for :func:`certificate_n`.
+        As for :func:`certificate_parts`.
 
     Returns
     -------
@@ -89,27 +91,27 @@ def certificate_joint(attention: object, X: Tensor | None = None, *, iterations:
         If an entry is not finite, or scores are too large for float64.
 
     """
-    f, x = the_question(attention, X)
+    f, x = checked_input(attention, X)
     steps = check_iterations(iterations)
     return certify(
-        "certificate_joint",
+        "certificate_heads",
         _SOURCE.format("Theorem N for several heads"),
         f,
         x,
-        partial(three_parts, iterations=steps),
+        partial(parts_value, iterations=steps),
     )
 
 
-def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
+def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
     """Bound ‖D_X f‖ of one head at given tokens by Theorem N with Frobenius norms instead of eigenvalues.
 
-    It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_n`, because no eigenvalue and no
+    It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_parts`, because no eigenvalue and no
     factorisation is computed.
 
     Parameters
     ----------
     attention, X, iterations
-        As for :func:`certificate_n`.
+        As for :func:`certificate_parts`.
 
     Returns
     -------
@@ -119,23 +121,23 @@ def certificate_cheap(attention: object, X: Tensor | None = None, *, iterations:
     Raises
     ------
     ArgumentError
-        If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
+        If there are several heads (use :func:`certificate_heads`) or an argument does not fit.
     NonFiniteError
         If an entry is not finite, or scores are too large for float64.
 
     """
-    f, x = the_question(attention, X)
-    one_head(f, "certificate_cheap")
+    f, x = checked_input(attention, X)
+    one_head(f, "certificate_frobenius")
     steps = check_iterations(iterations)
-    evaluate = partial(three_parts, iterations=steps, rule="frobenius")
-    return certify("certificate_cheap", _SOURCE.format("Theorem N without eigenvalues"), f, x, evaluate)
+    evaluate = partial(parts_value, iterations=steps, rule="frobenius")
+    return certify("certificate_frobenius", _SOURCE.format("Theorem N without eigenvalues"), f, x, evaluate)
 
 
-def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
+def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
     """Return the bound of Theorem N on the norm of the Jacobian J̃ of the rounded data ``at``."""
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
-    parts = (averages(at, rule), tokens_moved(at, weights, rule), diagonal)
+    parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)
     upper = sum(part.upper for part in parts)
     plain = sum(part.plain for part in parts)
     assert isinstance(upper, Tensor)
@@ -145,7 +147,7 @@ def three_parts(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
     """Return an upper bound on ‖Σ_h P^h ⊗ W_h V_h‖, the part of the Jacobian with fixed attention weights."""
-    p = [perron_norm(head.P, rule) for head in at.heads]
+    p = [nonnegative_norm(head.P, rule) for head in at.heads]
     W = [shrink(torch.cat(at.W, dim=1))]
     W = list(W[0].split([w.shape[1] for w in at.W], dim=1))
     V_squares = [(head.V @ head.V.mT)[None] for head in at.heads]
@@ -168,7 +170,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
     return first if first.upper <= second.upper else second
 
 
-def tokens_moved(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
+def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
     """Return ν of Theorem N, an upper bound on the part of the Jacobian in which the keys change."""
     q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)

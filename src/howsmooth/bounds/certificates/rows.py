@@ -12,8 +12,8 @@ from howsmooth.bounds.certificates.certificate import (
     Certificate,
     certify,
     check_iterations,
+    checked_input,
     one_head,
-    the_question,
 )
 from howsmooth.bounds.certificates.forms import sandwich
 from howsmooth.bounds.certificates.heads import HeadsAt, row_blocks
@@ -22,13 +22,13 @@ from howsmooth.bounds.certificates.verified import shrink
 from howsmooth.bounds.certificates.weights import tidy
 from howsmooth.roundoff import gamma, up
 
-__all__ = ["certificate_r"]
+__all__ = ["certificate_rows"]
 
 _SMALLEST_TAU = 1e-14
 _POWER_STEPS = 5
 
 
-def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
+def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ of one head at given tokens by Theorem R, including all rounding.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
@@ -53,16 +53,16 @@ def certificate_r(attention: object, X: Tensor | None = None, *, iterations: int
     Raises
     ------
     ArgumentError
-        If there are several heads (use :func:`certificate_joint`) or an argument does not fit.
+        If there are several heads (use :func:`certificate_heads`) or an argument does not fit.
     NonFiniteError
         If an entry is not finite, or scores are too large for float64.
 
     """
-    f, x = the_question(attention, X)
-    one_head(f, "certificate_r")
+    f, x = checked_input(attention, X)
+    one_head(f, "certificate_rows")
     steps = check_iterations(iterations)
     source = 'howsmooth documentation, "Certificates at given tokens", Theorem R'
-    return certify("certificate_r", source, f, x, partial(by_rows, iterations=steps))
+    return certify("certificate_rows", source, f, x, partial(by_rows, iterations=steps))
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:

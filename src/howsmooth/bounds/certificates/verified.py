@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.bounds.certificates.rounding import TINY, Enclosed
 from howsmooth.roundoff import U, gamma, up
 
-__all__ = ["Rule", "largest_eigenvalue", "norm", "perron_norm", "shrink"]
+__all__ = ["Rule", "largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]
 
 #: How an eigenvalue is bounded: up to rounding, proved by Cholesky; or by the Frobenius norm.
 Rule = Literal["cholesky", "frobenius"]
@@ -75,7 +75,7 @@ def norm(b: Float[Tensor, "batch m r"], rule: Rule = "cholesky") -> Enclosed:
     return largest_eigenvalue(b.mT @ b, slack, rule).root()
 
 
-def perron_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
+def nonnegative_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclosed:
     """Return a proved upper bound on the spectral norm of a matrix P with nonnegative entries.
 
     By Collatz and Wielandt, ‖P‖² ≤ max_j (PᵀPv)_j / v_j for every v > 0; power iteration finds v. All sums

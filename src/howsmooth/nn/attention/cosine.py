@@ -21,8 +21,9 @@ class CosineAttention(OwnBoundAttention):
     """Scaled cosine self-attention, which is Lipschitz on the whole space, with every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
-    kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_sharp` of the matrices of all
-    heads together, times ‖W_O‖. On a ball the bound is smaller, because normalised rows are shorter there.
+    kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices
+    of all heads together, times ‖W_O‖. On a ball the bound is smaller, because normalised rows are shorter
+    there.
 
     The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
     4, one and two heads). The bound was 5 to 11 times larger at random weights, and 1.0 to 1.5 times larger

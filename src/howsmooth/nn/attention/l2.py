@@ -23,8 +23,8 @@ class L2Attention(OwnBoundAttention):
     """L2 self-attention with tied query and key, which is Lipschitz everywhere if each token sees itself.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
-    + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_sharp`, of order √n log n. On a
-    ball it is smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n.
+    + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log
+    n. On a ball it is smaller, and for n above e^{4a}, a = ‖Q_h‖²R²/√k, it does not depend on n.
 
     The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
     4, one and two heads). The bound was 2 to 5 times larger at random weights, and 1.0 (R = 0.3) to 3.2 (R =

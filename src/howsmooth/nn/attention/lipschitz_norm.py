@@ -20,8 +20,8 @@ class LipschitzNormAttention(OwnBoundAttention):
 
     The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
     Their absolute values are at most 1, so no attention weight of a row exceeds e² times another. The
-    constant of a head in (Q, K, V) jointly is :func:`howsmooth.bounds.lipschitz_norm_sharp`. The constant of
-    the layer follows from it and the norms of the projections.
+    constant of a head in (Q, K, V) jointly is :func:`howsmooth.bounds.lipschitz_norm_upper_bound`. The
+    constant of the layer follows from it and the norms of the projections.
 
     The bound was compared with the largest local constant found by gradient ascent (five tokens of dimension
     4, one and two heads). The bound was 5 to 12 times larger at random weights, and 2.4 to 3.4 times larger

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.bounds import norm_radius, softmax_temperature
+from howsmooth.bounds import norm_radius, softmax_upper_bound
 from howsmooth.nn.numbers import above, norm_above, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
@@ -71,7 +71,7 @@ def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
 def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
     if module.dim != -1:
         return f"works along axis {module.dim}, not along dim=-1, the numbers of each token"
-    half = softmax_temperature(1.0)
+    half = softmax_upper_bound(1.0)
     return Reach(half.value, length, 1.0, half.source)
 
 

@@ -9,18 +9,28 @@ import torch
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.question import Question
-from howsmooth.bounds.statements import statements_about
+from howsmooth.bounds.statements import applicable_bounds
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.records import SiteBound, SiteBounds
 
 __all__ = ["bound_site"]
 
 # What is left out, since it would take longer than the measurements that it stands beside.
-_SEARCHES = frozenset({"tie", "masked_tie", "no_real_eigenvalue"})
-_SLOW = frozenset({"certificate_joint", "certificate_n", "certificate_r", "certificate_cheap", "three_terms"})
+_SEARCHES = frozenset(
+    {"two_heavy_tokens_lower_bound", "causal_two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
+)
+_SLOW = frozenset(
+    {
+        "certificate_heads",
+        "certificate_parts",
+        "certificate_rows",
+        "certificate_frobenius",
+        "covariance_upper_bound",
+    }
+)
 _MOST_TOKENS = 256
 # A singular value decomposition of the probabilities.
-_CUBIC = frozenset({"yudin"})
+_CUBIC = frozenset({"yudin_theorem_3"})
 _MOST_TOKENS_IF_CUBIC = 1024
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 
@@ -29,8 +39,9 @@ def bound_site(site: Any) -> SiteBounds:
     """Compute all bounds on a captured attention at its tokens, one sequence.
 
     Left out are searches over inputs (``howsmooth attack`` makes them), at more than 256 tokens the
-    certificates and ``three_terms``, in 512 or more dimensions the joint certificate of several heads at
-    more than 64 tokens, and ``yudin`` at more than 1,024. The others form no matrix of all pairs of tokens.
+    certificates and ``covariance_upper_bound``, in 512 or more dimensions the joint certificate of several
+    heads at more than 64 tokens, and ``yudin_theorem_3`` at more than 1,024. The others form no matrix of all
+    pairs of tokens.
 
     Parameters
     ----------
@@ -48,7 +59,7 @@ def bound_site(site: Any) -> SiteBounds:
         statements = [
             (side, name, evaluate)
             for side in ("upper", "lower")
-            for name, evaluate in statements_about(question, side=side)
+            for name, evaluate in applicable_bounds(question, side=side)
         ]
     except HowsmoothError as error:
         return SiteBounds(float(site.radius_max[0]), (_nothing("any", "upper", Quantity.LOCAL, error),))
@@ -102,7 +113,7 @@ def _check_cost(name: str, question: Question) -> None:
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
     if name in _SEARCHES:
         raise _LeftOutError("left out: a search over inputs, which howsmooth bound carries out")
-    wide = name == "certificate_joint" and d >= _WIDE
+    wide = name == "certificate_heads" and d >= _WIDE
     most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS
     if name in _CUBIC:
         most = _MOST_TOKENS_IF_CUBIC
