@@ -28,7 +28,12 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
 )
-from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
+from howsmooth.bounds.token_upper_bounds import (
+    covariance_upper_bound,
+    diameter_upper_bound,
+    theorem_c_3,
+    yudin_theorem_3,
+)
 from howsmooth.texts import load_text
 
 ONE_HEAD: dict[str, Callable[[hs.SelfAttention, Tensor], float]] = {

@@ -15,10 +15,10 @@ import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, clusters
 from howsmooth.adversarial.clusters import Atoms, search_atoms
+from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.masked import causal_ball_upper_bound
+from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
 from howsmooth.bounds.parameters import parameters_of
-from howsmooth.bounds.unmasked import ball_upper_bound
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow

@@ -16,9 +16,9 @@ from howsmooth.adversarial.clusters import can_search_atoms
 from howsmooth.adversarial.domains import Ball
 from howsmooth.attention import SoftmaxCore, core
 from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.bounds import ball_lower_bounds as lower_bounds
 from howsmooth.bounds import certificates
-from howsmooth.bounds import lower as lower_bounds
-from howsmooth.bounds import masked as masked_bounds
+from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters

@@ -17,12 +17,12 @@ from howsmooth.bounds.certificates import (
     certificate_heads,
     certificate_parts,
     certificate_rows,
-    joint,
+    parts,
     rows,
 )
-from howsmooth.bounds.certificates.forms import diagonal_norms, sandwich
-from howsmooth.bounds.certificates.heads import _weight_errors, heads_at
-from howsmooth.bounds.certificates.verified import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
+from howsmooth.bounds.certificates.rounded_heads import _weight_errors, heads_at
 from howsmooth.bounds.certificates.weights import Weights
 from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -271,7 +271,7 @@ def test_certificates_are_the_theorems(name: str) -> None:
     diagonal = torch.linalg.matrix_norm(D, 2).amax()
     total = torch.minimum(first, second) + nu + diagonal
     scale = 2.0**at.exponent
-    found = [joint.averages(at, "cholesky"), joint.moving_keys_norm(at, Weights(weights, c, nu), "cholesky")]
+    found = [parts.averages(at, "cholesky"), parts.moving_keys_norm(at, Weights(weights, c, nu), "cholesky")]
     found.append(diagonal_norms(at))
     assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
     if f.heads == 1:
@@ -299,7 +299,7 @@ def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(5):
         q = torch.rand(12, generator=torch.Generator().manual_seed(seed), dtype=F64).pow(4) + 1e-6
         monkeypatch.setattr(
-            joint, "joint_weights", lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0])
+            parts, "joint_weights", lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0])
         )
         assert float(certificate_heads(f, x).value) >= float(true_norm(f, x[None])[0])
 
@@ -348,12 +348,12 @@ def test_heads_written_as_in_the_paper() -> None:
 
 def test_long_heavy_tail_of_heads_is_proved_from_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     # The path of large matrices: eigenvalues guessed, then proved
-    from howsmooth.bounds.certificates import forms
+    from howsmooth.bounds.certificates import quadratic_forms
 
     f = random_attention(38, heads=3, temperature=4.0)
     x = tokens(38, 9, D)
     usual = float(certificate_heads(f, x).value)
-    monkeypatch.setattr(forms, "FULL_SPECTRUM", 1)
+    monkeypatch.setattr(quadratic_forms, "FULL_SPECTRUM", 1)
     guessed = float(certificate_heads(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
     assert guessed == pytest.approx(usual, rel=0.02)

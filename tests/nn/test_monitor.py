@@ -34,7 +34,7 @@ from howsmooth.nn import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from howsmooth.nn.monitoring import probing
+from howsmooth.nn.monitoring import measurement
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 
@@ -691,7 +691,7 @@ def test_layers_read_again_are_those_captured_anew(
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     fresh = LipschitzMonitor(model, ids, scope=scope, layers=[-1], strict=True).measure(1)
-    monkeypatch.setattr(probing, "read_layer", None)  # which captures
+    monkeypatch.setattr(measurement, "read_layer", None)  # which captures
     again = monitor.measure(1)
     assert [replace(row, seconds=0.0) for row in again] == [replace(row, seconds=0.0) for row in fresh]
     assert again[0].each != monitor.records[0].each

@@ -15,7 +15,7 @@ import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import other_attentions_ball as ball
-from howsmooth.bounds.visible_rows import visible_rows
+from howsmooth.bounds.mask_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
 from tests._search import Point, largest_ratio

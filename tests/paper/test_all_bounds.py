@@ -215,7 +215,7 @@ def test_the_words_follow_the_numbers() -> None:
         "m, layer 0, each head (2 cases): the tightest upper bound at the tokens is certificate R, in the "
         "median 4 times the measured constant (2 to 8); the tightest over the ball is Theorem 3.3, in the "
         "median 16 times the measured constant (16 to 16); the largest lower bound over the ball is "
-        "two_heavy_tokens_lower_bound, in the median 0.5 times the measured constant (0.5 to 0.5)."
+        "two heavy tokens lower bound, in the median 0.5 times the measured constant (0.5 to 0.5)."
     )
 
 
@@ -225,7 +225,7 @@ def test_bounds_without_a_logarithm_are_no_number() -> None:
     rows.loc[0, ["log_value", "log_ratio"]] = math.inf
     assert "inf" not in " ".join(bound_words(rows)[1:])
     table = bound_table(rows).set_index("bound")
-    assert table.loc["two_heavy_tokens_lower_bound", "median ratio"] == 0
+    assert table.loc["two heavy tokens lower bound", "median ratio"] == 0
     assert table.loc["certificate R", ["least ratio", "largest ratio"]].to_list() == pytest.approx(
         [8, math.inf]
     )
@@ -248,7 +248,7 @@ def test_the_tightest_is_the_smallest_upper_and_the_largest_lower_bound() -> Non
     below["log_ratio"] -= 1
     words = bound_words(pd.concat([above, below, rows], ignore_index=True))[1]
     assert "upper bound at the tokens is certificate R" in words
-    assert "lower bound over the ball is two_heavy_tokens_lower_bound" in words
+    assert "lower bound over the ball is two heavy tokens lower bound" in words
 
 
 def test_bounds_that_say_nothing_here_are_named_with_what_they_need() -> None:
@@ -259,7 +259,7 @@ def test_bounds_that_say_nothing_here_are_named_with_what_they_need() -> None:
     ]
     assert (
         bound_words(rows)[-1]
-        == "In no case are the hypotheses met of two_heavy_tokens_lower_bound (needs no bias; V = I)."
+        == "In no case are the hypotheses met of two heavy tokens lower bound (needs no bias; V = I)."
     )
 
 
@@ -274,7 +274,7 @@ def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
 
 def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     table = bound_table(made_up()).set_index("bound")
-    assert list(table.index) == ["certificate R", "Theorem 3.3", "two_heavy_tokens_lower_bound"]
+    assert list(table.index) == ["certificate R", "Theorem 3.3", "two heavy tokens lower bound"]
     assert (table.loc["Theorem 3.3", "cases"], table.loc["Theorem 3.3", "holds in"]) == (2, 1)
     assert table.loc[
         "certificate R", ["least ratio", "median ratio", "largest ratio"]
@@ -287,12 +287,12 @@ def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     ("name", "words"),
     [
         ("theorem_3_3", "Theorem 3.3"),
-        ("diameter_upper_bound", "Theorem C.3, sharp"),
+        ("diameter_upper_bound", "diameter upper bound"),
         ("lemma_3_8", "Lemma 3.8"),
-        ("weighted_two_atom_lower_bound", "Proposition 3.6, better weight"),
-        ("gram_upper_bound", "multi head gram"),
+        ("weighted_two_atom_lower_bound", "weighted two atom lower bound"),
+        ("gram_upper_bound", "gram upper bound"),
         ("ball_upper_bound", "Theorem A"),
-        ("two_heavy_tokens_lower_bound", "two_heavy_tokens_lower_bound"),
+        ("two_heavy_tokens_lower_bound", "two heavy tokens lower bound"),
     ],
 )
 def test_names_are_said_as_people_say_them(name: str, words: str) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from howsmooth.bounds.mean_field_lower import two_dirac as two_dirac_bound
+from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_bound
 from howsmooth.paper import crossover, two_dirac
 from howsmooth.paper.crossover import CROSSOVER, turning
 from howsmooth.paper.figure import Figure

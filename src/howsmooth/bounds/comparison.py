@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.question import Question
-from howsmooth.bounds.statements import all_bounds
+from howsmooth.bounds.problem import Question
+from howsmooth.bounds.selection import all_bounds
 from howsmooth.lipschitz import local_lipschitz
 
 __all__ = ["table"]

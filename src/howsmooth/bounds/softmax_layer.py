@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.unmasked import h_star_maximiser
-from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
+from howsmooth.bounds.mask_rows import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 

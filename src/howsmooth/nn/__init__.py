@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.certificate import ModelCertificate
     from howsmooth.nn.certificates.certification import certify
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
-    from howsmooth.nn.contract import LipschitzModule
+    from howsmooth.nn.module import LipschitzModule
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer import MonitorCallback

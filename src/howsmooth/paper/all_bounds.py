@@ -65,8 +65,6 @@ _COLUMNS = [
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
 _SPOKEN = {
-    "mean_field_upper_bound": "n-free",
-    "causal_mean_field_upper_bound": "masked n-free",
     "certificate_parts": "certificate N",
     "certificate_rows": "certificate R",
     "certificate_heads": "joint certificate",
@@ -181,7 +179,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def spoken(name: str) -> str:
-    """Say the name of a bound as people do: "Theorem C.3, sharp"."""
+    """Say the name of a bound as people do: "Theorem 3.3", "ball upper bound"."""
     found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
     if name in _SPOKEN or not found:
         return _SPOKEN.get(name, name.replace("_", " "))

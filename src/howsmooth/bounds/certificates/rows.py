@@ -15,10 +15,10 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
-from howsmooth.bounds.certificates.forms import sandwich
-from howsmooth.bounds.certificates.heads import HeadsAt, row_blocks
+from howsmooth.bounds.certificates.eigenvalues import shrink
+from howsmooth.bounds.certificates.quadratic_forms import sandwich
+from howsmooth.bounds.certificates.rounded_heads import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.verified import shrink
 from howsmooth.bounds.certificates.weights import tidy
 from howsmooth.roundoff import gamma, up
 

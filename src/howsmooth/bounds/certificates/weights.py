@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.heads import HeadsAt
+from howsmooth.bounds.certificates.rounded_heads import HeadsAt
 
 __all__ = ["Weights", "diagonal_guess", "joint_weights", "tidy"]
 

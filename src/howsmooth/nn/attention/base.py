@@ -21,10 +21,10 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.attention.divisor import Remembered, divided, log_value
 from howsmooth.nn.attention.masks import Masking
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import check_placement, look_at
+from howsmooth.nn.attention.rescaling import Remembered, divided, log_value
+from howsmooth.nn.checks import check_placement, look_at
+from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 

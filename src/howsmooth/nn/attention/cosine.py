@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.other_attentions_ball import scaled_cosine_layer, value_radius
-from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.variant_layers import scaled_cosine_layer, value_radius
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.own_bound import OwnBoundAttention, in_double
+from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, in_double
 
 __all__ = ["CosineAttention"]
 

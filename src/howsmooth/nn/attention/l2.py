@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.other_attentions_ball import l2_layer
-from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.variant_layers import l2_layer
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double, ready
+from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double, ready
 
 __all__ = ["L2Attention"]
 

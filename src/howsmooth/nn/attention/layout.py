@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.mask_rows import VisibleRows, visible_rows
 from howsmooth.bounds.softmax_layer import any_boolean_mask
-from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
 from howsmooth.nn.attention.masks import Masking
 
 __all__ = ["Parts", "rows_of"]

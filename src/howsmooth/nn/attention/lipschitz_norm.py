@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.other_attentions_ball import lipschitz_norm_layer
-from howsmooth.bounds.visible_rows import VisibleRows
-from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double
+from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.variant_layers import lipschitz_norm_layer
+from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]
 

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.bounds.visible_rows import VisibleRows, visible_rows
+from howsmooth.bounds.mask_rows import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.numbers import look_at
+from howsmooth.nn.checks import look_at
 
 __all__ = ["Masking"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.attention import TokenMap
-from howsmooth.bounds.other_attentions_ball import sinkhorn_layer
-from howsmooth.bounds.visible_rows import VisibleRows
+from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.variant_layers import sinkhorn_layer
 from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double, ready
 from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
-from howsmooth.nn.attention.own_bound import OwnBoundAttention, hull_radius, in_double, ready
-from howsmooth.nn.numbers import look_at
+from howsmooth.nn.checks import look_at
 
 __all__ = ["SinkhornAttention"]
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.walk import Row
+from howsmooth.nn.certificates.propagation import Row
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,8 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.walk import refusal, walk
-from howsmooth.nn.numbers import check_ball, check_length
+from howsmooth.nn.certificates.propagation import refusal, walk
+from howsmooth.nn.checks import check_ball, check_length
 
 __all__ = ["certify", "foreign_hooks"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.certification import certify
-from howsmooth.nn.numbers import check_size
+from howsmooth.nn.checks import check_size
 from howsmooth.nn.parts.tokens import ClipTokens, Patches
 
 if TYPE_CHECKING:

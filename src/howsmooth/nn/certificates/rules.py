@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
-from howsmooth.nn.numbers import above, norm_above, times
+from howsmooth.nn.checks import above, norm_above, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
 

@@ -15,9 +15,9 @@ from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
-from howsmooth.nn.monitoring.neutral import unwrapped
-from howsmooth.nn.monitoring.probes import ProbeInputs, Probes
-from howsmooth.nn.monitoring.probing import Accuracy, Readings, measured
+from howsmooth.nn.monitoring.measurement import Accuracy, Readings, measured
+from howsmooth.nn.monitoring.preserve_state import unwrapped
+from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord, table
 from howsmooth.scopes import SCOPES
 

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
-from howsmooth.nn.monitoring.neutral import unwrapped
+from howsmooth.nn.monitoring.preserve_state import unwrapped
 
 __all__ = ["MonitorCallback"]
 

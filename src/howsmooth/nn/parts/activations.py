@@ -8,8 +8,8 @@ from torch import Tensor
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import check_ball, check_length, check_size, check_tokens, upper
+from howsmooth.nn.checks import check_ball, check_length, check_size, check_tokens, upper
+from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["GroupSort", "MaxMin"]
 

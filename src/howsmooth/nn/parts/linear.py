@@ -12,8 +12,7 @@ from torch.nn.utils import parametrizations
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import (
+from howsmooth.nn.checks import (
     above,
     check_ball,
     check_length,
@@ -24,6 +23,7 @@ from howsmooth.nn.numbers import (
     times,
     upper,
 )
+from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]
 

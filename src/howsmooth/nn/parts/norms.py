@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import Bound, norm_radius
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import (
+from howsmooth.nn.checks import (
     above,
     check_ball,
     check_length,
@@ -23,6 +22,7 @@ from howsmooth.nn.numbers import (
     root,
     upper,
 )
+from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.walk import Composite, Row, refusal, walk
-from howsmooth.nn.numbers import above, check_placement, check_tokens, times
+from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
+from howsmooth.nn.checks import above, check_placement, check_tokens, times
 
 __all__ = ["AverageResidual", "Residual"]
 

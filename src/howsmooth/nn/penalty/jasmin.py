@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
-from howsmooth.nn.penalty.replica import drawing_nothing, replica
+from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
+from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
     from howsmooth.models.tracing.softmax_tracer import CoreCall

@@ -14,11 +14,18 @@ from torch.autograd.function import once_differentiable
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
 from howsmooth.nn.penalty.directions import Directions
-from howsmooth.nn.penalty.pair import Pair, begin, check_finite, check_steps, relative_residual, unit
-from howsmooth.nn.penalty.recording import Call, Recorder, attention_layers
-from howsmooth.nn.penalty.replica import drawing_nothing, replica
+from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
+from howsmooth.nn.penalty.singular_value import (
+    Pair,
+    begin,
+    check_finite,
+    check_steps,
+    relative_residual,
+    unit,
+)
 
 __all__ = ["SpectralPenalty"]
 

@@ -8,8 +8,8 @@ import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.question import Question
-from howsmooth.bounds.statements import applicable_bounds
+from howsmooth.bounds.problem import Question
+from howsmooth.bounds.selection import applicable_bounds
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.records import SiteBound, SiteBounds
 

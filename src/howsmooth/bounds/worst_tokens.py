@@ -1,7 +1,8 @@
 """Tokens at which ‖D_X f‖ is provably large: one or two heavy tokens and many copies of one light token.
 
-The lower bounds in ``howsmooth.bounds.lower`` evaluate a lemma at these tokens, and ``howsmooth.adversarial``
-uses them as inputs. Derivations: documentation page "Worst inputs, and lower bounds".
+The lower bounds in ``howsmooth.bounds.ball_lower_bounds`` evaluate a lemma at these tokens, and
+``howsmooth.adversarial`` uses them as inputs. Derivations: documentation page "Worst inputs, and lower
+bounds".
 """
 
 from __future__ import annotations

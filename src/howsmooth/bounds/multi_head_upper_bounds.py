@@ -14,10 +14,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.ball_upper_bounds import (
+    OURS,
+    PAPER,
+    log,
+    log_product,
+    log_sum,
+    mean_field_upper_bound,
+    upper,
+)
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.masked import causal_mean_field_upper_bound, masked_ball_upper_bound
+from howsmooth.bounds.masked_ball_upper_bounds import causal_mean_field_upper_bound, masked_ball_upper_bound
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of, spectral_norm
-from howsmooth.bounds.unmasked import OURS, PAPER, log, log_product, log_sum, mean_field_upper_bound, upper
 from howsmooth.errors import ArgumentError
 
 __all__ = [

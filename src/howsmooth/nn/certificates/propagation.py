@@ -14,8 +14,8 @@ from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.rules import Reach, rule_of
-from howsmooth.nn.contract import LipschitzModule
-from howsmooth.nn.numbers import above, check_ball, check_length, upper
+from howsmooth.nn.checks import above, check_ball, check_length, upper
+from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["Composite", "Row", "Walk", "walk"]
 

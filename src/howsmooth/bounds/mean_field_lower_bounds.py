@@ -14,7 +14,7 @@ import torch
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
 from howsmooth.bounds.parameters import Head, parameters_of
-from howsmooth.bounds.witness import real_eigenpairs
+from howsmooth.bounds.worst_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 
 __all__ = [

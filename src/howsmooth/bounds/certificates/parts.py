@@ -14,10 +14,10 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
-from howsmooth.bounds.certificates.forms import diagonal_norms, key_sums, sandwich, value_sums
-from howsmooth.bounds.certificates.heads import HeadsAt
+from howsmooth.bounds.certificates.eigenvalues import Rule, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
+from howsmooth.bounds.certificates.rounded_heads import HeadsAt
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.verified import Rule, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.weights import Weights, diagonal_guess, joint_weights
 from howsmooth.roundoff import U, gamma, up
 

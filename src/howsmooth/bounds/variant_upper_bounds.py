@@ -12,9 +12,7 @@ from scipy.special import wrightomega
 from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
-from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import log_largest_weight, spectral_norm
-from howsmooth.bounds.unmasked import (
+from howsmooth.bounds.ball_upper_bounds import (
     log,
     log_product,
     log_sum,
@@ -23,6 +21,8 @@ from howsmooth.bounds.unmasked import (
     unmasked,
     upper,
 )
+from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
+from howsmooth.bounds.parameters import log_largest_weight, spectral_norm
 from howsmooth.errors import ArgumentError
 
 __all__ = [

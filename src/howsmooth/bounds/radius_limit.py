@@ -12,10 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.ball_upper_bounds import (
+    PAPER,
+    log,
+    log_product,
+    log_sum,
+    no_query_bias,
+    one_head,
+    unmasked,
+)
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
-from howsmooth.bounds.masked import causal
+from howsmooth.bounds.masked_ball_upper_bounds import causal
 from howsmooth.bounds.parameters import Head, largest_distance, row_blocks
-from howsmooth.bounds.unmasked import PAPER, log, log_product, log_sum, no_query_bias, one_head, unmasked
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["LargeRadius", "large_radius", "theorem_3_7", "theorem_4_5"]

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.heads import HeadAt, HeadsAt, row_blocks
+from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.verified import Rule, largest_eigenvalue, shrink
 from howsmooth.roundoff import U, gamma, up
 
 FULL_SPECTRUM = 128

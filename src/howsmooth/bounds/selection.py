@@ -8,17 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.certificates import (
-    Certificate,
-    certificate_frobenius,
-    certificate_heads,
-    certificate_parts,
-    certificate_rows,
-)
-from howsmooth.bounds.large_radius import theorem_3_7, theorem_4_5
-from howsmooth.bounds.local import covariance_upper_bound, diameter_upper_bound, theorem_c_3, yudin_theorem_3
-from howsmooth.bounds.lower import (
+from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
     equal_tokens_lower_bound,
@@ -28,33 +18,48 @@ from howsmooth.bounds.lower import (
     two_cluster_lower_bound,
     two_heavy_tokens_lower_bound,
 )
-from howsmooth.bounds.masked import (
+from howsmooth.bounds.ball_upper_bounds import (
+    ball_upper_bound,
+    mean_field_upper_bound,
+    theorem_3_3,
+    theorem_3_5,
+    theorem_e_3,
+)
+from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.certificates import (
+    Certificate,
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+    certificate_rows,
+)
+from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
     masked_ball_upper_bound,
     theorem_4_3,
     theorem_4_4,
 )
-from howsmooth.bounds.mean_field_lower import (
+from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
     proposition_3_6_rate,
     two_dirac,
     weighted_two_atom_lower_bound,
 )
-from howsmooth.bounds.multi_head import (
+from howsmooth.bounds.multi_head_upper_bounds import (
     folded_gram_upper_bound,
     gram_upper_bound,
     lemma_3_8,
     output_norm_upper_bound,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.question import Question
-from howsmooth.bounds.unmasked import (
-    ball_upper_bound,
-    mean_field_upper_bound,
-    theorem_3_3,
-    theorem_3_5,
-    theorem_e_3,
+from howsmooth.bounds.problem import Question
+from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5
+from howsmooth.bounds.token_upper_bounds import (
+    covariance_upper_bound,
+    diameter_upper_bound,
+    theorem_c_3,
+    yudin_theorem_3,
 )
 from howsmooth.errors import ArgumentError
 

@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.bounds.certificates.eigenvalues import norm
 from howsmooth.bounds.certificates.rounding import LARGEST
-from howsmooth.bounds.certificates.verified import norm
 from howsmooth.errors import NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U, gamma, up
 

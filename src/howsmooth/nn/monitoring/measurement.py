@@ -21,11 +21,11 @@ from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.tracing.forward_trace import Passed, forward_pass, run
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.nn.monitoring.neutral import unmarked
-from howsmooth.nn.monitoring.own_layers import OwnAttention, OwnLayers
-from howsmooth.nn.monitoring.probes import Probes
+from howsmooth.nn.monitoring.layer_cache import SCOPES, Reading, reading_of
+from howsmooth.nn.monitoring.lipschitz_layers import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.preserve_state import unmarked
+from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.nn.monitoring.rereading import SCOPES, Reading, reading_of
 from howsmooth.nn.monitoring.statistics import Entropy, score_norm
 
 __all__ = ["Accuracy", "Readings", "measured"]

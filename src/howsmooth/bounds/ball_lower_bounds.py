@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.heavy_columns import (
+from howsmooth.bounds.jacobian_columns import (
     MOST_ROWS,
     log_column_norm,
     log_integer,
@@ -26,7 +26,13 @@ from howsmooth.bounds.heavy_columns import (
     total_value,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.witness import OneHeavyToken, Tie, searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_tokens import (
+    OneHeavyToken,
+    Tie,
+    searched_pairs,
+    searched_tokens,
+    two_cluster_points,
+)
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [

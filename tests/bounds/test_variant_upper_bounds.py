@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.other_attentions import (
+from howsmooth.bounds.parameters import Head
+from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
     l2_attention_upper_bound,
     lipschitz_norm,
@@ -23,7 +24,6 @@ from howsmooth.bounds.other_attentions import (
     sinkhorn,
     softmax_upper_bound,
 )
-from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import random_attention
 from tests._search import Point, largest_ratio

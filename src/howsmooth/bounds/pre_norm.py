@@ -9,8 +9,8 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
-from howsmooth.bounds.norms import absorb_norm
-from howsmooth.bounds.statements import best
+from howsmooth.bounds.norm_layers import absorb_norm
+from howsmooth.bounds.selection import best
 from howsmooth.errors import ArgumentError
 
 __all__ = ["pre_norm_upper_bound"]

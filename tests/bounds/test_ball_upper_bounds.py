@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.ball_upper_bounds import (
+    ball_upper_bound,
+    mean_field_upper_bound,
+    row_norm_maximum,
+    theorem_3_3,
+    theorem_3_5,
+    theorem_e_3,
+)
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.masked import (
+from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
     log_causal_rows,
@@ -27,14 +35,6 @@ from howsmooth.bounds.masked import (
     theorem_4_4,
 )
 from howsmooth.bounds.parameters import Head, Parameters
-from howsmooth.bounds.unmasked import (
-    ball_upper_bound,
-    mean_field_upper_bound,
-    row_norm_maximum,
-    theorem_3_3,
-    theorem_3_5,
-    theorem_e_3,
-)
 from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
-from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters
-from howsmooth.bounds.unmasked import (
+from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
     log,
@@ -32,6 +30,8 @@ from howsmooth.bounds.unmasked import (
     softplus,
     upper,
 )
+from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
+from howsmooth.bounds.parameters import Head, Parameters
 
 __all__ = [
     "causal_ball_upper_bound",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.parameters import Head, Parameters
-from howsmooth.bounds.witness import Witness
+from howsmooth.bounds.worst_tokens import Witness
 
 __all__ = [
     "MOST_ROWS",
