@@ -82,7 +82,7 @@ _MODULES = {
     "parts.blocks": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
     "certificates.certification": ("certify",),
-    "contract": ("LipschitzModule",),
+    "module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitoring.monitor": ("LipschitzMonitor",),

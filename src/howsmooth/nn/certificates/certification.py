@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.nn.certificates import encoders  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.propagation import refusal, walk
 from howsmooth.nn.checks import check_ball, check_length

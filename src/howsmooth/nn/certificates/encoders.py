@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from howsmooth.nn.attention.softmax import SoftmaxAttention
+from howsmooth.nn.certificates.propagation import REWRITINGS
 from howsmooth.nn.parts.blocks import SelfAttentionBlock
 from howsmooth.nn.parts.residual import Residual
 
@@ -16,12 +17,13 @@ __all__ = ["encoder_layer"]
 _ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
 
 
-def encoder_layer(layer: nn.TransformerEncoderLayer, length: int) -> nn.Sequential | str:
+def encoder_layer(layer: nn.Module, length: int) -> nn.Sequential | str:
     """Return an encoder layer, without masks and dropout, as a Sequential of modules that certify knows.
 
     The modules are the layer's own, except that the attention is a copy. They keep the names that they have
     in the layer. If the layer cannot be rewritten, the function returns a string with the reason.
     """
+    assert isinstance(layer, nn.TransformerEncoderLayer)
     if type(layer.self_attn) is not nn.MultiheadAttention or "forward" in vars(layer.self_attn):
         return "has an attention that is not an unchanged torch.nn.MultiheadAttention"
     if not layer.self_attn.batch_first:
@@ -60,3 +62,6 @@ def _residual(*parts: tuple[str, nn.Module]) -> nn.Module:
 
 def _sequence(*parts: tuple[str, nn.Module]) -> nn.Sequential:
     return nn.Sequential(OrderedDict(parts))
+
+
+REWRITINGS[nn.TransformerEncoderLayer] = encoder_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -17,7 +17,7 @@ from howsmooth.nn.certificates.rules import Reach, rule_of
 from howsmooth.nn.checks import above, check_ball, check_length, upper
 from howsmooth.nn.module import LipschitzModule
 
-__all__ = ["Composite", "Row", "Walk", "walk"]
+__all__ = ["REWRITINGS", "Composite", "Row", "Walk", "walk"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,13 @@ class Walk:
     radius: float
 
 
+Rewriting = Callable[[nn.Module, int], nn.Sequential | str]
+"""A function of a module and the number of its tokens: the same map as a sequence, or why there is none."""
+
+REWRITINGS: dict[type[nn.Module], Rewriting] = {}
+"""Classes of PyTorch whose modules are followed through the sequences that these functions return."""
+
+
 class Composite(LipschitzModule):
     """A module whose constant is computed from the constants of its children."""
 
@@ -115,8 +122,8 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
         layers = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
         last = {} if module.norm is None else {"norm": module.norm}
         return _through(layers | last, length, radius, path, level)
-    if kind_of(module) is nn.TransformerEncoderLayer:
-        return _encoder_layer(module, length, radius, path, level)
+    if (rewrite := REWRITINGS.get(kind_of(module))) is not None:
+        return _rewritten(rewrite(module, length), module, length, radius, path, level)
     if isinstance(module, Composite):
         rows = module.rows(length, radius, path, level)
     elif isinstance(module, LipschitzModule):
@@ -154,13 +161,9 @@ def _through(
     return Walk(rows, constant, length, radius)
 
 
-def _encoder_layer(module: nn.Module, length: int, radius: float, path: str, level: int) -> Walk:
-    from howsmooth.nn.certificates.encoders import (
-        encoder_layer,
-    )  # whose residuals are composites of this module
-
-    assert isinstance(module, nn.TransformerEncoderLayer)
-    parts = encoder_layer(module, length)
+def _rewritten(
+    parts: nn.Sequential | str, module: nn.Module, length: int, radius: float, path: str, level: int
+) -> Walk:
     if isinstance(parts, str):
         raise refusal(module, path, parts)
 
