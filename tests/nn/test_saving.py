@@ -256,7 +256,7 @@ def encoder() -> nn.Module:
 UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention of PyTorch": (lambda: nn.MultiheadAttention(4, 2), "model is a torch.*MultiheadAttention"),
     "within": (lambda: nn.Sequential(nn.Tanh(), nn.Conv2d(1, 1, 1)), r"module 1 is a torch.*Conv2d, unknown"),
-    "a subclass": (lambda: Sub(2, 2), r"test_nn_saving\.Sub, unknown"),
+    "a subclass": (lambda: Sub(2, 2), r"test_saving\.Sub, unknown"),
     "tied weights": (tied, "share a tensor"),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "weight of the model has a param"),
     "a hook": (
