@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.site import Site
-from howsmooth.models.tracing.forward_trace import forward_pass
+from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
 
@@ -82,7 +82,7 @@ def capture(
     heads = None if heads is None else _checked("heads", heads)
     given = model_inputs(model, inputs)
     padding = padding_of(model, given)
-    with borrowed(model):
+    with measurement_mode(model):
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, heads)
         return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
@@ -105,7 +105,7 @@ def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
     """Capture each sequence alone, where that gives what the padded pass gives."""
-    _, passed = forward_pass(model, padding.whole.named, wanted)
+    _, traced_layer = trace_forward_pass(model, padding.whole.named, wanted)
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
@@ -113,9 +113,9 @@ def _captured_without_padding(
             found: list[Site] = []
             moved = None
             for layer in _layers(model, given, wanted):
-                index = layer.owner.layer.index
-                if index not in passed or not reproduces(layer, passed[index], padding, sequence):
-                    moved = layer.owner.layer
+                index = layer.self_attention.layer.index
+                if index not in traced_layer or not reproduces(layer, traced_layer[index], padding, sequence):
+                    moved = layer.self_attention.layer
                     break
                 found += [replace(site, sequence=sequence) for site in layer.sites(scope, heads)]
             if moved is None:
@@ -132,7 +132,7 @@ def _captured_without_padding(
 
 def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
     """Yield the layers asked for, of sequences of one length without padding."""
-    seen, kept = forward_pass(model, given.named, wanted)
+    seen, kept = trace_forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
     indices = indices_of(wanted, len(seen), "layer")
@@ -151,12 +151,12 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) 
 
 def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
-    members = LayersWithoutSoftmax(most=4)
-    with members.hooked(model):
-        forward_pass(model, given.named, ())
-    mixer = next(members.mixers(given.batch), None)
-    if mixer is not None:
-        return f"{none}. Its layer {mixer.name} ({mixer.module}) mixes tokens with {NO_SOFTMAX}."
+    tracer = NonSoftmaxTracer(most=4)
+    with tracer.hooked(model):
+        trace_forward_pass(model, given.named, ())
+    other = next(tracer.find(given.batch), None)
+    if other is not None:
+        return f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}."
     classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
     named = ", ".join(classes) if classes else "no module with attention in its name"
     return (

@@ -25,16 +25,16 @@ from howsmooth.models.inputs.submodels import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 
 __all__ = [
-    "AudioFeed",
-    "ChunkFeed",
-    "Feed",
-    "ImageFeed",
-    "StreamFeed",
+    "AudioChunkDataset",
+    "AudioDataset",
+    "Dataset",
+    "ImageDataset",
+    "TokenDataset",
     "audio_inputs",
-    "feed_of",
+    "dataset_of",
     "image_inputs",
     "open_input",
 ]
@@ -67,7 +67,7 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
     return loaders[kind](places[0])
 
 
-def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
+def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Dataset:
     """Bring a source and a model together.
 
     Parameters
@@ -86,14 +86,14 @@ def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = N
 
     """
     if isinstance(opened, TokenStream):
-        return StreamFeed(opened, model)
+        return TokenDataset(opened, model)
     if isinstance(opened, Images):
-        return ImageFeed(opened, model, layers)
+        return ImageDataset(opened, model, layers)
     preparation = _preparation(model, AudioPreparation, "sound", "audio")
     frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
     if preparation.raw and frames is not None:
-        return AudioFeed(opened, model, preparation, frames)
-    return ChunkFeed(opened, model, layers, preparation)
+        return AudioDataset(opened, model, preparation, frames)
+    return AudioChunkDataset(opened, model, layers, preparation)
 
 
 def image_inputs(
@@ -205,7 +205,7 @@ def _tokens_at(
     return next(iter(counts.values()))
 
 
-class Feed:
+class Dataset:
     """A source brought together with a model: sequences of a wished length, as the model's inputs.
 
     Attributes
@@ -241,7 +241,7 @@ class Feed:
         return tuple(str(index) for index in range(start, start + n))
 
 
-class StreamFeed(Feed):
+class TokenDataset(Dataset):
     """Windows of token ids, or of tokens that were embedded elsewhere."""
 
     def __init__(self, stream: TokenStream, model: LoadedModel) -> None:
@@ -289,7 +289,7 @@ class StreamFeed(Feed):
         return tuple(self._model.tokenizer.decoded(self._tokens[start : start + n].tolist()))
 
 
-class ImageFeed(Feed):
+class ImageDataset(Dataset):
     """Images, each a sequence of its patches; shown smaller or larger for another length."""
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
@@ -322,7 +322,7 @@ class ImageFeed(Feed):
         device = next(model.parameters()).device
         try:
             inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
-            with borrowed(model), torch.no_grad():
+            with measurement_mode(model), torch.no_grad():
                 model(**inputs)
         except Exception:  # whatever it raises, it does not take them
             return False
@@ -355,7 +355,7 @@ class ImageFeed(Feed):
         return (*["class"] * self._added, *patches)
 
 
-class AudioFeed(Feed):
+class AudioDataset(Dataset):
     """Windows of sound, for models that hear the samples and make frames of them."""
 
     beyond = 1  # the frames' fields overlap by less than a frame
@@ -398,7 +398,7 @@ class AudioFeed(Feed):
         return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
 
 
-class ChunkFeed(Feed):
+class AudioChunkDataset(Dataset):
     """Chunks of sound of one length, for models that hear features of it."""
 
     def __init__(

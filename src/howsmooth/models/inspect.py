@@ -12,16 +12,16 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
-from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.inputs.submodels import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.site import Site
-from howsmooth.models.tracing.forward_trace import Passed, forward_pass
+from howsmooth.models.tracing.forward_trace import TracedLayer, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
 
@@ -149,16 +149,16 @@ def inspect_model(
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
     given = model_inputs(module, inputs)
-    with borrowed(module):
+    with measurement_mode(module):
         return _inspected(module, given, on_layer)
 
 
 def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
-    members = LayersWithoutSoftmax()
-    with members.hooked(model):
-        layers, kept = forward_pass(model, given.named, None, members.on_layer)
-    mixers = list(members.mixers(given.batch))
-    if not layers and not mixers:
+    tracer = NonSoftmaxTracer()
+    with tracer.hooked(model):
+        layers, kept = trace_forward_pass(model, given.named, None, tracer.on_layer)
+    non_softmax = list(tracer.find(given.batch))
+    if not layers and not non_softmax:
         raise CaptureError(
             f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
             "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
@@ -169,26 +169,28 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
         on_layer(layer.index, len(layers))
         sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
     on_layer(len(layers), len(layers))
-    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in mixers]
+    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(
         model=type(model).__name__,
         tokens=next((site.tokens for site in sites if site.scopes), None),
-        sites=tuple(_in_order(sites, mixers)),
+        sites=tuple(_in_order(sites, non_softmax)),
         refusals=_together(refused),
-        unreached=_unreached(model, [*(layer.name for layer in layers), *(mixer.name for mixer in mixers)]),
+        unreached=_unreached(
+            model, [*(layer.name for layer in layers), *(layer.name for layer in non_softmax)]
+        ),
     )
 
 
-def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
+def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
     """Read one layer, and ask it for every scope."""
-    layer = passed.layer
-    plain = InspectedSite(layer.index, layer.name, type(layer.owner).__name__, heads=layer.heads)
+    layer = traced_layer.layer
+    plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
-        read = read_layer(passed, batch, user)
+        read = read_layer(traced_layer, batch, user)
     except Exception as error:  # one layer must not hide the others, whatever its module raises
         refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
         return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
-    layer = read.owner.layer
+    layer = read.self_attention.layer
     sites: dict[str, Site] = {}
     for scope in SCOPES:
         try:
@@ -199,7 +201,7 @@ def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> Insp
             narrow = re.search(r"scope: expected (.*?), got ", reason)
             reason = f"Only {narrow[1]}." if narrow else reason
             refused.append(Refusal((layer.index,), (layer.name,), (scope,), reason))
-    plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
+    plain = replace(plain, name=layer.name, module=type(layer.module).__name__)
     if not sites:
         return plain
     return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
@@ -207,12 +209,12 @@ def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> Insp
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
     """Describe a captured layer by its map."""
-    attention, core = read.found.map, read.owner.cores[0]
-    kv_heads, key_dim, value_dim = core.value.shape[-3], None, core.value.shape[-1]
+    attention, softmax = read.found.map, read.self_attention.softmaxes[0]
+    kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
         kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
-    elif core.key is not None:
-        key_dim = core.key.shape[-1]
+    elif softmax.key is not None:
+        key_dim = softmax.key.shape[-1]
     return replace(
         plain,
         tokens=site.x.shape[1],
@@ -227,7 +229,7 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
         norm=None if site.norm is None else type(site.norm).__name__,
         norm_radius=None if site.norm is None else norm_radius(site.norm),
         path=site.path,
-        path_reason=_plain(site.path_reason, read.owner.layer),
+        path_reason=_plain(site.path_reason, read.self_attention.layer),
     )
 
 
@@ -242,11 +244,11 @@ def _positions(attention: object) -> str:
     return "inside the layer" + " and score bias" * biases
 
 
-def _in_order(sites: list[InspectedSite], mixers: list[Mixer]) -> list[InspectedSite]:
+def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) -> list[InspectedSite]:
     """Put the layers without a softmax where they ran."""
     found = list(sites)
-    for mixer in reversed(mixers):
-        found.insert(mixer.after, InspectedSite(None, mixer.name, mixer.module, kind=_NONE))
+    for layer in reversed(non_softmax):
+        found.insert(layer.after, InspectedSite(None, layer.name, layer.module, kind=_NONE))
     return found
 
 

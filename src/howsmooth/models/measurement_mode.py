@@ -19,13 +19,13 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["borrowed", "implementation", "nested_configs", "own_attention", "quiet"]
+__all__ = ["implementation", "measurement_mode", "nested_configs", "own_attention", "quiet"]
 
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
+def measurement_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode, no gradients, no cache, no autocast, and random numbers of our own.
 
     PyTorch's fast path for its own encoder layers is off too: it hides their attention in one operation.
@@ -61,14 +61,14 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give attributes, each of an object and by its name, another value within the context."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
+        for target, name, value in changes:
+            setattr(target, name, value)
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for target, name, value in before:
+            setattr(target, name, value)
 
 
 @contextlib.contextmanager

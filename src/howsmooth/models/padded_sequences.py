@@ -18,8 +18,8 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.forward_trace import Passed
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.forward_trace import TracedLayer
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["Padding", "padding_of", "reproduces", "without_padding"]
 
@@ -105,7 +105,7 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
     return value[sequence : sequence + 1] if value.ndim and value.shape[0] == batch else value
 
 
-def reproduces(layer: VerifiedLayer, passed: Passed, padding: Padding, sequence: int) -> bool:
+def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
     """Whether a layer of a sequence alone has the tokens, and the output, of the padded pass.
 
     Raises
@@ -114,13 +114,13 @@ def reproduces(layer: VerifiedLayer, passed: Passed, padding: Padding, sequence:
         If the padded pass did not call the layer in the same way, or gives NaN.
 
     """
-    alone = layer.owner.repeated
-    place = layer.owner.layer
-    call = next((call for call in passed.calls if call.name == alone.name), None)
+    alone = layer.self_attention.replay
+    place = layer.self_attention.layer
+    call = next((call for call in traced_layer.calls if call.name == alone.name), None)
     x = None if call is None else call.arguments().get(alone.x_name)
     if call is None or not isinstance(x, Tensor):
         raise CaptureError(f"{place} is not called in the same way for padded sequences.")
-    whole = Repeated(call, x, padding.whole.batch)
+    whole = ModuleReplay(call, x, padding.whole.batch)
     own = first_tensor(alone(alone.x))
     pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.output)), alone.rows(own)))
     # Rounding grows with depth; models in float64 hide float32 inside.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import run
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
@@ -80,7 +80,7 @@ def training_tokens(
         for name in seen:
             module = model.get_submodule(name)
             stack.enter_context(module.register_forward_pre_hook(keep(name), with_kwargs=True))
-        stack.enter_context(borrowed(model))
+        stack.enter_context(measurement_mode(model))
         for module in model.modules():
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
 from howsmooth.models.identification.residual_sums import (
     Factors,
-    Reading,
     Target,
+    ValueLocation,
     adds_up,
     find_sums,
     is_sum,
@@ -28,10 +28,10 @@ from howsmooth.models.identification.residual_sums import (
     scaled_sum,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_norm
 
 __all__ = [
-    "Block", "FoundSum", "Reading", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
+    "Block", "FoundSum", "ValueLocation", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
 ]  # fmt: skip
 
 
@@ -52,26 +52,26 @@ class Block:
     obstacle: str
     pre_norm: nn.Module | None = None  # its input is the layer's input H; None: H is X itself
     next_norm: nn.Module | None = None  # the norm that is given the sum, or gives it out
-    value_at: Reading | None = None
+    value_at: ValueLocation | None = None
 
 
-def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> Block:
+def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Block:
     """Tell the layout from the sums that the recorded numbers confirm.
 
     ``attention`` is the map with its output projection, ``output`` the call that gave its output: of the
     output projection, a member of ``record.after``, or of a module around that.
     """
-    branch = None if output.output is None else like(output.output, record.x)
+    branch = None if output.output is None else like(output.output, trace.x)
     if branch is None or attention.d_out != attention.d:
         return Block("", None, "its tokens change their dimension")
-    later = later_calls(record, output)
-    for found in sums_of(record, output):
+    later = later_calls(trace, output)
+    for found in sums_of(trace, output):
         after = None if found.branch_norm is None else norm_map(found.branch_norm)
         if found.branch_norm is not None and after is None:
             return Block("", None, _no_norm(found.branch_norm))
         f = attention if after is None else Compose(after, attention)
-        return _arranged(record, f, found, later)
-    _, x, hidden = _before(record)
+        return _arranged(trace, f, found, later)
+    _, x, hidden = _norm_before(trace)
     return Block("", None, _obstacle(later, branch, hidden, x))
 
 
@@ -86,20 +86,20 @@ class FoundSum:
     pre: ModuleCall | None
 
 
-def sums_of(record: LayerRecord, output: ModuleCall) -> Iterator[FoundSum]:
+def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
     """Yield the sums of residual and the output of a call that the numbers confirm, the simplest first."""
-    branch = None if output.output is None else like(output.output, record.x)
+    branch = None if output.output is None else like(output.output, trace.x)
     if branch is None:
         return
-    later = later_calls(record, output)
-    pre, x, hidden = _before(record)
+    later = later_calls(trace, output)
+    pre, x, hidden = _norm_before(trace)
     bases = [x] if hidden is None else [hidden, x]
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
-    for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
+    for target, base, (_, branch_norm), total in find_sums(trace, later, bases, branches):
         yield FoundSum(target, total, base is hidden, branch_norm, pre)
 
 
-def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
+def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
     """Build the block's map: which norm is before the attention, and which after the sum."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
@@ -110,17 +110,17 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: lis
         if norm is None:
             return Block("", None, _no_norm(pre))
         layout = "sandwich norms" if found.branch_norm is not None else "pre-norm"
-        if target.less is not None and _in_parallel(record, found, later):
+        if target.less is not None and _in_parallel(trace, found, later):
             layout = "parallel"
         layout += total.words
         return Block(layout, total.around(Compose(branch, norm)), "", pre.module, next_norm, reading)
-    side = "output" if following is None else _carries_on(record, following, later)
+    side = "output" if following is None else _residual_side(trace, following, later)
     if following is not None and side == "output":
         norm = norm_map(following)
         if norm is None:
             return Block("", None, _no_norm(following))
         block = Compose(norm, total.around(branch))
-        at = Reading(following.module, "output")
+        at = ValueLocation(following.module, "output")
         return Block("post-norm" + total.words, block, "", None, following.module, at)
     if following is not None and side is None:
         return Block("", None, f"what is added to the output of {following.name} was not recognised")
@@ -136,8 +136,8 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: lis
     return Block(layout + total.words, total.around(branch), "", None, next_norm, reading)
 
 
-def _carries_on(
-    record: LayerRecord, following: ModuleCall, later: list[ModuleCall]
+def _residual_side(
+    trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
     """Tell what the layer adds its second branch to: the norm's output (post-norm), or the norm's input.
 
@@ -145,40 +145,40 @@ def _carries_on(
     X + A to the next norm.
     """
     rest = later[_index(later, following) + 1 :]
-    ends = [c.inputs for c in rest if is_norm(c.module)] + [record.output]
-    sums = [s for end in ends if end is not None and (s := like(end, record.x)) is not None]
+    ends = [c.inputs for c in rest if is_norm(c.module)] + [trace.output]
+    sums = [s for end in ends if end is not None and (s := like(end, trace.x)) is not None]
     outputs = [c.output for c in rest if c.output is not None]
-    branches = [b for output in outputs if (b := like(output, record.x)) is not None]
+    branches = [b for output in outputs if (b := like(output, trace.x)) is not None]
     readings: list[tuple[Literal["input", "output"], Tensor | None]] = [
         ("output", following.output),
         ("input", following.inputs),
     ]
-    if record.output is not None and same(following.output, record.output):
+    if trace.output is not None and same(following.output, trace.output):
         return "output"
     for scaled in (False, True):
         for side, tokens in readings:
-            value = None if tokens is None else like(tokens, record.x)
+            value = None if tokens is None else like(tokens, trace.x)
             if value is None:
                 continue
             for total in sums:
-                at = Target(total, Reading(following.module, side), None)
+                at = Target(total, ValueLocation(following.module, side), None)
                 for branch in branches:
                     plain = is_sum(at, value, branch, Factors())
-                    if plain or (scaled and scaled_sum(record, at, value, branch) is not None):
+                    if plain or (scaled and scaled_sum(trace, at, value, branch) is not None):
                         return side
     return None
 
 
-def _in_parallel(record: LayerRecord, found: FoundSum, later: list[ModuleCall]) -> bool:
+def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) -> bool:
     """Whether what follows is given what the attention was given, not what it gave."""
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
-    others = [c for c in (*record.before, *later) if c.inputs is not None and c is not pre]
-    owner = record.layer.owner
+    others = [c for c in (*trace.before, *later) if c.inputs is not None and c is not pre]
+    module = trace.layer.module
     return any(
         same(c.inputs, tokens)
         for c in others
-        if all(m is not owner for m in c.module.modules())
+        if all(m is not module for m in c.module.modules())
         for tokens in given
     )
 
@@ -209,12 +209,12 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 # ---------------------------------------------------------------- calls and tensors
 
 
-def _before(record: LayerRecord) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
+def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
     """Return the norm whose output X is, X, and the norm's input H."""
-    x = record.x
+    x = trace.x
     given = [
         (c, tokens, hidden)
-        for c in reversed(record.before)
+        for c in reversed(trace.before)
         if is_norm(c.module) and c.inputs is not None and c.output is not None
         if (tokens := like(c.output, x)) is not None and (hidden := like(c.inputs, x)) is not None
     ]
@@ -225,10 +225,10 @@ def _before(record: LayerRecord) -> tuple[ModuleCall | None, Tensor, Tensor | No
     return exact or near or (None, x, None)
 
 
-def later_calls(record: LayerRecord, output: ModuleCall) -> list[ModuleCall]:
+def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
     """Return the calls that ended after the attention's output was there."""
-    index = next((i for i, c in enumerate(record.after) if c is output or c.module is output.module), -1)
-    return record.after[index + 1 :]
+    index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
+    return trace.after[index + 1 :]
 
 
 def _index(calls: list[ModuleCall], call: ModuleCall) -> int:
@@ -242,10 +242,10 @@ def _no_norm(call: ModuleCall) -> str:
     return f"{call.name} ({type(call.module).__name__}) computes neither LayerNorm nor RMSNorm"
 
 
-def token_norm(record: LayerRecord) -> LayerNorm | RMSNorm | None:
+def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
     """Return the norm whose outputs the attention's tokens are, or None if no norm gave them."""
-    call = record.last_norm
-    return norm_map(call) if call is not None and same(call.output, record.x) else None
+    call = trace.last_norm
+    return norm_map(call) if call is not None and same(call.output, trace.x) else None
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:

@@ -18,11 +18,11 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.float64_replay import WithoutDowncast
-from howsmooth.models.tracing.attention_hooks import intercepted
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
+__all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,31 +59,33 @@ class _Reached(BaseException):
         self.value = value
 
 
-class OwnerLayer:
+class CopiedModule:
     """A copy of an attention module, with arguments: a function of the tokens (n, d) of one sequence.
 
     ``implementation`` is the user's attention implementation, None if the module does not go through the
     interface.
     """
 
-    def __init__(self, call: Repeated, tail: Tail, implementation: str | None) -> None:
+    def __init__(self, call: ModuleReplay, tail: Tail, implementation: str | None) -> None:
         self.call = call
         self.tail = tail
         self.implementation = implementation
 
     @classmethod
-    def of(cls, call: Repeated, tail: Tail, implementation: str | None) -> OwnerLayer:
+    def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
         """Copy the module of a model."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> OwnerLayer:
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> CopiedModule:
         """Return the same layer with numbers of another dtype, or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
-        return OwnerLayer(call, tail, self.implementation)
+        return CopiedModule(call, tail, self.implementation)
 
     def run(self, x: Tensor, core: Core | None) -> Tensor:
         """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
@@ -92,7 +94,7 @@ class OwnerLayer:
         """
         count = 0
 
-        def on_core(seen: CoreCall) -> Tensor | None:
+        def on_softmax(seen: SoftmaxCall) -> Tensor | None:
             nonlocal count
             if core is None or seen.query is None or seen.key is None:
                 return None
@@ -104,7 +106,9 @@ class OwnerLayer:
                 stack.enter_context(WithoutDowncast())
             if core is not None:
                 stack.enter_context(
-                    intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
+                    intercept_softmaxes(
+                        self.call.module, on_softmax, implementation=self.implementation, compute=False
+                    )
                 )
             if self.tail.module is not None:
                 stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
@@ -144,7 +148,7 @@ class ReplayedAttention(TokenMap):
 
     def __init__(
         self,
-        layer: OwnerLayer,
+        layer: CopiedModule,
         *,
         d: int,
         d_out: int,

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.tracing.forward_trace import Call
+from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["NO_SOFTMAX", "LayersWithoutSoftmax", "Mixer"]
+__all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]
 
 #: Why such a layer is not captured.
 NO_SOFTMAX = "no softmax: a linear or state-space mixer or convolution"
@@ -32,7 +32,7 @@ _MEMBER = re.compile(r"(^|\.)\d+$")
 
 
 @dataclass(frozen=True)
-class Mixer:
+class NonSoftmaxLayer:
     """A layer that mixes tokens without a softmax."""
 
     name: str
@@ -44,13 +44,13 @@ class Mixer:
 class _Running:
     """A member of a module list whose call has not ended."""
 
-    call: Call
+    call: TracedCall
     first: int  # how many candidates there were when it began
-    has_core: bool = False
-    is_layer_of_core: bool = False
+    has_softmax: bool = False
+    is_attention_layer: bool = False
 
 
-class LayersWithoutSoftmax:
+class NonSoftmaxTracer:
     """Notes, during a pass, the members of module lists in which no softmax attention runs.
 
     Parameters
@@ -63,7 +63,7 @@ class LayersWithoutSoftmax:
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._running: list[_Running] = []
-        self._candidates: list[tuple[Call, int]] = []
+        self._candidates: list[tuple[TracedCall, int]] = []
         self._attention = 0
 
     @contextmanager
@@ -81,21 +81,25 @@ class LayersWithoutSoftmax:
         """Note that attention ran in whatever runs now."""
         self._attention += 1
         for running in self._running:
-            running.has_core = True
-            running.is_layer_of_core |= running.call.name == layer.root_name
+            running.has_softmax = True
+            running.is_attention_layer |= running.call.name == layer.root_name
 
-    def mixers(self, batch: int) -> Iterator[Mixer]:
+    def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
         """Run each of them by itself, and yield those that mix tokens. What cannot be run is left out."""
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
-                if x is not None and call.unchanged() and _mixes(Repeated(call, x, batch).of_sequence()):
-                    yield Mixer(call.name, type(call.module).__name__, after)
+                if (
+                    x is not None
+                    and call.unchanged()
+                    and _mixes_tokens(ModuleReplay(call, x, batch).of_first_sequence())
+                ):
+                    yield NonSoftmaxLayer(call.name, type(call.module).__name__, after)
             except Exception:  # whatever a module raises when it runs by itself
                 continue
 
     def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = Call(name, module, args, kwargs)
+        call = TracedCall(name, module, args, kwargs)
         if self._most is None or len(self._candidates) < self._most:
             call.keep()
         self._running.append(_Running(call, len(self._candidates)))
@@ -107,13 +111,13 @@ class LayersWithoutSoftmax:
         if not self._running:
             return
         running = self._running.pop()
-        if running.is_layer_of_core:
+        if running.is_attention_layer:
             del self._candidates[running.first :]  # parts of that layer
-        elif running.call.kept and not running.has_core and _keeps_shape(running.call, output):
+        elif running.call.kept and not running.has_softmax and _keeps_shape(running.call, output):
             self._candidates[running.first :] = [(running.call, self._attention)]
 
 
-def _keeps_shape(call: Call, output: Any) -> bool:
+def _keeps_shape(call: TracedCall, output: Any) -> bool:
     x = first_tokens(call.arguments())
     try:
         y = first_tensor(output)
@@ -122,7 +126,7 @@ def _keeps_shape(call: Call, output: Any) -> bool:
     return x is not None and x.ndim >= 2 and y.shape == x.shape
 
 
-def _mixes(call: Repeated) -> bool:
+def _mixes_tokens(call: ModuleReplay) -> bool:
     """Whether moving one token moves the output at another."""
     x = call.x
     axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import norm_map
-from howsmooth.models.identification.rotary_fit import Role, reordered, roles, turned
+from howsmooth.models.identification.rotary_fit import (
+    ProjectionReading,
+    fit_rotary,
+    projection_readings,
+    reordered,
+)
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "weight_and_bias"]
 
@@ -54,7 +59,7 @@ class _Outputs(NamedTuple):
         return Projection(self.weights[columns].reshape(shape), bias)
 
 
-def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
+def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
     """Find the linear maps, and the rotary positions, that turn X into the captured queries, keys and values.
 
     Raises
@@ -64,9 +69,9 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
 
     """
     if call.query is None or call.key is None:
-        raise CaptureError(f"The queries and keys of {record.layer} cannot be read: {call.obstacle}.")
-    outputs = _linear_outputs(record)
-    rotary = _rotary(record, call.query)
+        raise CaptureError(f"The queries and keys of {trace.layer} cannot be read: {call.obstacle}.")
+    outputs = _linear_outputs(trace)
+    rotary = _rotary(trace, call.query)
     # At position 0 rotary tables change nothing, so that one token fits both readings: rotary is tried first.
     for positions in (rotary, None) if rotary is not None else (None,):
         queries = _columns(call.query, outputs.values, positions)
@@ -76,14 +81,12 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
     values = _columns(call.value, outputs.values, None)
     if values is not None and (queries is None or keys is None):
         value = outputs.projection(values, call.value)
-        changed = _changed(record, call.query, call.key, value, outputs)
+        changed = _changed(trace, call.query, call.key, value, outputs)
         if changed is not None:
             return changed
     if queries is None or keys is None or values is None:
         role = "queries" if queries is None else "keys" if keys is None else "values"
-        raise CaptureError(
-            f"The {role} of {record.layer} are not a linear map of its input{_between(record)}."
-        )
+        raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its input{_between(trace)}.")
     return Projections(
         query=outputs.projection(queries, call.query),
         key=outputs.projection(keys, call.key),
@@ -93,7 +96,7 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
 
 
 def multihead_parameters(
-    module: nn.MultiheadAttention, core: CoreCall
+    module: nn.MultiheadAttention, softmax: SoftmaxCall
 ) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
     """Read how queries, keys and values arise in PyTorch's own module, and its output projection and bias.
 
@@ -115,7 +118,7 @@ def multihead_parameters(
         if w is not None
     )
     # Where it gives out its weights, PyTorch scales the queries before their product with the keys.
-    factor = (module.embed_dim // module.num_heads) ** -0.5 / core.scale
+    factor = (module.embed_dim // module.num_heads) ** -0.5 / softmax.scale
     return Projections(query, key, value, None, factor=factor), *weight_and_bias(module.out_proj)
 
 
@@ -135,15 +138,15 @@ def rows(t: Tensor) -> Float[Tensor, "n columns"]:
     return t.reshape(-1, t.shape[-1])
 
 
-def _of_x(record: LayerRecord, call: ModuleCall) -> bool:
-    return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, record.x)
+def _of_x(trace: LayerTrace, call: ModuleCall) -> bool:
+    return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, trace.x)
 
 
-def _linear_outputs(record: LayerRecord) -> _Outputs:
-    x, layer = record.x, record.layer
+def _linear_outputs(trace: LayerTrace) -> _Outputs:
+    x, layer = trace.x, trace.layer
     values, weights, biases, biased, starts = [], [], [], [], [0]
-    for call in record.inside:
-        if not _of_x(record, call) or call.output is None:
+    for call in trace.inside:
+        if not _of_x(trace, call) or call.output is None:
             continue
         weight, bias = weight_and_bias(call.module)
         if weight.dtype != x.dtype or weight.shape[1] != x.shape[-1]:
@@ -158,7 +161,7 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
         biased.append(torch.full((weight.shape[0],), bias is not None, device=x.device))
     if not values:
         raise CaptureError(
-            f"{layer} applies no linear map to its input before its attention{_between(record)}."
+            f"{layer} applies no linear map to its input before its attention{_between(trace)}."
         )
     return _Outputs(
         torch.cat(values, dim=-1), torch.cat(weights), torch.cat(biases), torch.cat(biased), starts[:-1]
@@ -166,12 +169,12 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
 
 
 def _changed(
-    record: LayerRecord, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
+    trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
     """Read queries and keys that were normed, turned or scaled on their way."""
-    norms = [norm for call in record.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
+    norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
-    read: list[list[Role]] = []
+    read: list[list[ProjectionReading]] = []
     for heads, width in zip((query, key), widths, strict=True):
         # The first position is often not turned at all, which tells the columns of any arrangement.
         first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
@@ -179,10 +182,10 @@ def _changed(
         room = [s for s in starts if s + width <= outputs.values.shape[1]]
         slices = [torch.arange(s, s + width, device=query.device) for s in room]
         slices = slices if first is None else [first, *slices]
-        read.append(list(roles(heads[0], outputs.values, slices, norms)))
+        read.append(list(projection_readings(heads[0], outputs.values, slices, norms)))
     for q in read[0]:
         for k in read[1]:
-            found = turned(q, k)
+            found = fit_rotary(q, k)
             if found is None:
                 continue
             parts = []
@@ -203,16 +206,16 @@ def _changed(
     return None
 
 
-def _between(record: LayerRecord) -> str:
+def _between(trace: LayerTrace) -> str:
     """Say what the layer calls between its input and its attention."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
-        for call in record.inside
-        if not _of_x(record, call)
+        for call in trace.inside
+        if not _of_x(trace, call)
     )
     if others:
         return f": {', '.join(others)} lies between"
-    if record.arguments.get("position_embeddings") is not None:
+    if trace.arguments.get("position_embeddings") is not None:
         return ", with or without half-split rotary positions: what lies between was not recognised"
     return ": what lies between is no module of its own"
 
@@ -224,10 +227,10 @@ def _columns(
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The turn is undone to find the columns, and done again, as the model does it, to confirm them.
-    turned = rotary.rotate_adjoint(heads).clone()
-    turned[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
+    unrotated = rotary.rotate_adjoint(heads).clone()
+    unrotated[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
     tol = tolerance(precision(heads.dtype))
-    columns = matching_columns(_flat(turned), outputs, tol)
+    columns = matching_columns(_flat(unrotated), outputs, tol)
     if columns is None:
         return None
     again = rotary.rotate(outputs[:, columns].reshape(-1, heads.shape[1], heads.shape[3]).transpose(0, 1))
@@ -269,15 +272,15 @@ def matching_columns(
     return columns if bool(((outputs[:, columns] - wanted).abs() <= atol).all()) else None
 
 
-def _rotary(record: LayerRecord, query: Tensor) -> Rotary | None:
+def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
     """Rotary tables given to the layer as ``position_embeddings``, if they are a half-split cos and sin."""
-    tables = record.arguments.get("position_embeddings")
+    tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None
     n, dim = query.shape[2], query.shape[3]
     read = []
     for table in tables:
-        if not isinstance(table, Tensor) or table.dtype != record.x.dtype:
+        if not isinstance(table, Tensor) or table.dtype != trace.x.dtype:
             return None
         angles = rows(table)
         half = angles.shape[1] // 2

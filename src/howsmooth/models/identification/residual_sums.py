@@ -15,13 +15,23 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
 from howsmooth.models.tolerance import one_operation, precision
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
 
-__all__ = ["Factors", "Reading", "Target", "adds_up", "find_sums", "is_sum", "like", "same", "scaled_sum"]
+__all__ = [
+    "Factors",
+    "Target",
+    "ValueLocation",
+    "adds_up",
+    "find_sums",
+    "is_sum",
+    "like",
+    "same",
+    "scaled_sum",
+]
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class ValueLocation:
     """Where a layer shows a value: at the first call of a module after the attention's output projection.
 
     ``side`` is ``"input"`` for the module's first tensor argument, ``"output"`` for its result (the first
@@ -65,19 +75,19 @@ class Target:
     """A value of the layer that may be the sum."""
 
     value: Tensor
-    reading: Reading
+    reading: ValueLocation
     call: ModuleCall | None  # whose input it is; None: the layer's end
     less: Tensor | None = None  # what else the value holds
 
 
 def find_sums(
-    record: LayerRecord,
+    trace: LayerTrace,
     later: list[ModuleCall],
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
     """Yield the sums that the numbers confirm, the simplest first."""
-    targets = list(_targets(record, later, branches[0][0]))
+    targets = list(_targets(trace, later, branches[0][0]))
     pairs = [(base, branch) for branch in branches for base in bases]
     for target in targets:
         for base, branch in pairs:
@@ -87,28 +97,28 @@ def find_sums(
     targets = [t for t in targets if t.less is None and (t.call is None or is_norm(t.call.module))]
     for target in targets:
         for base, branch in pairs:
-            total = scaled_sum(record, target, base, branch[0])
+            total = scaled_sum(trace, target, base, branch[0])
             if total is not None:
                 yield target, base, branch, total
 
 
-def _targets(record: LayerRecord, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
+def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
     """Yield the inputs of later modules, the layer's output, and this less what a later module adds to it."""
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
         known = is_linear(call.module) or is_norm(call.module)
         value = None if call.inputs is None or not known else like(call.inputs, branch)
         if value is not None:
-            yield Target(value, Reading(call.module, "input"), call)
-    end = None if record.output is None else like(record.output, branch)
+            yield Target(value, ValueLocation(call.module, "input"), call)
+    end = None if trace.output is None else like(trace.output, branch)
     if end is None:
         return
-    root = record.layer.root
-    yield Target(end, Reading(root, "output"), None)
+    root = trace.layer.root
+    yield Target(end, ValueLocation(root, "output"), None)
     for call in firsts:
         other = None if call.output is None else like(call.output, branch)
         if other is not None:
-            yield Target(end, Reading(root, "output", call.module), None, other)
+            yield Target(end, ValueLocation(root, "output", call.module), None, other)
 
 
 def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
@@ -128,9 +138,9 @@ def adds_up(terms: list[Tensor], value: Tensor) -> bool:
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
-def scaled_sum(record: LayerRecord, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
+def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
     """Find factors: a parameter of the layer, else two numbers by least squares."""
-    root, d = record.layer.root, base.shape[-1]
+    root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d:
             factor = parameter.detach().reshape(d).to(base.dtype)

@@ -18,13 +18,13 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 
-__all__ = ["Role", "Turned", "reordered", "roles", "turned"]
+__all__ = ["FittedRotary", "ProjectionReading", "fit_rotary", "projection_readings", "reordered"]
 
 Norm = LayerNorm | RMSNorm
 
 
 @dataclass(frozen=True, eq=False)
-class Role:
+class ProjectionReading:
     """A reading of the queries, or of the keys, up to a rotation and a factor."""
 
     columns: Int64[Tensor, " wanted"]  # of the linear outputs
@@ -35,19 +35,19 @@ class Role:
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class FittedRotary:
     """A rotation that explains queries and keys."""
 
     rotary: Rotary | None
     order: Int64[Tensor, " dim"]  # of the entries of a head, in which pairs are a half apart
 
 
-def roles(
+def projection_readings(
     given: Float[Tensor, "heads n dim"],
     outputs: Float[Tensor, "n columns"],
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
-) -> Iterator[Role]:
+) -> Iterator[ProjectionReading]:
     """Yield readings in which each head's vectors are as long as those of the linear map, up to one factor.
 
     ``given`` are the queries or keys of one sequence, ``outputs`` all linear maps of X side by side,
@@ -67,10 +67,10 @@ def roles(
                 continue
             usual = (1.0, dim**-0.5, dim**-0.25)
             factor = next((u for u in usual if abs(factor - u) <= loose * u), factor)
-            yield Role(columns, norm, base, given / factor, factor)
+            yield ProjectionReading(columns, norm, base, given / factor, factor)
 
 
-def turned(query: Role, key: Role) -> Turned | None:
+def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
     """Find the rotation that is common to all heads of queries and keys; None if there is none."""
     wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
     dim = base.shape[-1]
@@ -78,7 +78,7 @@ def turned(query: Role, key: Role) -> Turned | None:
     tol = tolerance(precision(base.dtype, downcast=not plain))
     order = torch.arange(dim, device=base.device)
     if relative_error(base, wanted) <= tol:
-        return Turned(None, order)
+        return FittedRotary(None, order)
     # Entries that are not turned are the same to the last digit, if nothing else was done to them.
     slack = 0.0 if plain and query.factor == key.factor == 1.0 else tol
     differ = ((wanted - base).abs() > slack * wanted.abs().max()).flatten(0, 1).any(dim=0).nonzero()
@@ -91,7 +91,7 @@ def turned(query: Role, key: Role) -> Turned | None:
             order_tried = torch.cat((pairs, rest))
             rotary = _rotary(wanted[..., order_tried], base[..., order_tried], width, tol)
             if rotary is not None:
-                return Turned(rotary, order_tried)
+                return FittedRotary(rotary, order_tried)
     return None
 
 

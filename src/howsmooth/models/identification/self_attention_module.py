@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
-from howsmooth.models.tracing.attention_hooks import intercepted
-from howsmooth.models.tracing.forward_trace import Call, Passed
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_replay import Repeated, token_arguments
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["CrossAttention", "Owner", "find_owner", "first_line", "moved_tokens"]
+__all__ = ["CrossAttention", "SelfAttentionModule", "find_self_attention", "first_line", "moved_tokens"]
 
 
 _ALL = {"queries", "keys", "values"}
@@ -38,20 +38,20 @@ class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
+class SelfAttentionModule:
     """The call that owns the cores of one layer."""
 
     layer: AttentionLayer
-    repeated: Repeated  # on all sequences
-    alone: Repeated  # on the first
-    cores: list[CoreCall]  # there
+    replay: ModuleReplay  # on all sequences
+    alone: ModuleReplay  # on the first
+    softmaxes: list[SoftmaxCall]  # there
     #: The user's attention implementation if the module goes through transformers' interface, or None.
     implementation: str | None
     #: Why the cores cannot be taken as constant functions of queries, keys and values; "" if they can.
     obstacle: str
 
 
-def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
+def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
     """Find the owner of a layer's cores.
 
     Raises
@@ -66,7 +66,7 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
     """
     reasons: list[str] = []
     partly = mixed = False
-    for call in reversed(passed.calls):
+    for call in reversed(traced_layer.calls):
         if not call.unchanged():
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
@@ -74,15 +74,15 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             if not _has_weights_for(call, x):
                 continue
             try:
-                repeated = Repeated(call, x, batch)
-                alone = repeated.of_sequence()
+                replay = ModuleReplay(call, x, batch)
+                alone = replay.of_first_sequence()
                 before = _cores(alone, alone.x, implementation)
-                way = implementation if any(core.kind == "interface" for core in before) else None
+                way = implementation if any(softmax.kind == "interface" for softmax in before) else None
                 if way is None:
                     before = _cores(alone, alone.x, None)
-                if len(before) != passed.cores:
+                if len(before) != traced_layer.softmaxes:
                     continue  # of a module around several layers
-                _refuse_randomness(passed.layer, before, _cores(alone, alone.x, way))
+                _refuse_randomness(traced_layer.layer, before, _cores(alone, alone.x, way))
                 after = _cores(alone, moved_tokens(alone.x), way)
             except _RandomAttention:
                 raise
@@ -92,15 +92,15 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
                 continue
-            _check_finite(passed.layer, alone.x, before)
+            _check_finite(traced_layer.layer, alone.x, before)
             moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
             if all(m == _ALL for m in moved):
-                layer = replace(passed.layer, name=call.name, owner=call.module)
-                _refuse_chosen_masks(layer, passed, call, x, batch, way)
-                return Owner(layer, repeated, alone, before, way, _obstacle(layer, before, after))
+                layer = replace(traced_layer.layer, name=call.name, module=call.module)
+                _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
+                return SelfAttentionModule(layer, replay, alone, before, way, _obstacle(layer, before, after))
             partly = partly or any(moved)
             mixed = mixed or _ALL in moved
-    layer = passed.layer
+    layer = traced_layer.layer
     if mixed:
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
@@ -117,10 +117,15 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
 
 
 def _refuse_chosen_masks(
-    layer: AttentionLayer, passed: Passed, call: Call, x: Tensor, batch: int, implementation: str | None
+    layer: AttentionLayer,
+    traced_layer: TracedLayer,
+    call: TracedCall,
+    x: Tensor,
+    batch: int,
+    implementation: str | None,
 ) -> None:
     """Refuse a mask that a module around the owner makes of the tokens, and hands to it as an argument."""
-    root = passed.calls[0]
+    root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
         t
@@ -131,7 +136,7 @@ def _refuse_chosen_masks(
     if call is root or not made or tokens is None:
         return
     try:
-        whole = Repeated(root, tokens, batch).of_sequence()
+        whole = ModuleReplay(root, tokens, batch).of_first_sequence()
         before = _cores(whole, whole.x, implementation)
         after = _cores(whole, moved_tokens(whole.x), implementation)
     except Exception:  # the layer is run once more for its record, which says what is wrong
@@ -140,7 +145,7 @@ def _refuse_chosen_masks(
         _refuse_sparsity(layer, a, b)
 
 
-def _has_weights_for(call: Call, x: Tensor) -> bool:
+def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
     """Whether the module has a matrix that may act on such tokens.
 
     A module without one is given queries, keys and values, side by side perhaps: these are not the tokens.
@@ -165,14 +170,16 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return moved
 
 
-def _cores(call: Repeated, x: Tensor, implementation: str | None) -> list[CoreCall]:
-    seen: list[CoreCall] = []
-    with intercepted(call.module, lambda core: seen.append(core), implementation=implementation):
+def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
+    seen: list[SoftmaxCall] = []
+    with intercept_softmaxes(
+        call.module, lambda softmax: seen.append(softmax), implementation=implementation
+    ):
         call(x)
     return seen
 
 
-def _moved(a: CoreCall, b: CoreCall) -> set[str]:
+def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
     """Tell which operands differ; where queries and keys cannot be read, the probabilities speak for both."""
     found = {"values"} if _differ(a.value, b.value) else set()
     if a.query is not None and a.key is not None:
@@ -189,7 +196,7 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
-def _refuse_randomness(layer: AttentionLayer, first: list[CoreCall], second: list[CoreCall]) -> None:
+def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
     """Refuse a layer that draws at random which keys it looks at, as ProbSparse attention does."""
     pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
     if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
@@ -207,7 +214,7 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
 
 
-def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCall]) -> str:
+def _obstacle(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
     for a, b in zip(before, after, strict=True):
         reason = a.obstacle or b.obstacle
         if "sparsity" in reason:
@@ -224,7 +231,7 @@ def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCal
     return ""
 
 
-def _refuse_sparsity(layer: AttentionLayer, a: CoreCall, b: CoreCall) -> None:
+def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> None:
     if a.mask is b.mask:
         return
     hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
@@ -245,12 +252,12 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _check_finite(layer: AttentionLayer, x: Tensor, cores: list[CoreCall]) -> None:
-    values = [x, *(core.output for core in cores if core.output is not None)]
+def _check_finite(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
+    values = [x, *(softmax.output for softmax in softmaxes if softmax.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):
-        for core in cores:
-            if not core.obstacle:
-                split_mask(layer, core.mask)  # a token that sees no key has NaN for its output
+        for softmax in softmaxes:
+            if not softmax.obstacle:
+                split_mask(layer, softmax.mask)  # a token that sees no key has NaN for its output
         raise NonFiniteError(
             "inputs",
             expected=f"finite activations in {layer}",

@@ -20,17 +20,17 @@ from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import Block
 from howsmooth.models.identification.map_identification import Hypothesis
-from howsmooth.models.identification.output_projection import Output
-from howsmooth.models.identification.self_attention_module import Owner, moved_tokens
+from howsmooth.models.identification.output_projection import AttentionOutput
+from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["OwnValues", "own_values", "verify", "verify_block"]
+__all__ = ["ModelValues", "model_values", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnValues:
+class ModelValues:
     """What the model itself computes in one layer, on all sequences."""
 
     x: Float[Tensor, "batch n d"]
@@ -61,17 +61,17 @@ class _Downcasts(TorchDispatchMode):
 
 
 @contextmanager
-def _noticed(dtype: torch.dtype) -> Iterator[_Downcasts]:
+def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
     """Notice them in a model of float64; in others they make no difference."""
     downcasts = _Downcasts()
-    watch: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
-    with watch:
+    mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with mode:
         yield downcasts
 
 
-def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
+def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
     """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
-    call, projection = owner.repeated, output.projection
+    call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
     def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -82,7 +82,7 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     with ExitStack() as stack:
         if projection is not None:
             stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
-        downcasts = stack.enter_context(_noticed(x.dtype))
+        downcasts = stack.enter_context(_notice_downcasts(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
     # A projection that was not reached lies outside of the owner.
@@ -93,11 +93,11 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     elif output.call is not projection:
         attention = returned
     if attention is None:
-        raise CaptureError(f"{owner.layer} did not reach its output when it ran by itself.")
-    return OwnValues(call.rows(x), heads, attention, downcasts.seen)
+        raise CaptureError(f"{self_attention.layer} did not reach its output when it ran by itself.")
+    return ModelValues(call.rows(x), heads, attention, downcasts.seen)
 
 
-def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
+def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
     """Check that the captured map gives what the model gives, at its tokens and at others.
 
     Raises
@@ -106,8 +106,8 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
         If it differs by more than rounding can explain, or is not causal where its mask says so.
 
     """
-    layer, call = owner.layer, owner.repeated
-    own = own_values(owner, output, call.x)
+    layer, call = self_attention.layer, self_attention.replay
+    own = model_values(self_attention, output, call.x)
     inner = found.map.without_output() if output.projection is not None else found.map
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
@@ -119,7 +119,7 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
     tol = tolerance(eps, 4.0 * found.condition)
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
-        moved = own_values(owner, output, call.shaped(moved_tokens(own.x, first)))
+        moved = model_values(self_attention, output, call.shaped(moved_tokens(own.x, first)))
         after = inner(moved.x)
         _compare(layer, "its heads on other tokens", after, moved.inner, tol)
         if first == 0 and output.projection is not None:
@@ -133,7 +133,7 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
                 )
 
 
-def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
+def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
     """Check what the map makes of the heads, after these were checked."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
@@ -182,12 +182,16 @@ class _BlockValues:
     hidden: Tensor | None = None  # what the norm before the attention was given
     value: Tensor | None = None
     less: Tensor | None = None
-    owner_ran: bool = False
+    attention_ran: bool = False
     reached: bool = False  # the attention's output
 
 
 def verify_block(
-    owner: Owner, output: Output, block: Block, layer: Repeated, condition: float
+    self_attention: SelfAttentionModule,
+    output: AttentionOutput,
+    block: Block,
+    layer: ModuleReplay,
+    condition: float,
 ) -> Float[Tensor, "batch n d"]:
     """Check the map of a block against the layer, at its tokens and at others; return its input H.
 
@@ -199,50 +203,59 @@ def verify_block(
     """
     if block.map is None or block.value_at is None:
         raise CaptureError(
-            f"The block around {owner.layer} is not captured: {block.obstacle}. "
+            f"The block around {self_attention.layer} is not captured: {block.obstacle}. "
             "The scopes up to 'attention' do not need it."
         )
     given: list[Tensor] = []
-    shape = owner.repeated.tokens().shape
+    shape = self_attention.replay.tokens().shape
     for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
         values = _BlockValues()
-        with _tapped(owner, output, block, values), _noticed(owner.repeated.x.dtype) as downcasts:
+        with (
+            _tapped(self_attention, output, block, values),
+            _notice_downcasts(self_attention.replay.x.dtype) as downcasts,
+        ):
             layer(x)
         hidden = values.hidden
         if hidden is None or values.value is None:
             raise CaptureError(
-                f"The block around {owner.layer} did not reach its norms when it ran by itself."
+                f"The block around {self_attention.layer} did not reach its norms when it ran by itself."
             )
-        hidden = owner.repeated.rows(hidden).reshape(shape)
+        hidden = self_attention.replay.rows(hidden).reshape(shape)
         value = values.value
         if values.less is not None:
             value = value - values.less.reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
         _compare(
-            owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
+            self_attention.layer,
+            "its block",
+            block.map(hidden),
+            self_attention.replay.rows(value).reshape(shape),
+            loose,
         )
         given.append(hidden)
     return given[0].clone()
 
 
 @contextmanager
-def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) -> Iterator[None]:
+def _tapped(
+    self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
+) -> Iterator[None]:
     """Note the values of a block while its layer runs."""
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         tokens = first_tokens(bound_arguments(module, args, kwargs))
-        if tokens is not None and not values.owner_ran:
+        if tokens is not None and not values.attention_ran:
             values.hidden = tokens.clone()
 
-    def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not values.owner_ran and pre is None:
-            x = bound_arguments(module, args, kwargs).get(owner.repeated.x_name)
+    def attention_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not values.attention_ran and pre is None:
+            x = bound_arguments(module, args, kwargs).get(self_attention.replay.x_name)
             values.hidden = None if x is None else x.clone()
-        values.owner_ran = True
+        values.attention_ran = True
 
     def output_ends(module: nn.Module, args: Any, result: Any) -> None:
-        values.reached = values.owner_ran
+        values.reached = values.attention_ran
 
     def shown(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if not values.reached or reading is None:
@@ -255,7 +268,9 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
             values.value = None if value is None else value.clone()
 
     with ExitStack() as stack:
-        stack.enter_context(owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True))
+        stack.enter_context(
+            self_attention.replay.module.register_forward_pre_hook(attention_starts, with_kwargs=True)
+        )
         stack.enter_context(output.call.module.register_forward_hook(output_ends))
         if pre is not None:
             stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))

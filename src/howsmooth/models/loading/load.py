@@ -37,7 +37,7 @@ from howsmooth.models.loading.resolve_model import Place, find
 from howsmooth.models.loading.safe_config import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
-from howsmooth.models.measurement_mode import borrowed, quiet
+from howsmooth.models.measurement_mode import measurement_mode, quiet
 from howsmooth.models.tracing.forward_trace import attention_layers
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.seeds import torch_seed
@@ -298,7 +298,7 @@ def _layers(
     """Look at the attention layers on a short input, or say why none can be seen."""
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
-        with borrowed(model):
+        with measurement_mode(model):
             found = attention_layers(model, named)
         return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
     except (ArgumentError, CaptureError) as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 
 __all__ = ["unmarked", "unwrapped"]
 
@@ -34,9 +34,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Within the context the model may run; afterwards training goes on as if it had not.
 
-    ``borrowed`` sets evaluation mode module by module, no gradients, and keeps the random numbers of PyTorch
-    on the CPU and on the model's device. This keeps those of Python, NumPy and every other CUDA device too,
-    and buffers, which some modules write to in evaluation mode as well.
+    ``measurement_mode`` sets evaluation mode module by module, disables gradients, and restores PyTorch's
+    random state on the CPU and on the model's device. This context also restores the random states of Python,
+    NumPy and every other CUDA device, and buffers, which some modules write to even in evaluation mode.
     """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others use
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -46,7 +46,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with borrowed(model):
+        with measurement_mode(model):
             yield
     finally:
         for module, call in compiled:
