@@ -1,4 +1,4 @@
-"""One layer run by itself, with everything written down that tells what it does."""
+"""Run one layer of a model by itself and trace its module calls, tokens and softmaxes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = ["trace_layer", "whole_layer"]
 
-# Tokens of the pass, computed again: they differ by rounding, and by far more from those of another call.
+# Largest relative difference of tokens that are computed again: rounding is far below it, and the tokens of
+# another call of the same module are far above.
 _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the call of the layer around a core, the module itself if there is no layer.
+    """Return the call of the whole layer around the attention, or of the outermost module without a layer.
 
     Raises
     ------
     CaptureError
-        If it cannot be made again.
+        If the call cannot be repeated: it takes no tensor, or its arguments were changed in place.
 
     """
     call = traced_layer.calls[0]
@@ -54,12 +55,12 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer around an owner once, on one sequence, and write down what happens.
+    """Run the layer around a self-attention module once, on one sequence, and trace it.
 
     Raises
     ------
     CaptureError
-        If the layer does not call its owner when it runs by itself.
+        If the layer does not call its attention module when it runs by itself.
 
     """
     trace = LayerTrace(
@@ -83,7 +84,7 @@ def trace_layer(
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the norm that ran last before the owner, its tokens of the first sequence."""
+    """Return the last norm call before the attention module, with the tokens of the first sequence."""
     norm = next((c.last_norm for c in traced_layer.calls if c.module is self_attention.replay.module), None)
     if norm is None or norm.inputs is None or norm.output is None:
         return None
@@ -92,13 +93,15 @@ def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer)
 
 
 class _LayerTracer:
-    """The hooks of :func:`trace_layer`."""
+    """The hooks of :func:`trace_layer`, which fill a :class:`LayerTrace`."""
 
     def __init__(self, self_attention: SelfAttentionModule, trace: LayerTrace) -> None:
         self.self_attention = self_attention
         self.trace = trace
         self.calls: list[ModuleCall] = []
-        self.inside: int | None = None  # how many calls there were when the owner began
+        self.inside: int | None = (
+            None  # how many calls had ended when the attention module began; None before
+        )
         self.ended = False
 
     @contextmanager
@@ -115,13 +118,14 @@ class _LayerTracer:
             yield
 
     def _attention_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # A layer may run one module several times: the call at the tokens of the pass is meant.
+        # A layer may call its attention module several times: the call with the tokens of the forward pass
+        # is traced.
         tokens = self.self_attention.alone.x
         given = (*args, *kwargs.values())
         same = [v for v in given if isinstance(v, Tensor) and v.shape == tokens.shape]
         again = next((v for v in same if relative_error(v, tokens) < _SAME), None)
         if self.inside is None and again is not None:
-            self.trace.x = _flat(again)  # what follows was computed from these, to the last bit
+            self.trace.x = _flat(again)  # the later values were computed from exactly these tokens
             self.inside = len(self.calls)
             self.trace.before = list(self.calls)
 
@@ -154,7 +158,8 @@ class _LayerTracer:
         elif isinstance(first, Tensor) and (
             is_attention or alone or first.shape[-1:] == self.trace.x.shape[-1:]
         ):
-            # Of the owner, what may be added to the tokens, as by experts, and what may hold the projection.
+            # Outputs are kept of the attention module, of modules whose output may be added to the tokens
+            # (experts, say), and of modules that may contain the output projection.
             kept = _flat(first)
             inputs = None if tokens is None or is_attention else _flat(tokens)
         call = ModuleCall(name, module, inputs, kept, alone)
@@ -164,5 +169,5 @@ class _LayerTracer:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return a copy with the tokens of the one sequence as rows, (1, n, ·)."""
+    """Return a copy in the shape (1, n, d): the tokens of one sequence as rows."""
     return t.reshape(1, -1, t.shape[-1]).clone() if t.ndim > 0 else t.clone()

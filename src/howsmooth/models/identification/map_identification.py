@@ -1,8 +1,8 @@
-"""What a recorded layer computes, found by comparing values and never from names, shapes or model types.
+"""Propose maps for what a traced layer computes, from its numbers and never from names or model types.
 
-Each reading is a hypothesis ("these columns of that linear map are the queries") that the recorded numbers
-confirm or refute; ``verification`` then tests the whole on inputs that the recording did not see. There are
-three, from the most to the least that is known: every parameter, the softmax alone, the module as it is.
+There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
+softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
+the numbers of the trace, and ``verification`` then tests it on tokens that the trace does not contain.
 """
 
 from __future__ import annotations
@@ -43,24 +43,26 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A hypothesis of what the layer computes."""
+    """A hypothesis about the map that a layer computes."""
 
     map: CapturedMap
-    path: Path
-    reason: str
-    masking: str
-    condition: float  # bound on the absolute scores, for tolerances
+    path: Path  # how its Jacobian is computed
+    reason: str  # why it is computed so, in a phrase
+    masking: str  # the mask in words
+    condition: float  # a bound on the absolute scores, for tolerances
 
 
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield what the layer may compute, or why it is not that, from the most to the least explicit.
+    """Yield hypotheses about a layer, from the most to the least explicit.
+
+    In place of a hypothesis that does not fit the trace, the error that says why is yielded.
 
     Raises
     ------
     CaptureError
-        If the layer cannot be captured at all.
+        If no hypothesis is possible.
 
     """
     masking, causal = _masking(trace, self_attention)
@@ -91,7 +93,7 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Read every parameter; ``causal`` is asked for one token, whose mask hides nothing."""
+    """Return the map with every parameter known; ``causal`` decides for n = 1, where a mask hides nothing."""
     layer, n = trace.layer, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -137,13 +139,13 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Take the softmaxes out of the module."""
+    """Return the map that runs a copy of the module around softmaxes in closed form."""
     staged = []
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
         bias = None if bias is None else bias.to(trace.x.dtype)
         sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
-        rules = None if visible is None else order_and_window(visible)  # which need no n² numbers
+        rules = None if visible is None else order_and_window(visible)  # they need no (n, n) matrix
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
         mask = visible if rules is None else None
         staged.append(
@@ -166,7 +168,7 @@ def _staged(
 def _replayed(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> ReplayedAttention:
-    """Take the module as it is."""
+    """Return the map that runs a copy of the module as it is."""
     layer = CopiedModule.of(
         self_attention.alone, _tail(self_attention, output), self_attention.implementation
     )
@@ -195,7 +197,7 @@ def _replayed(
 
 
 def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear map that the output projection is, or may come down to."""
+    """Return the linear module of the output projection: the projection itself or a module inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -205,7 +207,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return what lies between the last softmax of an owner and the output of its attention."""
+    """Return the code between the last softmax of a module and the output of its attention."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -232,7 +234,7 @@ def _heads(trace: LayerTrace) -> int:
 
 
 def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Return the core with operands (1, heads, n, dim); None if it has further axes."""
+    """Return the softmax call with operands (1, heads, n, dim); None if they have other axes (windows)."""
     operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
@@ -240,7 +242,7 @@ def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the mask (n, n) that all heads have in common."""
+    """Return the mask (n, n) of all heads; raise CaptureError if the heads have different masks."""
     if visible is None:
         return None
     each = _by_head(visible, n)
@@ -250,7 +252,7 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
 
 
 def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
-    """Describe the mask that all heads have in common, with the order of the tokens."""
+    """Describe the mask (n, n) of all heads, combined with the ``causal`` flag of the softmax call."""
     if not softmax.causal:
         return describe_mask(visible, n)
     if visible is None:
@@ -259,12 +261,12 @@ def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
 
 
 def _by_head(scores: Tensor, n: int) -> Tensor:
-    """Return a mask or a bias as (heads or 1, n, n)."""
+    """Return a mask or a bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
     return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
 def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
-    """Return the mask in words, and whether it is causal."""
+    """Return the masks of all softmaxes in words, and whether all of them are causal."""
     found: list[tuple[str, bool]] = []
     for softmax in trace.softmaxes:
         shape = output_of(softmax).shape
@@ -295,7 +297,7 @@ def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[st
 
 
 def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Say what is seen of a core whose operands are not read: which weights are not zero."""
+    """Describe the mask of a softmax whose operands were not read, by its nonzero attention weights."""
     p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
@@ -307,7 +309,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 def _condition(softmax: SoftmaxCall) -> float:
     """Return a bound on the absolute scores."""
     if softmax.query is None or softmax.key is None or softmax.obstacle:
-        return 100.0  # not read; scores of this size are common
+        return 100.0  # the scores are unknown; a hundred is a common size
     longest = [float(t.norm(dim=-1).max()) for t in (softmax.query, softmax.key)]
     largest = 0.0
     if softmax.mask is not None and softmax.mask.dtype != torch.bool:

@@ -1,8 +1,8 @@
-"""Where the attention of a layer ends: at what its module returns, or at its output projection alone.
+"""Find the output projection of a layer, and decide which tensor is the output of its attention.
 
-A module that returns its attention is taken at its word, whatever it does after its output projection.
-Where a module returns more, the sum with a residual, or less, the heads alone, the attention is what the
-projection gives; but only if the layer shows that nothing happens to it before it meets the residual.
+It is what the attention module returns, unless the module returns a sum with a residual, or the heads alone.
+Then it is the output of the projection; but only if the layer adds that output unchanged to a residual, which
+is tested by running the layer with another output of the projection.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionOutput:
-    """Where the attention of a layer ends."""
+    """Which module call gives the output of a layer's attention."""
 
-    call: ModuleCall  # of the owner, or of the output projection
-    #: Of the module that is given the heads of the tokens side by side, and nothing else; or None.
+    #: The call whose output is the output of the attention.
+    call: ModuleCall
+    #: The call of the output projection, whose only argument are the concatenated heads; None if unknown.
     projection: ModuleCall | None
-    #: Why there is none; "" if there is one.
+    #: Why the projection is unknown; "" if it is known.
     unclear: str
-    #: Whether ``call`` is of a module that is given what the owner returns.
+    #: Whether ``call`` is outside the attention module: its input is what the attention module returns.
     outside: bool = False
-    #: Why the output of ``call`` cannot stand for that of the attention; "" if it can.
+    #: Why the output of ``call`` is not the output of the attention after all; "" if it is.
     obstacle: str = ""
 
 
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find the output projection, and tell whether its output or that of the owner is the attention's.
+    """Find the output projection of a traced layer, and the output of its attention.
 
-    ``again`` makes the same record once more.
+    ``again`` runs the layer once more and returns its trace.
 
     Raises
     ------
     CaptureError
-        If there is no projection, and the owner adds its input to the attention: that is no attention, but a
-        residual.
+        If no projection is found, and the attention module returns no tokens or adds its input to the
+        attention.
 
     """
     projection, unclear = _projection(trace)
@@ -94,13 +95,16 @@ def _outside(
     projection: ModuleCall | None,
     unclear: str,
 ) -> AttentionOutput:
-    """Tell whether the attention ends with a module that is given what the owner returns."""
+    """Return ``call``, of a module outside the attention module, as the output of the attention.
+
+    It has an obstacle if the layer does not add the output of ``call`` to a residual.
+    """
     shows = _reaches_residual(trace, call, again, _places(trace, self_attention, call)) and _by_token(call)
     return AttentionOutput(call, projection, unclear, True, "" if shows else _obstacle(trace, call))
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module gives the same for the tokens side by side, in whatever shape the model has them."""
+    """Whether a module computes the same output if its input has the shape (1, n, d) of the trace."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -109,7 +113,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
-    """Say that something lies between the output of a call and the residual."""
+    """Return a phrase that names the modules between the output of a call and the residual."""
     following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
@@ -125,7 +129,7 @@ def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Heads (1, heads, n, dim) or (heads, n, dim) as rows of the tokens; None if there are windows."""
+    """Return the concatenated heads (n, heads * dim) of a layer; None if its attention has windows."""
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -133,7 +137,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Whether a module with a matrix is given these tokens, and nothing else."""
+    """Whether ``tokens`` are the only argument of a call, and its module has a matrix."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -141,7 +145,7 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Whether an owner returns its heads and no more, in whatever order."""
+    """Whether the attention module returns the entries of its heads, in any order, and nothing else."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -149,13 +153,13 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module around one that is given the same, and nothing else."""
+    """Return the call of the outermost module around a module that has the same single argument."""
     around = [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)]
     return around[-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the outermost module that is given the heads; else say why there is none."""
+    """Return the call of the outermost module whose only argument are the heads; else None and the reason."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -192,11 +196,11 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer shows the output of a call, alone or in a sum with what does not depend on it."""
+    """A tensor of a layer that may be the output of a call plus a residual."""
 
-    index: int | None  # of a call after the last core; None: the layer's end
-    side: Literal["input", "output"]
-    branch: int  # whose output it is
+    index: int | None  # index in ``trace.after`` of the call with that tensor; None for the layer's output
+    side: Literal["input", "output"]  # whether it is the input or the output of that call
+    branch: int  # index in ``trace.after`` of the call whose output is added to the residual
 
     def seen(self, trace: LayerTrace) -> Tensor | None:
         if self.index is None:
@@ -208,7 +212,10 @@ class _Place:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], places: Iterable[_Place]
 ) -> bool:
-    """Whether a change of what the projection gives is seen, as it is, at one of these places."""
+    """Whether a change of the projection's output appears unchanged at one of these places.
+
+    The layer runs once more with another output of the projection.
+    """
     places = list(places)
     if not places:
         return False
@@ -239,14 +246,17 @@ def _reaches_residual(
 def _places(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_Place]:
-    """Yield where a layer may add what a projection outside of the owner gives, or a norm of that alone."""
+    """Yield where a layer may add the output of a projection outside its attention module to a residual.
+
+    A norm may lie between the output of the projection and the sum.
+    """
     first = trace.after.index(projection)
     norms = [
         i for i, c in enumerate(trace.after) if is_norm(c.module) and _alike(c.inputs, projection.output)
     ]
     for branch in (first, *norms):
         for index, call in enumerate(trace.after):
-            # What is given the branch alone carries it on.
+            # The input of this call is the output alone, not a sum.
             if index <= branch or _alike(call.inputs, trace.after[branch].output):
                 continue
             if _holds(call.module, self_attention.replay.module):
@@ -259,9 +269,10 @@ def _places(
 def _residuals(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_Place]:
-    """Yield where an owner that holds its projection shows the sum with a residual.
+    """Yield the sums of a residual and the output of a projection inside the attention module.
 
-    That is the tokens, or another argument. What the owner computes and adds is a part of its attention.
+    The residual is X, its norm's input or another argument of the module. Anything that the attention module
+    computes itself and adds is a part of its attention.
     """
     branch, module, root = projection.output, self_attention.replay.module, trace.layer.root
     first = trace.after.index(projection)
@@ -269,7 +280,7 @@ def _residuals(
         return
     values = [trace.x, *(c.inputs for c in trace.before if is_norm(c.module)), *trace.arguments.values()]
     if module is root and branch.shape[-1] != trace.x.shape[-1]:
-        # A whole layer whose attention has another dimension than its tokens has another residual as well.
+        # If the attention of a whole layer has another dimension than X, so has its residual.
         values += [c.output for c in (*trace.before, *trace.inside) if is_norm(c.module)]
     bases = [t for v in values if isinstance(v, Tensor) and (t := like(v, branch)) is not None]
     for target, _, _, total in find_sums(trace, later_calls(trace, projection), bases, [(branch, None)]):
@@ -282,17 +293,17 @@ def _residuals(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Whether what an owner returns is its attention, with no residual in it."""
+    """Whether the output of the attention module is its attention, without a residual."""
     if own.output is None:
         return False
-    # A residual has the dimension of the tokens; and only a layer as a whole has another one inside.
+    # A residual has the dimension of X, unless the attention module is a whole layer.
     if own.output.shape[-1] != trace.x.shape[-1] and self_attention.replay.module is not trace.layer.root:
         return True
     return not _adds_its_input(self_attention) or next(sums_of(trace, own), None) is not None
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Whether the output depends on the tokens with all attention set to zero."""
+    """Whether the module's output still depends on the tokens if all its softmax attentions return zero."""
 
     def silent(softmax: SoftmaxCall) -> Tensor:
         return torch.zeros_like(output_of(softmax))

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a recorded attention call as linear maps of the layer's input."""
+"""Read the queries, keys and values of a softmax attention as linear maps of the layer's tokens X."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "w
 
 
 class Projection(NamedTuple):
-    """One role's weight (heads, dim, d) and bias (heads, dim)."""
+    """Weight (heads, dim, d) and bias (heads, dim) of the queries, the keys or the values."""
 
     weight: Float[Tensor, "heads dim d"]
     bias: Float[Tensor, "heads dim"] | None
 
 
 class Projections(NamedTuple):
-    """How queries, keys and values arise from X."""
+    """How queries, keys and values are computed from X."""
 
     query: Projection
     key: Projection
@@ -41,17 +41,17 @@ class Projections(NamedTuple):
     rotary: Rotary | None
     query_norm: LayerNorm | RMSNorm | None = None
     key_norm: LayerNorm | RMSNorm | None = None
-    factor: float = 1.0  # of queries and keys together, beside that of the softmax
+    factor: float = 1.0  # scale of queries times scale of keys, besides the scale of the softmax
 
 
 class _Outputs(NamedTuple):
-    """The outputs of all linear maps of X side by side, with the weight row and bias behind each column."""
+    """The outputs of all linear modules with input X, concatenated, and the weights of their columns."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
-    biases: Float[Tensor, " columns"]
-    biased: Tensor  # whether the column's linear map has a bias at all
-    starts: list[int]  # the first column of each linear map
+    biases: Float[Tensor, " columns"]  # zero if the linear module has no bias
+    biased: Tensor  # whether the linear module of the column has a bias
+    starts: list[int]  # the first column of each linear module
 
     def projection(self, columns: Int64[Tensor, " wanted"], heads: Tensor) -> Projection:
         shape = (heads.shape[1], heads.shape[3], -1)
@@ -60,19 +60,19 @@ class _Outputs(NamedTuple):
 
 
 def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
-    """Find the linear maps, and the rotary positions, that turn X into the captured queries, keys and values.
+    """Find the linear maps, rotary positions and norms that compute queries, keys and values from X.
 
     Raises
     ------
     CaptureError
-        If one of them is no linear map of X; the message says what the layer calls in between.
+        If queries, keys or values are not such a map of X; the message names the modules in between.
 
     """
     if call.query is None or call.key is None:
         raise CaptureError(f"The queries and keys of {trace.layer} cannot be read: {call.obstacle}.")
     outputs = _linear_outputs(trace)
     rotary = _rotary(trace, call.query)
-    # At position 0 rotary tables change nothing, so that one token fits both readings: rotary is tried first.
+    # At position 0 rotary tables change nothing, so that a single token fits both cases: rotary comes first.
     for positions in (rotary, None) if rotary is not None else (None,):
         queries = _columns(call.query, outputs.values, positions)
         keys = _columns(call.key, outputs.values, positions)
@@ -98,10 +98,10 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
 def multihead_parameters(
     module: nn.MultiheadAttention, softmax: SoftmaxCall
 ) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
-    """Read how queries, keys and values arise in PyTorch's own module, and its output projection and bias.
+    """Return the projections, the output matrix and the output bias of ``nn.MultiheadAttention``.
 
-    It computes in one function, in which no module is seen: they are read as PyTorch documents them; that the
-    module uses them so is verified by value afterwards.
+    Its projections are no modules, so that the trace does not contain their outputs. The parameters are read
+    as PyTorch documents them, and the verification compares the result with the module's numbers.
     """
     packed: Tensor | None = module.in_proj_weight
     apart = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
@@ -117,7 +117,8 @@ def multihead_parameters(
         for w, b in zip(weights, biases, strict=True)
         if w is not None
     )
-    # Where it gives out its weights, PyTorch scales the queries before their product with the keys.
+    # If the module returns its attention weights, PyTorch scales the queries before their product with the
+    # keys, so that the scale of the softmax is one.
     factor = (module.embed_dim // module.num_heads) ** -0.5 / softmax.scale
     return Projections(query, key, value, None, factor=factor), *weight_and_bias(module.out_proj)
 
@@ -125,8 +126,8 @@ def multihead_parameters(
 def weight_and_bias(
     module: nn.Module,
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"] | None]:
-    """Return the weight of a linear module as (d_out, d), and its bias."""
-    weight, bias = module.weight, module.bias  # under a parametrization no parameters, but what they give
+    """Return the weight (d_out, d) of a linear module, and its bias (d_out,) or None."""
+    weight, bias = module.weight, module.bias  # with a parametrization these are computed, no parameters
     assert isinstance(weight, Tensor)
     if not isinstance(module, nn.Linear):
         weight = weight.mT  # transformers' Conv1D stores (d, d_out)
@@ -134,7 +135,7 @@ def weight_and_bias(
 
 
 def rows(t: Tensor) -> Float[Tensor, "n columns"]:
-    """Return the tokens of one sequence as rows."""
+    """Return the tokens (..., d) of one sequence in the shape (n, d)."""
     return t.reshape(-1, t.shape[-1])
 
 
@@ -171,12 +172,12 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Read queries and keys that were normed, turned or scaled on their way."""
+    """Return the projections if queries and keys were normalised, rotated or scaled after them, else None."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     read: list[list[ProjectionReading]] = []
     for heads, width in zip((query, key), widths, strict=True):
-        # The first position is often not turned at all, which tells the columns of any arrangement.
+        # The first position often has no rotation, so that its entries identify the columns in any order.
         first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
         starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
         room = [s for s in starts if s + width <= outputs.values.shape[1]]
@@ -207,7 +208,7 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Say what the layer calls between its input and its attention."""
+    """Return the end of a message: which modules the layer calls between X and its softmax."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
         for call in trace.inside
@@ -223,10 +224,10 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Which columns of the linear outputs, in order, are the heads (before their rotary positions)."""
+    """Find the columns of the linear outputs that are the heads before rotary positions, or None."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
-    # The turn is undone to find the columns, and done again, as the model does it, to confirm them.
+    # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
     unrotated = rotary.rotate_adjoint(heads).clone()
     unrotated[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
     tol = tolerance(precision(heads.dtype))
@@ -244,10 +245,10 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of ``outputs`` that equal those of ``wanted`` at every token; None if some has none.
+    """Find, for each column of ``wanted``, an equal column of ``outputs``; None if some column has none.
 
-    A contiguous slice is tried first. Fused projections may interleave the roles head by head, so
-    each column is then looked for by itself, a neighbour of the one before winning a tie.
+    A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
+    then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
     """
     n, width = wanted.shape
     atol = tol * float(wanted.abs().max())
@@ -273,7 +274,10 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Rotary tables given to the layer as ``position_embeddings``, if they are a half-split cos and sin."""
+    """Return the rotary tables that the layer is given as ``position_embeddings``.
+
+    None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
+    """
     tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None

@@ -1,7 +1,8 @@
-"""The proof that captured maps reproduce the model's own numbers.
+"""Verify that a captured map reproduces the model's own numbers.
 
-The layer is run by itself as its user has it, on all sequences: at the tokens of the pass, and at changed
-ones. That tells a map from a coincidence of values, and shows whether earlier outputs really do not move.
+The layer runs by itself on all sequences, with the user's attention implementation: first on the tokens of
+the forward pass, then on changed tokens. Changed tokens reject maps that fit by coincidence, and show whether
+the outputs of a causal layer really do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ __all__ = ["ModelValues", "model_values", "verify", "verify_block"]
 
 @dataclass(frozen=True, eq=False)
 class ModelValues:
-    """What the model itself computes in one layer, on all sequences."""
+    """What the model itself computes in one attention module, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
-    heads: Tensor | None  # input of the output projection, (batch, n, heads * value_dim); None without one
-    attention: Tensor  # the output of the projection, or of the owner
+    heads: (
+        Tensor | None
+    )  # input of the output projection, (batch, n, heads * value_dim); None if it is unknown
+    attention: Tensor  # the output of the attention
     downcast: bool  # whether a float64 module computed something in float32
 
     @property
     def inner(self) -> Tensor:
-        """The heads, or the attention where they are not told from it."""
+        """Return the heads, or the output of the attention if the heads are unknown."""
         return self.attention if self.heads is None else self.heads
 
 
 class _Downcasts(TorchDispatchMode):
-    """Notices operations between float64 and float32: conversions, and constants of float32."""
+    """A dispatch mode that notices operations between float64 and float32 tensors, such as conversions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,7 +65,7 @@ class _Downcasts(TorchDispatchMode):
 
 @contextmanager
 def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Notice them in a model of float64; in others they make no difference."""
+    """Notice downcasts within the context if ``dtype`` is float64; for other dtypes nothing is noticed."""
     downcasts = _Downcasts()
     mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
     with mode:
@@ -70,7 +73,7 @@ def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
+    """Run the model's own attention module on ``x``, of the shape of the tokens in the captured call."""
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
@@ -85,7 +88,7 @@ def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x
         downcasts = stack.enter_context(_notice_downcasts(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
-    # A projection that was not reached lies outside of the owner.
+    # If the projection did not run, it is outside the attention module, which then returns the heads.
     heads, attention = taken[0] if taken else (None if projection is None else returned, None)
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
@@ -98,12 +101,13 @@ def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
-    """Check that the captured map gives what the model gives, at its tokens and at others.
+    """Check that a captured map agrees with the model, at the tokens of the forward pass and at others.
 
     Raises
     ------
     CaptureError
-        If it differs by more than rounding can explain, or is not causal where its mask says so.
+        If they differ by more than rounding explains, or if the map counts as causal and later tokens change
+        earlier outputs.
 
     """
     layer, call = self_attention.layer, self_attention.replay
@@ -115,7 +119,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     _compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
     if output.projection is not None:
         _compare_attention(layer, found, own, tol)
-    # Larger tokens give larger scores: q and k may each have grown by a small factor.
+    # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
     tol = tolerance(eps, 4.0 * found.condition)
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
@@ -134,12 +138,12 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
-    """Check what the map makes of the heads, after these were checked."""
+    """Check the output of the attention, after the heads were checked."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         _compare(layer, "its attention", f(own.x), attention, tol)
         return
-    # A matrix is held against the model's own heads, where nothing but its own rounding is to be allowed for.
+    # An output matrix is applied to the model's own heads, so that only its own rounding is tolerated.
     heads = heads.reshape(len(heads), -1, f.output.shape[1])
     captured, size = heads @ f.output.mT, heads.abs() @ f.output.abs().mT
     if f.output_bias is not None:
@@ -152,7 +156,7 @@ def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValue
 
 
 def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
-    if captured.numel() == own.numel():  # heads may lie on an axis of their own
+    if captured.numel() == own.numel():  # the model may have heads on a separate axis
         own = own.reshape(captured.shape)
     if captured.shape != own.shape:
         raise CaptureError(
@@ -179,11 +183,11 @@ def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, to
 
 @dataclass(eq=False)
 class _BlockValues:
-    hidden: Tensor | None = None  # what the norm before the attention was given
-    value: Tensor | None = None
-    less: Tensor | None = None
-    attention_ran: bool = False
-    reached: bool = False  # the attention's output
+    hidden: Tensor | None = None  # H, the input of the norm before the attention
+    value: Tensor | None = None  # the tensor at ``Block.value_at``
+    less: Tensor | None = None  # the branch to subtract from it
+    attention_ran: bool = False  # whether the attention module has started
+    reached: bool = False  # whether the output of the attention was computed
 
 
 def verify_block(
@@ -193,12 +197,17 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check the map of a block against the layer, at its tokens and at others; return its input H.
+    """Check the map of a block against the layer, at the tokens of the forward pass and at others.
+
+    Returns
+    -------
+    Tensor
+        The input H of the block in the forward pass, (batch, n, d).
 
     Raises
     ------
     CaptureError
-        If it differs by more than rounding can explain.
+        If the block has no map, or map and layer differ by more than rounding explains.
 
     """
     if block.map is None or block.value_at is None:
@@ -240,7 +249,7 @@ def verify_block(
 def _tapped(
     self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
 ) -> Iterator[None]:
-    """Note the values of a block while its layer runs."""
+    """Fill ``values`` while the layer runs within the context."""
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One attention layer of a pass, read and verified once; from it, the layer's map in every scope."""
+"""Identify and verify one attention layer of a forward pass; return its sites in every scope."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 
 @dataclass(frozen=True, eq=False)
 class VerifiedLayer:
-    """A layer whose map was verified."""
+    """An attention layer whose map was identified and verified."""
 
     self_attention: SelfAttentionModule
     output: AttentionOutput
     found: Hypothesis
     block: Block
-    norm: LayerNorm | RMSNorm | None
-    call: ModuleReplay  # of the layer around the owner
+    norm: LayerNorm | RMSNorm | None  # the norm whose output is X
+    call: ModuleReplay  # the call of the whole layer around the attention
     traced_layer: TracedLayer
 
     def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
-        """Return the sites of one scope: one, or one for each head.
+        """Return the site of one scope in a list; in scope ``head`` one site for each head.
 
         Raises
         ------
         ArgumentError
-            If there are no such heads.
+            If an index in ``heads`` is out of range.
         CaptureError
-            If the layer has no such scope, or its block fails its verification.
+            If the layer has no such scope, or the verification of its block fails.
 
         """
         self_attention, attention, place = self.self_attention, self.found.map, self.self_attention.layer
@@ -99,21 +99,28 @@ class VerifiedLayer:
 
 
 def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
-    """Find out what a layer computes, and prove it.
+    """Identify the map that a traced layer computes, and verify it.
 
-    ``passed`` is the layer in a pass of ``batch`` sequences, ``user`` the user's attention implementation.
+    Parameters
+    ----------
+    traced_layer
+        The layer, traced in a forward pass.
+    batch
+        The number of sequences in that forward pass.
+    user
+        The user's attention implementation.
 
     Raises
     ------
     CaptureError
-        If the layer does something that is not recognised, or fails its verification.
+        If the layer computes something that is not recognised, or the verification fails.
 
     """
     try:
         return _read(traced_layer, batch, user)
     except HowsmoothError:
         raise
-    except Exception as error:  # a module of the model that does not run by itself as it did in the pass
+    except Exception as error:  # a module may raise any error when it runs by itself
         raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
@@ -139,20 +146,27 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Whether all tokens can be outputs of the norm: it was identified on one of the sequences only."""
+    """Whether all tokens can be outputs of the norm, which was identified on the first sequence only."""
     if norm is None:
         return False
-    # transformers' norms compute in float32 whatever the dtype of the model; every entry may be off by that.
+    # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
     slack = 64.0 * precision(torch.float32)
     shift = (x if norm.bias is None else x - norm.bias).double()
     gain = math.sqrt(norm.d) * norm.weight.double().abs()
     outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
-    u = outside / gain  # 0/0 where both are zero, infinite where a zero gain gives no zero
+    u = outside / gain  # 0/0 if gain and entry are zero; infinite if only the gain is
     return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
 
 
 def indices_of(given: Sequence[int] | None, count: int, what: str) -> list[int]:
-    """Return indices into ``count`` things as non-negative, each once."""
+    """Return indices of layers or heads as non-negative numbers without repetition; None gives all.
+
+    Raises
+    ------
+    ArgumentError
+        If an index is outside of ``-count`` to ``count - 1``.
+
+    """
     if given is None:
         return list(range(count))
     for index in given:
