@@ -234,7 +234,7 @@ def test_inputs_are_those_of_the_feature_extractor(
 )
 def test_files_that_cannot_be_understood(wav2vec2: Path, content: str) -> None:
     (wav2vec2 / "preprocessor_config.json").write_text(content)
-    with pytest.raises(ModelError, match="no usable way from sound") as error:
+    with pytest.raises(ModelError, match="no usable way from audio") as error:
         load_model(wav2vec2)
     assert "\n" not in str(error.value)
 
@@ -246,7 +246,7 @@ def test_inputs_from_python(wav2vec2: Path) -> None:
     assert given["input_values"].dtype == torch.float64
     with pytest.raises(ArgumentError, match="seconds"):
         audio_inputs(loaded, "builtin", seconds=61.0)
-    with pytest.raises(ModelError, match="takes text, not sound"):
+    with pytest.raises(ModelError, match="takes text, not audio"):
         audio_inputs(load_model("builtin-encoder"))
     with pytest.raises(ArgumentError, match="samples for"):
         dataset_of(load_audio(np.zeros(500)), loaded)

@@ -1,4 +1,4 @@
-"""``capture``: the attention layers of a model as maps, at the tokens that a given input produces."""
+"""``capture``: return the attention layers of a model as maps, with their tokens for a given input."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ def capture(
 ) -> list[Site]:
     """Run a model on inputs and return its attention layers as maps, each with the tokens it was applied to.
 
-    The model runs once, in evaluation mode (no dropout), without gradients and without a cache, and is left
-    as it was found. Then each layer is run by itself: its structure is found by comparing the numbers that
-    flow through it, and each map is held against the model's own output at these tokens and at changed ones,
-    so that a map that is returned is the model's own to float precision, its mask included.
+    The model runs once, in evaluation mode (no dropout), without gradients and without a cache; afterwards
+    its settings are restored. Then each layer runs by itself. Its structure is found by comparing numbers,
+    and its map is compared with the layer's own output, at these tokens and at changed ones. So every map
+    that is returned agrees with the model to float precision, including the mask.
 
     Parameters
     ----------
     model
-        Any PyTorch module in float32 or float64 that computes softmax attention: a transformers model, what
-        :func:`~howsmooth.models.load_model` returns, ``torch.nn.TransformerEncoder``, or one of your own.
+        Any PyTorch module in float32 or float64 that computes softmax attention: a transformers model, a
+        model from :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module.
     inputs
-        Token ids (batch, n), or a dict of the model's inputs; for a module that is not of transformers
-        its first argument, or a dict of its arguments by name. An encoder-decoder that is given no
-        ``decoder_input_ids`` gets the same tokens. Sequences that an ``attention_mask`` (or torch's
-        ``key_padding_mask``) shows to be padded are captured one by one, without the padding.
+        Token ids (batch, n), or a dict of the model's inputs; for a module that is not a transformers model,
+        its first argument or a dict of its arguments by name. An encoder-decoder without
+        ``decoder_input_ids`` gets the same tokens in its decoder. Sequences that are padded according to
+        ``attention_mask`` (or torch's ``key_padding_mask``) are captured one by one, without the padding.
     layers
-        Which layers, counted in the order of the model's softmaxes, negative from the end; by default all of
-        self-attention (cross-attention is left out; asked for by its index, it is refused).
+        Indices of the layers, counted in the order of the model's softmaxes, negative from the end; by
+        default all layers of self-attention. Cross-attention is left out, and refused if asked for by index.
     scope
-        What to call attention: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or ``"block"``
-        (see :class:`Site`).
+        Which part of a layer the map is: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or
+        ``"block"`` (see :class:`Site`).
     heads
-        Which heads, in scope ``"head"`` only; all by default.
+        Indices of the heads, in scope ``"head"`` only; all heads by default.
 
     Returns
     -------
     list of Site
-        One for each layer, in the order asked for; in scope ``"head"`` one for each layer and head. If a
-        sequence is padded, all these for each sequence in turn (``Site.sequence``), real tokens only.
+        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head. If a
+        sequence is padded, the list has these sites for each sequence (``Site.sequence``), real tokens only.
 
     Raises
     ------
     ArgumentError
         If an argument is not of the kind described above.
     CaptureError
-        If a layer does something that is not recognised, or fails its verification; the message says
-        what lies in the way. Nothing is ever returned that was not verified.
+        If a layer computes something that is not recognised, or its verification fails; the message names
+        the obstacle. A map that was not verified is never returned.
 
     """
     model = module_of(model)
@@ -89,7 +89,14 @@ def capture(
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the module of what a user calls a model."""
+    """Return the PyTorch module of a model: a :class:`LoadedModel`'s, or the module itself.
+
+    Raises
+    ------
+    ArgumentError
+        If the model is neither.
+
+    """
     module = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module):
         raise ArgumentError(
@@ -104,7 +111,7 @@ def module_of(model: object) -> nn.Module:
 def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
-    """Capture each sequence alone, where that gives what the padded pass gives."""
+    """Capture each sequence without its padding; refuse if its tokens differ from the padded batch."""
     _, traced_layer = trace_forward_pass(model, padding.whole.named, wanted)
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
@@ -131,7 +138,7 @@ def _captured_without_padding(
 
 
 def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
-    """Yield the layers asked for, of sequences of one length without padding."""
+    """Yield the wanted layers, verified; all sequences have one length and no padding."""
     seen, kept = trace_forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
@@ -139,7 +146,7 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) 
     crossed: list[CrossAttention] = []
     for index in indices:
         try:
-            # Whatever the layer was given is not needed any more afterwards.
+            # ``pop`` frees the arguments of the layer as soon as it is verified.
             yield read_layer(kept.pop(index), given.batch, implementation(model))
         except CrossAttention as error:
             if wanted is not None:
@@ -166,7 +173,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
 
 
 def _checked(argument: str, given: object) -> tuple[int, ...]:
-    """Check a list of indices as far as that can be done before their number is known."""
+    """Return a list of indices as a tuple; raise ArgumentError if it is empty or not a list of integers."""
     expected = f"a list of {argument[:-1]} indices"
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(argument, expected=expected, got=repr(given))

@@ -1,4 +1,4 @@
-"""A model in training mode: its dropout, and the tokens that it then gives its attention layers."""
+"""Run a model in training mode: its dropout rates, and the tokens of its attention layers under dropout."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from howsmooth.seeds import torch_seed
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
 
-# What transformers' configurations call the two rates, GPT-2's names first
+# The names of the two rates in the configurations of transformers, GPT-2's first
 _WEIGHTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
 _OUTPUTS = ("resid_pdrop", "hidden_dropout_prob", "resid_dropout")
 
 
 @dataclass(frozen=True)
 class DropoutRates:
-    """Probabilities with which attention weights, and entries of the attention's output, become zero."""
+    """Dropout probabilities of the attention weights and of the entries of the attention's output."""
 
     weights: float
     outputs: float
 
 
 def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
-    """Return the rates that a model's configuration states, None if it states none above zero."""
+    """Return the dropout rates in a model's configuration, None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
         for names in (_WEIGHTS, _OUTPUTS)
@@ -45,9 +45,9 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 def training_tokens(
     model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence in training mode and return the tokens that each site is given, (batch, n, d).
+    """Run each sequence in training mode and return the tokens of each site, a list of (batch, n, d).
 
-    The model and the random state are left as they were found.
+    The settings of the model and the random state are restored afterwards.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def training_tokens(
     inputs
         Token ids (batch, n).
     sites
-        Captured from this model.
+        Sites captured from this model.
     seeds
-        One a sequence, of its dropout.
+        For each sequence, the seed of its dropout.
 
     Raises
     ------
     CaptureError
-        If one module serves several layers.
+        If the model uses one attention module for several layers.
 
     """
     seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}

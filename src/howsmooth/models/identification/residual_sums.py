@@ -86,7 +86,7 @@ def find_sums(
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
-    """Yield the sums of a base and a branch that the numbers confirm, those without factors first.
+    """Yield the sums of a residual and a branch that the numbers confirm, sums without factors first.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def find_sums(
     Yields
     ------
     tuple
-        The tensor that is the sum, the base, the branch and the factors.
+        The tensor that is the sum, the residual, the branch and the factors.
 
     """
     targets = list(_targets(trace, later, branches[0][0]))
@@ -187,8 +187,8 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
     parts = (fitted * terms.abs().amax(dim=0)).abs()
     if off(fitted) > allowed or float(parts.min()) <= allowed:
         return None
-    # The fit carries the rounding of the sum. If 1 or a number among the layer's attributes fits as well, that
-    # number is the exact factor.
+    # The fit carries the rounding of the sum. If 1 or a number among the layer's attributes fits as well,
+    # that number is the exact factor.
     known = [1.0, *(float(v) for v in vars(root).values() if isinstance(v, int | float) and v)]
     for i in range(2):
         nearest = min(known, key=lambda v: abs(v - float(fitted[i])))

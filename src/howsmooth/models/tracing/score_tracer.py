@@ -56,11 +56,11 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Compute a product of probabilities ``p`` and values, by default with ``run``; return the result."""
+        """Return the product of probabilities ``p`` and values; ``run`` computes it as the model's code does."""
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Compute ``scaled_dot_product_attention`` of the named arguments, by default with ``run``."""
+        """Return ``scaled_dot_product_attention`` of the named arguments; ``run`` computes it."""
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
