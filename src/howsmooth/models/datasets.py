@@ -143,7 +143,7 @@ def image_inputs(
 def audio_inputs(
     model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of an audio model from a recording.
+    """Make the inputs of an audio model from audio.
 
     Parameters
     ----------

@@ -246,7 +246,7 @@ def _positions(attention: object) -> str:
 
 
 def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) -> list[InspectedSite]:
-    """Return all layers in the order of the forward pass, the layers without a softmax among the others."""
+    """Return the layers with and without a softmax, together in the order of the forward pass."""
     found = list(sites)
     for layer in reversed(non_softmax):
         found.insert(layer.after, InspectedSite(None, layer.name, layer.module, kind=_NONE))

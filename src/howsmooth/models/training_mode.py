@@ -89,6 +89,6 @@ def training_tokens(
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "
-            "layer in training mode cannot be told from another's. Leave dropout out."
+            "layer in training mode cannot be distinguished from another's. Leave dropout out."
         )
     return [torch.cat(seen[site.name]) for site in sites]

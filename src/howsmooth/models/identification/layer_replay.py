@@ -33,7 +33,7 @@ _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the call of the whole layer around the attention, or of the outermost module without a layer.
+    """Return the call of the layer around the attention, or of the model if it has no list of layers.
 
     Raises
     ------

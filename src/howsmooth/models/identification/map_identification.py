@@ -207,7 +207,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the code between the last softmax of a module and the output of its attention."""
+    """Return where the output of the attention is found after the last softmax of its module."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -224,7 +224,7 @@ def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str |
 
 def _width(tokens: Tensor | None, call: ModuleCall) -> int:
     if tokens is None:
-        raise CaptureError(f"{call.name} gives out no tensor.")
+        raise CaptureError(f"{call.name} returns no tensor.")
     return tokens.shape[-1]
 
 

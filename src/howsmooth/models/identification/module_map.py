@@ -237,7 +237,7 @@ class ReplayedAttention(TokenMap):
 
     def head(self, h: int) -> TokenMap:
         """Raise CaptureError: the single heads are not known."""
-        raise CaptureError("Its heads are not told apart; scopes from 'heads' on may be had.")
+        raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         if weighting is not None:

@@ -172,13 +172,15 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Return the projections if queries and keys were normalised, rotated or scaled after them, else None."""
+    """Return projections with a norm, rotation or scale between them and the softmax; None if none fits."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     read: list[list[ProjectionReading]] = []
     for heads, width in zip((query, key), widths, strict=True):
         # The first position often has no rotation, so that its entries identify the columns in any order.
         first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
+        # Candidates: slices at the start of each linear module, and after the queries or the queries and keys
+        # of a fused projection.
         starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
         room = [s for s in starts if s + width <= outputs.values.shape[1]]
         slices = [torch.arange(s, s + width, device=query.device) for s in room]
@@ -258,6 +260,7 @@ def matching_columns(
         for start in starts:
             if bool(((outputs[:, start : start + width] - wanted).abs() <= atol).all()):
                 return torch.arange(start, start + width, device=wanted.device)
+    # Compare all pairs of columns on at most eight tokens; the result is compared on all tokens at the end.
     tokens = torch.linspace(0, n - 1, min(n, 8), device=wanted.device).round().long()
     equal = torch.ones(outputs.shape[1], width, dtype=torch.bool, device=wanted.device)
     for output, target in zip(outputs[tokens], wanted[tokens], strict=True):

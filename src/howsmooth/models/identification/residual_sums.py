@@ -61,6 +61,7 @@ class Factors:
 
     def around(self, branch: TokenMap) -> TokenMap:
         """Return the map X ↦ α∘X + λ∘f(X) for the factors α, λ and f = ``branch``."""
+        # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
         if self.base is not None or self.branch is not None:
@@ -179,6 +180,7 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
     fitted = torch.zeros_like(terms[0])
     for _ in range(2):  # the second solve corrects the rounding of the first
         fitted += torch.linalg.lstsq(terms, (wanted - terms @ fitted)[:, None]).solution.flatten()
+    # Both terms must contribute more than the rounding error, or the fit says nothing about their factors.
     allowed = one_operation(precision(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
 
     def off(factors: Tensor) -> float:

@@ -80,6 +80,7 @@ def projection_readings(
             factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
             if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
                 continue
+            # The factor is measured with rounding errors: a usual value nearby is the exact one.
             usual = (1.0, dim**-0.5, dim**-0.25)
             factor = next((u for u in usual if abs(factor - u) <= loose * u), factor)
             yield ProjectionReading(columns, norm, base, given / factor, factor)
@@ -97,6 +98,8 @@ def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary
     # Entries that are not rotated agree exactly if there is neither a norm nor a scale.
     slack = 0.0 if plain and query.factor == key.factor == 1.0 else tol
     differ = ((wanted - base).abs() > slack * wanted.abs().max()).flatten(0, 1).any(dim=0).nonzero()
+    # Rotated entries come first in a head. Their number is at least ``least`` and mostly a quarter, a half,
+    # three quarters or all of the head; pairs are a half of it apart, or neighbours.
     least = int(differ.max()) // 2 * 2 + 2
     for width in sorted({least, dim // 4, dim // 2, 3 * dim // 4, dim // 2 * 2}):
         if width < least or width > dim or width % 2:
@@ -115,6 +118,9 @@ def _rotary(
 ) -> Rotary | None:
     half = width // 2
     z, w = (torch.complex(t[..., :half].double(), t[..., half:width].double()) for t in (base, wanted))
+    # A pair of entries is a complex number, and a rotation multiplies it by a number. For w ≈ turn * z the
+    # least-squares solution over the heads is Σ w z̄ / Σ |z|²; pairs that are zero everywhere are not
+    # rotated.
     size = z.abs().square().sum(dim=0)
     turn = (w * z.conj()).sum(dim=0) / size.clamp(min=torch.finfo(torch.float64).tiny)
     turn = torch.where(size > 0, turn, 1.0)

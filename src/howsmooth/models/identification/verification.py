@@ -121,6 +121,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
         _compare_attention(layer, found, own, tol)
     # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
     tol = tolerance(eps, 4.0 * found.condition)
+    # For a causal map also with only the second half of the tokens changed: earlier outputs must stay.
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
         moved = model_values(self_attention, output, call.shaped(moved_tokens(own.x, first)))

@@ -151,6 +151,7 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
         return False
     # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
     slack = 64.0 * precision(torch.float32)
+    # An output of the norm is bias + gain∘u with |u| <= 1, where the gain includes √d.
     shift = (x if norm.bias is None else x - norm.bias).double()
     gain = math.sqrt(norm.d) * norm.weight.double().abs()
     outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)

@@ -64,7 +64,7 @@ class Audio(DataSource):
 
 
 def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
-    """Read audio and return its channels' mean.
+    """Read audio, and average its channels.
 
     Parameters
     ----------

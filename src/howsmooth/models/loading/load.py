@@ -364,10 +364,10 @@ def _tokenizer(
     if random_init and text is not None:
         return (
             trained_tokenizer(text, vocabulary or 0),
-            "a byte-level BPE trained on the text, because the model's own tokenizer could not be had",
+            "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
     remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
-    return Tokenizer(None, f"No tokenizer could be had for {place.name!r}. {remedy}"), "none"
+    return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
 
 
 def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:

@@ -120,6 +120,7 @@ def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
+    # The image is resized by the same factor as the crop, so that the crop keeps the same share of the image.
     crop = dict(processor.crop_size)
     scale = max(height / crop["height"], width / crop["width"])
     inner = {name: round(scale * side) for name, side in dict(processor.size).items()}

@@ -134,7 +134,7 @@ def find(name: str, *, random_init: bool) -> Place:
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return the folder, or the transformer inside a sentence-transformers folder; None if it has no model."""
+    """Return the folder, or the transformer inside a sentence-transformers folder; None if there is none."""
     if (folder / "config.json").is_file():
         return folder
     parts = folder / "modules.json"

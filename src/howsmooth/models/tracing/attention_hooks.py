@@ -117,7 +117,7 @@ def _interface_call(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sink = sinks[0].reshape(-1) if sinks and sinks[0].numel() == query.shape[1] else None
     if sinks and sink is None:
-        obstacle = obstacle or "its sinks are not one number a head"
+        obstacle = obstacle or "its sinks are not one number for each head"
     if obstacle or not compute:
         output = query.new_zeros(*query.shape[:-1], value.shape[-1]) if compute else None
         return SoftmaxCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
@@ -177,6 +177,7 @@ def plain_attention(
     groups = heads // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
     batch = query.shape[:-3].numel()
+    # As many heads as fit into _ENTRIES scores, or else one head in blocks of query rows.
     together = max(1, min(heads, _ENTRIES // (batch * m * n)))
     length = max(1, min(m, _ENTRIES // (batch * together * n)))
     if together == heads and length == m:

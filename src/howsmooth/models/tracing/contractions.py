@@ -105,6 +105,7 @@ def product_scores(c: Contraction) -> Scores | Opaque | None:
     """Return the scores that a product of two tensors computes, or None if it cannot be scores."""
     if _is_parameter(c.left) or _is_parameter(c.right):
         return None
+    # Scores are a product with exactly one label that is summed over.
     shared = [label for label in c.left_labels if label in c.right_labels and label not in c.labels]
     if len(shared) != 1 or not c.left.is_floating_point():
         return None

@@ -116,7 +116,7 @@ class ModuleReplay:
             alone = self._sliced(multiples=multiples)
             try:
                 output = first_tensor(alone(alone.x))
-            except Exception as error:  # whatever a module raises for arguments that do not fit
+            except Exception as error:  # a module may raise any error for arguments that do not fit
                 why = reason(error)
                 continue
             if wanted is None:
@@ -196,7 +196,7 @@ def _batch_axis(x: Tensor, batch: int) -> int:
     if x.shape[0] % batch == 0:
         return 0
     raise CaptureError(
-        f"Tokens of shape {tuple(x.shape)} cannot be told apart by sequence; give one sequence at a time."
+        f"Tokens of shape {tuple(x.shape)} cannot be split into sequences; give one sequence at a time."
     )
 
 

@@ -117,6 +117,7 @@ class Scores:
             return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
         if self.cap is None:
+            # number * (scale * product + biases); with a cap, the number multiplies the cap instead
             return replace(self, scale=self.scale * number, biases=biases)
         if number <= 0:
             return Opaque("its capped scores are multiplied by a number that is not positive")
@@ -127,6 +128,7 @@ class Scores:
         if self.cap is not None or self.sinks is not None:
             return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
+        # The product distributes over the biases: each is multiplied now, the factors are applied later.
         biases = []
         for bias in self.biases:
             aligned = arrange(bias.operand.tensor, bias.operand.axes, axes)
@@ -154,7 +156,7 @@ class Scores:
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the scores after a number that hides the key replaced those where ``pairs`` is True."""
+        """Return the scores after they were masked out where ``pairs`` is True."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
@@ -214,12 +216,15 @@ def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) 
 
     """
     left, right = scores.left, scores.right
+    # The code may compute k @ q.T: the operand that varies along the rows holds the queries.
     if _shares(left, keys) or _shares(right, rows):
         left, right = right, left
     if _shares(left, keys) or _shares(right, rows):
         raise Unreadable("its keys differ from query to query")
     query = _arranged(left, (*lead, rows, (scores.contracted,)))
     key = _arranged(right, (*lead, keys, (scores.contracted,)))
+    # A factor that is constant along the keys belongs to the queries, one constant along the rows to the
+    # keys.
     for factor in scores.factors:
         if not _shares(factor.operand, keys):
             query = _scaled(query, _arranged(factor.operand, (*lead, rows, ())), factor.inverse)
@@ -227,6 +232,7 @@ def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) 
             key = _scaled(key, _arranged(factor.operand, (*lead, keys, ())), factor.inverse)
         elif not _zero_or_one(factor.operand.tensor):
             raise Unreadable("its scores are multiplied by numbers of their own for every pair of tokens")
+    # The cap is stored as cap * tanh(scale * ...), a SoftmaxCall has softcap * tanh(scale * ... / softcap).
     scale = scores.scale if scores.cap is None else scores.scale * scores.cap
     return SoftmaxOperands(
         query, key, scale, _mask(scores, lead, rows, keys), scores.cap, _sinks(scores, lead, rows)

@@ -56,7 +56,7 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the product of probabilities ``p`` and values; ``run`` computes it as the model's code does."""
+        """Return the product of probabilities ``p`` and values; ``run`` computes it with the model's code."""
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:

@@ -137,6 +137,8 @@ class _Layout:
         if p is not contraction.left:
             first, second, self.value = second, first, contraction.left
         self.p_labels, self.v_labels, self.labels = first, second, contraction.labels
+        # keys: summed over; lead: in both operands and the result (batch, heads); rows and columns: in one
+        # operand
         self.keys = [label for label in first if label in second and label not in self.labels]
         self.lead = [label for label in first if label in second and label in self.labels]
         self.rows = [label for label in first if label not in second]
@@ -248,7 +250,7 @@ def _agrees(call: SoftmaxCall, eps: float, *, every: bool) -> bool:
             q, output = q[..., rows, :], output[..., rows, :]
             mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
         scores = capped_scores(q.to(dtype), k.to(dtype), call.scale, call.softcap)
-        size = scores.abs().max()
+        size = scores.abs().max()  # the error of the weights grows with the size of the scores
         seen = torch.ones((), dtype=torch.bool, device=q.device)
         if mask is not None:
             seen = (mask if mask.dtype == torch.bool else mask > HIDES).any(-1)
