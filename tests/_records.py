@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.models.identification.block_arrangement import Block
-from howsmooth.models.tracing.layer_trace import AttentionLayer, LayerRecord, ModuleCall, is_norm
+from howsmooth.models.tracing.layer_trace import AttentionLayer, LayerTrace, ModuleCall, is_norm
 
 
 class Own(TokenMap):
@@ -43,7 +43,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def record(
     root: nn.Module, owner: nn.Module, projection: nn.Module, run: Callable[[], Any]
-) -> tuple[LayerRecord, ModuleCall]:
+) -> tuple[LayerTrace, ModuleCall]:
     """Call ``run``, which runs the layer once on one sequence, and write down what ``read_block`` needs."""
     calls: list[ModuleCall] = []
     seen: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def record(
         for handle in handles:
             handle.remove()
     layer = AttentionLayer(0, "owner", owner, "root", root, 1, causal=False)
-    found = LayerRecord(layer, seen["x"], arguments={}, before=seen["before"], after=calls[seen["since"] :])
+    found = LayerTrace(layer, seen["x"], arguments={}, before=seen["before"], after=calls[seen["since"] :])
     found.last_norm = next((c for c in reversed(seen["before"]) if is_norm(c.module)), None)
     found.output = seen["result"]
     return found, seen["output"]

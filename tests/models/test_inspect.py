@@ -11,8 +11,7 @@ from torch import nn
 from transformers import FalconConfig, FalconModel
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models import SCOPES, Inspection, capture, inspect_model
-from howsmooth.models import inspect as inspection
+from howsmooth.models import SCOPES, Inspection, capture, inspect, inspect_model
 from howsmooth.models.identification.verified_layer import read_layer
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 from tests.architectures.build import build, inputs_of
@@ -242,7 +241,7 @@ def test_a_layer_is_read_once_for_all_scopes(monkeypatch: pytest.MonkeyPatch) ->
         read.append(passed.layer.index)
         return read_layer(passed, batch, user)
 
-    monkeypatch.setattr(inspection, "read_layer", counted)
+    monkeypatch.setattr(inspect, "read_layer", counted)
     found = inspect_model(tiny("bert"))
     assert read == [0, 1, 2]
     assert all(site.scopes == SCOPES for site in found.sites)

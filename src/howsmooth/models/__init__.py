@@ -1,12 +1,12 @@
-"""Models of any kind: loading them, and capturing their attention layers as maps.
+"""Load models of any kind, and capture their attention layers as maps.
 
-``loading`` brings a model by its name, and ``inputs`` makes what it takes from text, images, audio, token ids
-or embeddings. ``capture`` runs the model once, in ``measurement_mode``, which leaves it as it was found.
-``tracing`` sees every softmax attention of that pass and keeps the calls around it; ``identification`` then
-runs each layer by itself, reads it as a map, and verifies the map against the model's own numbers. A ``site``
-is the result: one layer's map and its tokens. ``inspect`` asks for every layer in every scope and says what
-is refused, ``padded_sequences`` captures batches with padding, and ``datasets`` cuts texts, images and audio
-to sequences of the length that is asked for.
+``loading`` loads a model by its name, and ``inputs`` makes its inputs from images, audio, token ids or
+embeddings. ``capture`` runs the model once, in ``measurement_mode``, which restores the model afterwards.
+``tracing`` finds every softmax attention of that forward pass and keeps the module calls around it.
+``identification`` then runs each layer by itself, finds the map that it computes, and verifies the map
+against the model's own numbers. The result is a ``site``: the map of one layer, and its tokens. ``inspect``
+captures every layer in every scope and says what is refused, ``padded_sequences`` captures batches with
+padding, and ``datasets`` cuts token ids, images and audio into sequences of a given length.
 """
 
 from howsmooth.models.capture import capture

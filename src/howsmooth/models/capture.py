@@ -1,4 +1,4 @@
-"""``capture``: the attention layers of a model as maps, at the tokens that a given input produces."""
+"""``capture``: return the attention layers of a model as maps, with their tokens for a given input."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.site import Site
-from howsmooth.models.tracing.forward_trace import forward_pass
+from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
 
@@ -32,43 +32,43 @@ def capture(
 ) -> list[Site]:
     """Run a model on inputs and return its attention layers as maps, each with the tokens it was applied to.
 
-    The model runs once, in evaluation mode (no dropout), without gradients and without a cache, and is left
-    as it was found. Then each layer is run by itself: its structure is found by comparing the numbers that
-    flow through it, and each map is held against the model's own output at these tokens and at changed ones,
-    so that a map that is returned is the model's own to float precision, its mask included.
+    The model runs once, in evaluation mode (no dropout), without gradients and without a cache; afterwards
+    its settings are restored. Then each layer runs by itself. Its structure is found by comparing numbers,
+    and its map is compared with the layer's own output, at these tokens and at changed ones. So every map
+    that is returned agrees with the model to float precision, including the mask.
 
     Parameters
     ----------
     model
-        Any PyTorch module in float32 or float64 that computes softmax attention: a transformers model, what
-        :func:`~howsmooth.models.load_model` returns, ``torch.nn.TransformerEncoder``, or one of your own.
+        Any PyTorch module in float32 or float64 that computes softmax attention: a transformers model, a
+        model from :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module.
     inputs
-        Token ids (batch, n), or a dict of the model's inputs; for a module that is not of transformers
-        its first argument, or a dict of its arguments by name. An encoder-decoder that is given no
-        ``decoder_input_ids`` gets the same tokens. Sequences that an ``attention_mask`` (or torch's
-        ``key_padding_mask``) shows to be padded are captured one by one, without the padding.
+        Token ids (batch, n), or a dict of the model's inputs; for a module that is not a transformers model,
+        its first argument or a dict of its arguments by name. An encoder-decoder without
+        ``decoder_input_ids`` gets the same tokens in its decoder. Sequences that are padded according to
+        ``attention_mask`` (or torch's ``key_padding_mask``) are captured one by one, without the padding.
     layers
-        Which layers, counted in the order of the model's softmaxes, negative from the end; by default all of
-        self-attention (cross-attention is left out; asked for by its index, it is refused).
+        Indices of the layers, counted in the order of the model's softmaxes, negative from the end; by
+        default all layers of self-attention. Cross-attention is left out, and refused if asked for by index.
     scope
-        What to call attention: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or ``"block"``
-        (see :class:`Site`).
+        Which part of a layer the map is: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or
+        ``"block"`` (see :class:`Site`).
     heads
-        Which heads, in scope ``"head"`` only; all by default.
+        Indices of the heads, in scope ``"head"`` only; all heads by default.
 
     Returns
     -------
     list of Site
-        One for each layer, in the order asked for; in scope ``"head"`` one for each layer and head. If a
-        sequence is padded, all these for each sequence in turn (``Site.sequence``), real tokens only.
+        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head. If a
+        sequence is padded, the list has these sites for each sequence (``Site.sequence``), real tokens only.
 
     Raises
     ------
     ArgumentError
         If an argument is not of the kind described above.
     CaptureError
-        If a layer does something that is not recognised, or fails its verification; the message says
-        what lies in the way. Nothing is ever returned that was not verified.
+        If a layer computes something that is not recognised, or its verification fails; the message names
+        the obstacle. A map that was not verified is never returned.
 
     """
     model = module_of(model)
@@ -82,14 +82,21 @@ def capture(
     heads = None if heads is None else _checked("heads", heads)
     given = model_inputs(model, inputs)
     padding = padding_of(model, given)
-    with borrowed(model):
+    with measurement_mode(model):
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, heads)
         return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the module of what a user calls a model."""
+    """Return the PyTorch module of a model: a :class:`LoadedModel`'s, or the module itself.
+
+    Raises
+    ------
+    ArgumentError
+        If the model is neither.
+
+    """
     module = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module):
         raise ArgumentError(
@@ -104,8 +111,8 @@ def module_of(model: object) -> nn.Module:
 def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
 ) -> list[Site]:
-    """Capture each sequence alone, where that gives what the padded pass gives."""
-    _, passed = forward_pass(model, padding.whole.named, wanted)
+    """Capture each sequence without its padding; refuse if its tokens differ from the padded batch."""
+    _, traced_layer = trace_forward_pass(model, padding.whole.named, wanted)
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
@@ -113,9 +120,9 @@ def _captured_without_padding(
             found: list[Site] = []
             moved = None
             for layer in _layers(model, given, wanted):
-                index = layer.owner.layer.index
-                if index not in passed or not reproduces(layer, passed[index], padding, sequence):
-                    moved = layer.owner.layer
+                index = layer.self_attention.layer.index
+                if index not in traced_layer or not reproduces(layer, traced_layer[index], padding, sequence):
+                    moved = layer.self_attention.layer
                     break
                 found += [replace(site, sequence=sequence) for site in layer.sites(scope, heads)]
             if moved is None:
@@ -131,15 +138,15 @@ def _captured_without_padding(
 
 
 def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
-    """Yield the layers asked for, of sequences of one length without padding."""
-    seen, kept = forward_pass(model, given.named, wanted)
+    """Yield the wanted layers, verified; all sequences have one length and no padding."""
+    seen, kept = trace_forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
     indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
         try:
-            # Whatever the layer was given is not needed any more afterwards.
+            # ``pop`` frees the arguments of the layer as soon as it is verified.
             yield read_layer(kept.pop(index), given.batch, implementation(model))
         except CrossAttention as error:
             if wanted is not None:
@@ -151,12 +158,12 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) 
 
 def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     none = f"No softmax attention of {type(model).__name__} was seen"
-    members = LayersWithoutSoftmax(most=4)
-    with members.hooked(model):
-        forward_pass(model, given.named, ())
-    mixer = next(members.mixers(given.batch), None)
-    if mixer is not None:
-        return f"{none}. Its layer {mixer.name} ({mixer.module}) mixes tokens with {NO_SOFTMAX}."
+    tracer = NonSoftmaxTracer(most=4)
+    with tracer.hooked(model):
+        trace_forward_pass(model, given.named, ())
+    other = next(tracer.find(given.batch), None)
+    if other is not None:
+        return f"{none}. Its layer {other.name} ({other.module}) mixes tokens with {NO_SOFTMAX}."
     classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
     named = ", ".join(classes) if classes else "no module with attention in its name"
     return (
@@ -166,7 +173,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
 
 
 def _checked(argument: str, given: object) -> tuple[int, ...]:
-    """Check a list of indices as far as that can be done before their number is known."""
+    """Return a list of indices as a tuple; raise ArgumentError if it is empty or not a list of integers."""
     expected = f"a list of {argument[:-1]} indices"
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(argument, expected=expected, got=repr(given))

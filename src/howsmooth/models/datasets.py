@@ -1,7 +1,7 @@
-"""Feeds: what a model is given, cut to sequences of a wished length.
+"""Datasets for a model: token ids, embeddings, images and audio, cut into sequences of a given length.
 
-For an image the length is the number of patches, with the tokens that the model adds; for sound it is the
-number of frames that enter the attention. Both are found by looking at the tokens of the captured layers.
+The length of an image is its number of patches plus the tokens that the model adds; the length of audio is
+the number of frames in the attention. Both are found by counting the tokens of the captured layers.
 """
 
 from __future__ import annotations
@@ -25,34 +25,41 @@ from howsmooth.models.inputs.submodels import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 
 __all__ = [
-    "AudioFeed",
-    "ChunkFeed",
-    "Feed",
-    "ImageFeed",
-    "StreamFeed",
+    "AudioChunkDataset",
+    "AudioDataset",
+    "Dataset",
+    "ImageDataset",
+    "TokenDataset",
     "audio_inputs",
-    "feed_of",
+    "dataset_of",
     "image_inputs",
     "open_input",
 ]
 
-_MOST_LENGTHS = 8
-_LARGEST_GRID = 64
+_MOST_LENGTHS = 8  # lengths of images that are measured by default
+_LARGEST_GRID = 64  # patches along one side of an image
 
 Opened = Images | Audio | TokenStream
 P = TypeVar("P", ImagePreparation, AudioPreparation)
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
-    """Read a source: ``tokens``, ``embeddings`` or ``audio`` of one file, or ``images`` of several.
+    """Read the files of a dataset.
+
+    Parameters
+    ----------
+    kind
+        ``"tokens"``, ``"embeddings"``, ``"audio"`` or ``"images"``.
+    places
+        The paths: several for images, otherwise one. ``"builtin"`` stands for built-in images or audio.
 
     Raises
     ------
     ArgumentError
-        If it cannot be read.
+        If a file cannot be read, or several are given for another kind than images.
 
     """
     if kind == "images":
@@ -67,33 +74,35 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
     return loaders[kind](places[0])
 
 
-def feed_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Feed:
-    """Bring a source and a model together.
+def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Dataset:
+    """Return the dataset of sequences that a source gives for a model.
 
     Parameters
     ----------
     opened
-        What :func:`open_input` returned.
+        The source, from :func:`open_input`.
     model
         The model.
     layers
-        Those that will be captured, which must all have the same number of tokens; None for all.
+        Indices of the layers that will be captured, which must have equal numbers of tokens; None for all.
 
     Raises
     ------
-    ModelError, CaptureError
-        If the model does not take such a source, or its layers have different numbers of tokens.
+    ModelError
+        If the model takes inputs of another kind.
+    CaptureError
+        If the layers have different numbers of tokens.
 
     """
     if isinstance(opened, TokenStream):
-        return StreamFeed(opened, model)
+        return TokenDataset(opened, model)
     if isinstance(opened, Images):
-        return ImageFeed(opened, model, layers)
-    preparation = _preparation(model, AudioPreparation, "sound", "audio")
+        return ImageDataset(opened, model, layers)
+    preparation = _preparation(model, AudioPreparation, "audio", "audio")
     frames = getattr(model.model, "_get_feat_extract_output_lengths", None)
     if preparation.raw and frames is not None:
-        return AudioFeed(opened, model, preparation, frames)
-    return ChunkFeed(opened, model, layers, preparation)
+        return AudioDataset(opened, model, preparation, frames)
+    return AudioChunkDataset(opened, model, layers, preparation)
 
 
 def image_inputs(
@@ -106,10 +115,10 @@ def image_inputs(
     model
         A vision model, or the vision part of one, from :func:`~howsmooth.models.load_model`.
     images
-        As for :func:`~howsmooth.models.inputs.images.load_images`; all of them are taken.
+        As for :func:`~howsmooth.models.inputs.images.load_images`; the batch has all of these images.
     size
-        Height and width in pixels, or one number for both; those of the model by default. Not every model
-        takes others.
+        Height and width in pixels, or one number for both; by default the size of the model. Not every model
+        accepts other sizes.
 
     Returns
     -------
@@ -134,16 +143,17 @@ def image_inputs(
 def audio_inputs(
     model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of an audio model from sound.
+    """Make the inputs of an audio model from audio.
 
     Parameters
     ----------
     model
         An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
     audio, rate
-        As for :func:`~howsmooth.models.inputs.audio.load_audio`; resampled to what the model hears.
+        As for :func:`~howsmooth.models.inputs.audio.load_audio`; resampled to the rate of the model.
     seconds
-        How much of it, from its beginning; what the model is made for by default, as far as there is so much.
+        Length of the part that is used, from the beginning; by default the length for which the model was
+        made, or the whole audio if that is shorter.
 
     Returns
     -------
@@ -153,12 +163,12 @@ def audio_inputs(
     Raises
     ------
     ModelError
-        If the model takes no sound.
+        If the model takes no audio.
     ArgumentError
-        If the sound cannot be read, or is shorter than asked for.
+        If the audio cannot be read, or is shorter than ``seconds``.
 
     """
-    preparation = _preparation(model, AudioPreparation, "sound", "audio")
+    preparation = _preparation(model, AudioPreparation, "audio", "audio")
     found = load_audio(audio, rate)
     samples = found.at(preparation.rate)
     wanted = len(samples) / preparation.rate if seconds is None else seconds
@@ -173,7 +183,7 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return how images, or sound, become the inputs of a model; raise ModelError if it takes none."""
+    """Return the model's preparation of images or of audio; raise ModelError if it is not of this kind."""
     if not isinstance(model.preparation, kind):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
@@ -183,14 +193,14 @@ def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
 
 
 def _taken(model: LoadedModel) -> str:
-    words = {"image": "images", "audio": "sound", "embeddings": "embedded tokens", "other": "other inputs"}
+    words = {"image": "images", "audio": "audio", "embeddings": "embedded tokens", "other": "other inputs"}
     return words.get(model.modality, model.modality)
 
 
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Count the tokens that the layers are given."""
+    """Return the number of tokens in the layers; raise CaptureError if it is not the same in all of them."""
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:
@@ -205,23 +215,24 @@ def _tokens_at(
     return next(iter(counts.values()))
 
 
-class Feed:
-    """A source brought together with a model: sequences of a wished length, as the model's inputs.
+class Dataset:
+    """Sequences of a source, of any possible length, as inputs of one model.
 
     Attributes
     ----------
     count
-        How many tokens, frames or images there are for this model.
+        The number of tokens, frames or images in the source.
     parts
-        Where windows can lie, as (first token, tokens); None if sequences are wholes, such as images.
+        The stretches of the source in which a sequence may lie, as (first token, number of tokens); None if
+        every sequence is a whole item, such as an image.
     beyond
-        How many tokens' room a window takes beyond its own.
+        How many tokens of the source a sequence of n tokens occupies in addition to n.
     lengths
-        The lengths that there are; empty for all.
+        The possible lengths of a sequence; empty if every length is possible.
     usual
-        The lengths to take if none are asked for; empty if it is not for the model to say.
+        The lengths that are used by default; empty if the model does not suggest any.
     preparation
-        How the source becomes inputs, in words.
+        A phrase that says how the source becomes inputs of the model.
 
     """
 
@@ -233,16 +244,25 @@ class Feed:
     preparation: str
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs for some sequences of n tokens, each by its first token or its number."""
+        """Return the model's inputs for sequences of n tokens.
+
+        Parameters
+        ----------
+        starts
+            The first token of each sequence, or the index of each image.
+        n
+            The number of tokens in each sequence.
+
+        """
         raise NotImplementedError
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name the tokens of a sequence, by their numbers if by nothing better."""
+        """Return a name for each token of a sequence, by default its index in the source."""
         return tuple(str(index) for index in range(start, start + n))
 
 
-class StreamFeed(Feed):
-    """Windows of token ids, or of tokens that were embedded elsewhere."""
+class TokenDataset(Dataset):
+    """Sequences of token ids, or of tokens that are embedded already."""
 
     def __init__(self, stream: TokenStream, model: LoadedModel) -> None:
         self._tokens, self._model = stream.tokens, model
@@ -283,14 +303,14 @@ class StreamFeed(Feed):
         return {"inputs_embeds": embedded} if self._of_transformers else embedded
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return what the tokens stand for, or their numbers."""
+        """Return the decoded tokens; for embedded tokens their indices."""
         if self._tokens.is_floating_point():
             return super().words(start, n)
         return tuple(self._model.tokenizer.decoded(self._tokens[start : start + n].tolist()))
 
 
-class ImageFeed(Feed):
-    """Images, each a sequence of its patches; shown smaller or larger for another length."""
+class ImageDataset(Dataset):
+    """Images, each a sequence of its patches; an image is resized to get another number of patches."""
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)
@@ -302,7 +322,7 @@ class ImageFeed(Feed):
         if patch is not None and all(side % p == 0 for side, p in zip(made.size, patch, strict=True)):
             rows, columns = (side // p for side, p in zip(made.size, patch, strict=True))
             added = n - rows * columns
-            # Otherwise the layers have no token for each patch.
+            # Only then do the layers have a token for each patch, plus a few added tokens.
             if 0 <= added < rows * columns:
                 self._added = added
                 if self._takes((max(1, rows // 2) * patch[0], max(1, columns // 2) * patch[1])):
@@ -317,14 +337,14 @@ class ImageFeed(Feed):
         self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Whether images can be made of another size, and the model has positions for that many patches."""
+        """Whether the processor makes images of this size, and the model runs on them."""
         model = self._model.model
         device = next(model.parameters()).device
         try:
             inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
-            with borrowed(model), torch.no_grad():
+            with measurement_mode(model), torch.no_grad():
                 model(**inputs)
-        except Exception:  # whatever it raises, it does not take them
+        except Exception:  # any error means that the model does not accept this size
             return False
         return True
 
@@ -335,7 +355,7 @@ class ImageFeed(Feed):
 
     @cached_property
     def usual(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The model's own length and, if it takes others, some shorter ones."""
+        """Return the length at the model's own image size and, if it accepts others, some shorter lengths."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -343,11 +363,11 @@ class ImageFeed(Feed):
         return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return ``pixel_values`` of the images with these numbers."""
+        """Return the inputs for the images of these indices, resized so that each has n tokens."""
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name the patches by row and column, or the tokens by their numbers where several are added."""
+        """Name patches by row and column; if the model adds several tokens, name all tokens by index."""
         if self._added not in (0, 1) or self._preparation.patch is None:
             return super().words(0, n)
         columns = self._sizes[n][1] // self._preparation.patch[1]
@@ -355,10 +375,10 @@ class ImageFeed(Feed):
         return (*["class"] * self._added, *patches)
 
 
-class AudioFeed(Feed):
-    """Windows of sound, for models that hear the samples and make frames of them."""
+class AudioDataset(Dataset):
+    """Stretches of audio, for models that take raw samples and compute frames from them."""
 
-    beyond = 1  # the frames' fields overlap by less than a frame
+    beyond = 1  # consecutive frames use overlapping samples, by less than one frame
 
     def __init__(
         self,
@@ -371,7 +391,7 @@ class AudioFeed(Feed):
         self._samples = audio.at(preparation.rate)
 
         def samples_for(n: int) -> int:
-            """Find the smallest number of samples that make n frames."""
+            """Return the smallest number of samples that gives n frames."""
             return bisect_left(range(2**20), n, key=lambda count: int(frames(torch.tensor(count))))
 
         self._field = samples_for(1)
@@ -388,7 +408,7 @@ class AudioFeed(Feed):
         self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for n frames each."""
+        """Return the model's inputs for stretches of n frames."""
         length = self._field + (n - 1) * self._hop
         cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
         return in_dtype(self._model.model, self._preparation.prepared(cut))
@@ -398,8 +418,8 @@ class AudioFeed(Feed):
         return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
 
 
-class ChunkFeed(Feed):
-    """Chunks of sound of one length, for models that hear features of it."""
+class AudioChunkDataset(Dataset):
+    """Chunks of audio of a fixed length, for models that take features such as a spectrogram."""
 
     def __init__(
         self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
@@ -407,9 +427,9 @@ class ChunkFeed(Feed):
         self._model, self._preparation = model, preparation
         samples = audio.at(preparation.rate)
         size = round(preparation.seconds * preparation.rate)
-        # A last piece that is shorter is left out, unless it is all there is.
+        # A shorter piece at the end is left out, unless it is the only one.
         self._chunks = [samples[k * size : (k + 1) * size] for k in range(max(1, len(samples) // size))]
-        self._n = n = _tokens_at(model, self._inputs([0]), layers, "sound")
+        self._n = n = _tokens_at(model, self._inputs([0]), layers, "chunk of audio")
         self.lengths = self.usual = (n,)
         self.parts = tuple((k * n, n) for k in range(len(self._chunks)))
         self.count = len(self._chunks) * n
@@ -421,9 +441,9 @@ class ChunkFeed(Feed):
         return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for the chunks that begin with these tokens."""
+        """Return the model's inputs for the chunks whose first tokens are ``starts``."""
         return self._inputs([start // self._n for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name the tokens by their numbers."""
+        """Name the tokens by their index in the chunk."""
         return super().words(0, n)

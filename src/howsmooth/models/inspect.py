@@ -1,4 +1,4 @@
-"""``inspect_model``: what can be captured of a model, layer by layer, and why the rest cannot."""
+"""``inspect_model``: list what can be captured of a model, layer by layer, and why the rest cannot."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
-from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, LayersWithoutSoftmax, Mixer
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.inputs.submodels import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.models.measurement_mode import borrowed, implementation
+from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.site import Site
-from howsmooth.models.tracing.forward_trace import Passed, forward_pass
+from howsmooth.models.tracing.forward_trace import TracedLayer, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
 
@@ -32,26 +32,27 @@ _SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
 
 @dataclass(frozen=True)
 class InspectedSite:
-    """What is known of one layer. All but its place and kind is read off the captured, verified map.
+    """A layer of a model that mixes tokens, described by its captured and verified map.
 
-    If the layer is refused, ``scopes`` is empty and what is not known None.
+    If the layer is refused, ``scopes`` is empty and the unknown fields are None.
     """
 
-    #: Index of the layer in ``capture``, which counts the layers with a softmax from 0; None without one.
+    #: Index of the layer in ``capture``, which counts the layers with a softmax from 0; None without a
+    #: softmax.
     layer: int | None
-    #: Path of the attention module in the model; of the layer, if it has no softmax.
+    #: Path of the attention module in the model; path of the layer if it has no softmax.
     name: str
-    #: Its class.
+    #: Name of the class of that module.
     module: str
     #: ``self-attention``, ``cross-attention``, or ``no softmax``: a layer that mixes tokens otherwise.
     kind: str = _SELF
     #: The scopes in which it is captured, from the narrowest to the widest.
     scopes: tuple[str, ...] = ()
-    #: Number of tokens that it was given.
+    #: Number of tokens in its input.
     tokens: int | None = None
     #: Number of heads.
     heads: int | None = None
-    #: Number of key and value heads; less than ``heads`` if these are shared.
+    #: Number of key and value heads; less than ``heads`` if several query heads share one.
     kv_heads: int | None = None
     #: Dimension of the tokens.
     d: int | None = None
@@ -59,52 +60,52 @@ class InspectedSite:
     key_dim: int | None = None
     #: Dimension of the values of a head.
     value_dim: int | None = None
-    #: The mask in words, at the number of tokens that was looked at.
+    #: The mask in words, for ``tokens`` tokens.
     masking: str | None = None
-    #: What the scores know of positions: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
-    #: ``none`` (positions added to the tokens are no part of the attention). ``inside the layer`` if not
-    #: every parameter of the map is known.
+    #: How positions enter the scores: ``rotary``, ``score bias`` (ALiBi, relative positions), both, or
+    #: ``none`` (positions that are added to the tokens are no part of the attention). ``inside the layer`` if
+    #: not every parameter of the map is known.
     positions: str | None = None
-    #: ``post-norm``, ``pre-norm``, ..., or empty if not recognised.
+    #: The arrangement of residual and norm: ``post-norm``, ``pre-norm``, ...; empty if not recognised.
     layout: str | None = None
-    #: The norm whose outputs the tokens are, ``LayerNorm`` or ``RMSNorm``; None too if there is none.
+    #: The norm whose outputs are the tokens, ``LayerNorm`` or ``RMSNorm``; None also if there is no norm.
     norm: str | None = None
-    #: Radius of the smallest centred ball that holds all outputs of this norm, rounded up.
+    #: Radius of the smallest centred ball that contains all outputs of this norm, rounded up.
     norm_radius: float | None = None
-    #: ``closed form`` or ``autodiff``, as of :class:`Site`.
+    #: How the Jacobian is computed: ``closed form`` or ``autodiff``, as in :class:`Site`.
     path: str | None = None
-    #: Why it is that one; ``the layer`` stands for its name.
+    #: Why the Jacobian is computed in this way; ``the layer`` stands for the layer's name.
     path_reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason, and all that is refused for it."""
+    """A reason why layers are not captured in some scopes."""
 
-    #: The layers, by index; empty for those without a softmax, which have none.
+    #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
-    #: Their paths.
+    #: Paths of the layers in the model.
     names: tuple[str, ...]
-    #: The scopes.
+    #: The scopes in which they are refused.
     scopes: tuple[str, ...]
-    #: A sentence or two; ``the layer`` stands for each of them.
+    #: One or two sentences; ``the layer`` stands for each of the layers.
     reason: str
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect_model` returns."""
+    """The layers of a model that mix tokens, and what is refused: the result of :func:`inspect_model`."""
 
-    #: Class of the model.
+    #: Name of the model's class.
     model: str
-    #: Number of tokens that the first captured layer was given, None if all are refused. A window that is
-    #: longer does not show in ``masking``.
+    #: Number of tokens in the input of the first captured layer, None if all layers are refused. A sliding
+    #: window that is longer is not visible in ``masking``.
     tokens: int | None
-    #: One for each layer that mixes tokens, in the order of the model's pass.
+    #: One entry for each layer that mixes tokens, in the order of the forward pass.
     sites: tuple[InspectedSite, ...]
-    #: Empty if every layer is captured in every scope.
+    #: The refusals; empty if every layer is captured in every scope.
     refusals: tuple[Refusal, ...]
-    #: Parts of the model that the inputs did not reach, with what they take: ``vision_tower (image)``.
+    #: Parts of the model in which no layer ran, with the kind of their inputs: ``vision_tower (image)``.
     unreached: tuple[str, ...] = ()
 
 
@@ -117,22 +118,22 @@ def inspect_model(
 ) -> Inspection:
     """List the layers of a model that mix tokens, the scopes in which each is captured, and what is refused.
 
-    The model runs once. Each layer of self-attention is then captured and verified once, as :func:`capture`
-    does it, and asked for every scope. A layer that is refused does not hide the others. Members of module
-    lists in which no softmax runs are run by themselves: those that mix tokens are named.
+    The model runs once. Each layer of self-attention is then captured and verified once, as in
+    :func:`capture`, for every scope. If one layer is refused, the others are still captured. Members of
+    module lists in which no softmax runs are run by themselves, and listed if they mix tokens.
 
     Parameters
     ----------
     model
         As for :func:`capture`.
     inputs
-        As for :func:`capture`. By default something that the model takes: token ids or embedded tokens at
-        random, a built-in image, a second of built-in sound.
+        As for :func:`capture`. By default random token ids or embedded tokens, a built-in image, or a second
+        of built-in audio, whichever the model takes.
     tokens
-        How many token ids or embedded tokens, at least 2; 16 by default, or as many as the model has
-        positions for.
+        The number of random token ids or embedded tokens, at least 2; by default 16, or fewer if the model
+        has fewer positions.
     on_layer
-        Called with how many of how many layers are done.
+        Called with the number of layers that are done, and the number of all layers.
 
     Raises
     ------
@@ -149,16 +150,16 @@ def inspect_model(
     elif tokens is not None:
         raise ArgumentError("tokens", expected="None if inputs are given", got=repr(tokens))
     given = model_inputs(module, inputs)
-    with borrowed(module):
+    with measurement_mode(module):
         return _inspected(module, given, on_layer)
 
 
 def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, int], None]) -> Inspection:
-    members = LayersWithoutSoftmax()
-    with members.hooked(model):
-        layers, kept = forward_pass(model, given.named, None, members.on_layer)
-    mixers = list(members.mixers(given.batch))
-    if not layers and not mixers:
+    tracer = NonSoftmaxTracer()
+    with tracer.hooked(model):
+        layers, kept = trace_forward_pass(model, given.named, None, tracer.on_layer)
+    non_softmax = list(tracer.find(given.batch))
+    if not layers and not non_softmax:
         raise CaptureError(
             f"No layer of {type(model).__name__} was seen to mix tokens: it computes no softmax attention, "
             "or a fused kernel computes it (load the model with attn_implementation='sdpa' then)."
@@ -169,50 +170,52 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
         on_layer(layer.index, len(layers))
         sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
     on_layer(len(layers), len(layers))
-    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in mixers]
+    refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(
         model=type(model).__name__,
         tokens=next((site.tokens for site in sites if site.scopes), None),
-        sites=tuple(_in_order(sites, mixers)),
+        sites=tuple(_in_order(sites, non_softmax)),
         refusals=_together(refused),
-        unreached=_unreached(model, [*(layer.name for layer in layers), *(mixer.name for mixer in mixers)]),
+        unreached=_unreached(
+            model, [*(layer.name for layer in layers), *(layer.name for layer in non_softmax)]
+        ),
     )
 
 
-def _site(passed: Passed, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Read one layer, and ask it for every scope."""
-    layer = passed.layer
-    plain = InspectedSite(layer.index, layer.name, type(layer.owner).__name__, heads=layer.heads)
+def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
+    """Capture one layer in every scope; append to ``refused`` what is not captured."""
+    layer = traced_layer.layer
+    plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
-        read = read_layer(passed, batch, user)
-    except Exception as error:  # one layer must not hide the others, whatever its module raises
+        read = read_layer(traced_layer, batch, user)
+    except Exception as error:  # a module may raise any error, and the other layers are still captured
         refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
         return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
-    layer = read.owner.layer
+    layer = read.self_attention.layer
     sites: dict[str, Site] = {}
     for scope in SCOPES:
         try:
-            # Whether heads can be told apart is the same for all of them.
+            # If one head can be captured, all of them can.
             sites[scope] = read.sites(scope, [0] if scope == "head" else None)[0]
         except Exception as error:  # as above
             reason = _reason(error, layer)
             narrow = re.search(r"scope: expected (.*?), got ", reason)
             reason = f"Only {narrow[1]}." if narrow else reason
             refused.append(Refusal((layer.index,), (layer.name,), (scope,), reason))
-    plain = replace(plain, name=layer.name, module=type(layer.owner).__name__)
+    plain = replace(plain, name=layer.name, module=type(layer.module).__name__)
     if not sites:
         return plain
     return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Describe a captured layer by its map."""
-    attention, core = read.found.map, read.owner.cores[0]
-    kv_heads, key_dim, value_dim = core.value.shape[-3], None, core.value.shape[-1]
+    """Return ``plain`` with the fields that the captured map determines."""
+    attention, softmax = read.found.map, read.self_attention.softmaxes[0]
+    kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
         kv_heads, key_dim, value_dim = attention.kv_heads, attention.key_dim, attention.value_dim
-    elif core.key is not None:
-        key_dim = core.key.shape[-1]
+    elif softmax.key is not None:
+        key_dim = softmax.key.shape[-1]
     return replace(
         plain,
         tokens=site.x.shape[1],
@@ -227,7 +230,7 @@ def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> Inspect
         norm=None if site.norm is None else type(site.norm).__name__,
         norm_radius=None if site.norm is None else norm_radius(site.norm),
         path=site.path,
-        path_reason=_plain(site.path_reason, read.owner.layer),
+        path_reason=_plain(site.path_reason, read.self_attention.layer),
     )
 
 
@@ -242,16 +245,16 @@ def _positions(attention: object) -> str:
     return "inside the layer" + " and score bias" * biases
 
 
-def _in_order(sites: list[InspectedSite], mixers: list[Mixer]) -> list[InspectedSite]:
-    """Put the layers without a softmax where they ran."""
+def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) -> list[InspectedSite]:
+    """Return the layers with and without a softmax, together in the order of the forward pass."""
     found = list(sites)
-    for mixer in reversed(mixers):
-        found.insert(mixer.after, InspectedSite(None, mixer.name, mixer.module, kind=_NONE))
+    for layer in reversed(non_softmax):
+        found.insert(layer.after, InspectedSite(None, layer.name, layer.module, kind=_NONE))
     return found
 
 
 def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """Name the models inside a model in which nothing was seen, if it has several."""
+    """Return the submodels in which no layer ran, with their kinds of input; empty if no submodel ran."""
     parts = named_parts(model)
     seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
     return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
@@ -267,17 +270,17 @@ def _reason(error: Exception, layer: AttentionLayer) -> str:
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Take out of a message what differs between layers that are alike."""
+    """Remove the index and the path of the layer from a message, so that equal layers have equal messages."""
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Say each reason once: join first the scopes of a layer that share it, then the layers."""
+    """Join refusals with the same reason: first the scopes of one layer, then layers with the same scopes."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:
-        # Errors that were measured differ between layers that are alike; the first is said.
+        # Measured errors such as 1.2e-03 differ between equal layers; the message of the first layer is kept.
         key = re.sub(r"\d\.\de[-+]\d+", "", one.reason)
         said.setdefault(key, one.reason)
         place = one.layers, one.names, key

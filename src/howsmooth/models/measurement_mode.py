@@ -1,7 +1,7 @@
-"""Borrowing a model: run it with everything set for a measurement, and give it back as it was.
+"""Measurement mode: run a model without dropout, cache or gradients, and restore all its settings afterwards.
 
-A measurement must not change what it measures. Whatever is set here (evaluation mode, attention
-implementation, caches, hooks, random state) is restored on leaving, under exceptions too.
+A measurement must not change the model. The settings that are changed here (evaluation mode, attention
+implementation, caches, random state) are restored when the context ends, also after exceptions.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["borrowed", "implementation", "nested_configs", "own_attention", "quiet"]
+__all__ = ["implementation", "measurement_mode", "nested_configs", "own_attention", "quiet"]
 
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, no gradients, no cache, no autocast, and random numbers of our own.
+def measurement_mode(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode, and disable gradients, caches and autocast; restore the random state at the end.
 
-    PyTorch's fast path for its own encoder layers is off too: it hides their attention in one operation.
+    PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
+    fused operation.
 
-    ``no_grad`` and not ``inference_mode``: tensors made under the latter could not be differentiated
-    afterwards. The training flags are set one by one instead of by ``model.eval()``, because modules
-    may override that method with lasting effects, and because a user may have frozen some modules only.
+    Gradients are disabled by ``no_grad`` and not by ``inference_mode``, whose tensors cannot be
+    differentiated afterwards. The training flags are set one by one and not by ``model.eval()``, because
+    modules may override that method with lasting effects, and because a user may have frozen only some
+    modules.
     """
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))
-        # The grouped product of experts knows no float64.
+        # transformers' grouped matrix product of experts does not support float64.
         if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
             changes.append((config, "_experts_implementation_internal", "eager"))
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -60,24 +62,24 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes, each of an object and by its name, another value within the context."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    """Set attributes within the context; each change is an object, the attribute's name and its value."""
+    before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
+        for target, name, value in changes:
+            setattr(target, name, value)
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for target, name, value in before:
+            setattr(target, name, value)
 
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Let the model call ``function`` wherever it dispatches attention through transformers' interface.
 
-    The mask builder of the eager implementation comes with it, so that ``function`` is handed the
-    complete mask; without one, transformers hands over None and the mask is lost silently.
-    The name under which they are registered is new each time, so that captures may run in parallel.
+    The mask builder of the eager implementation is registered with it, so that ``function`` gets the complete
+    mask; without a mask builder, transformers passes None and the mask is lost without a warning. Each
+    context registers a new name, so that captures may run in parallel.
     """
     name = f"howsmooth_{next(_numbers)}"
     AttentionInterface.register(name, function)
@@ -86,7 +88,7 @@ def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
         with _changed([(config, "_attn_implementation_internal", name) for config in _configs(model)]):
             yield
     finally:
-        # The interfaces can be added to by a public method, but only emptied through the mapping itself.
+        # The interfaces have a public method to register a name, but none to remove it.
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
@@ -96,26 +98,26 @@ def _in_float64(model: nn.Module) -> bool:
 
 
 def implementation(model: nn.Module) -> str:
-    """Return the name of the attention implementation that a transformers model runs; "" if it is none."""
+    """Return the attention implementation of a transformers model, such as "sdpa"; "" for other models."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every configuration object that some part of the model reads, each once."""
+    """Return every transformers configuration that some module of the model reads, each once."""
     own = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     every = {id(part): part for config in own.values() for part in nested_configs(config)}
     return [config for config in every.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def nested_configs(config: Any) -> list[Any]:
-    """Return a configuration, and those of the parts of its model."""
+    """Return a configuration and, recursively, the configurations inside it."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config, *(part for one in inner if one is not None for part in nested_configs(one))]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers and of the Hub's client while loading."""
+    """Silence warnings and the progress bars of transformers and of the Hub's client within the context."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")

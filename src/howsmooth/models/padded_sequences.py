@@ -1,7 +1,8 @@
-"""Padded sequences: each is run without its padding, and held against the padded pass of all.
+"""Capture padded sequences: run each without its padding, and compare it with the padded batch.
 
-A padded token is none of the input, so a site should not hold it. Whether leaving it out changes the tokens
-that are real depends on how a model counts positions and builds its masks; it is decided by value.
+Padding is not part of the input, so that a site must not contain it. Whether the real tokens of a layer
+change if the padding is removed depends on how the model counts positions and builds masks. It is decided by
+comparing the numbers of both forward passes.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.forward_trace import Passed
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.forward_trace import TracedLayer
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["Padding", "padding_of", "reproduces", "without_padding"]
 
-#: Names of masks of the keys that are padding; those of torch say True where transformers' says 0.
+#: Names of padding masks, and whether a nonzero entry marks padding: it does in torch, not in transformers.
 _PADDING = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_mask": True}
-#: Names of masks from token to token.
+#: Names of masks (n, n) between tokens.
 _BETWEEN = frozenset({"attn_mask", "mask", "src_mask"})
 
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Which tokens of a batch are real, and the inputs of the pass that shows what they should give."""
+    """Which tokens of a batch are real, and the inputs of the padded forward pass."""
 
-    real: Bool[Tensor, "batch n"]
+    real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
     whole: ModelInputs
-    mask: str  # the name of the mask that says so
+    mask: str  # the name of the padding mask among the inputs
 
 
 def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
-    """Return where the inputs are padded; None if they are not.
+    """Return which tokens of the inputs are padding; None if there is no padding.
 
     Raises
     ------
     ArgumentError
-        If a sequence is nothing but padding, or the padding is that of a decoder alone.
+        If a sequence consists of padding only, or ``decoder_attention_mask`` marks padding.
 
     """
     other = given.named.get("decoder_attention_mask")
@@ -76,9 +77,13 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
 
 
 def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
-    """Yield the inputs for one sequence alone, real tokens only: as they are, then with their positions."""
+    """Yield the inputs for the real tokens of one sequence.
+
+    The first inputs leave positions to the model. The second, if the model takes ``position_ids``, give the
+    real tokens the positions that they have in the padded sequence.
+    """
     real = padding.real[sequence]
-    cut: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+    cut: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {
         name: cut.setdefault(id(value), _cut(name, value, padding, sequence))
         for name, value in padding.whole.named.items()
@@ -105,25 +110,25 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
     return value[sequence : sequence + 1] if value.ndim and value.shape[0] == batch else value
 
 
-def reproduces(layer: VerifiedLayer, passed: Passed, padding: Padding, sequence: int) -> bool:
-    """Whether a layer of a sequence alone has the tokens, and the output, of the padded pass.
+def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
+    """Whether a layer has the same tokens and output without padding as in the padded batch.
 
     Raises
     ------
     CaptureError
-        If the padded pass did not call the layer in the same way, or gives NaN.
+        If the padded forward pass did not call the layer in the same way, or its real tokens are NaN.
 
     """
-    alone = layer.owner.repeated
-    place = layer.owner.layer
-    call = next((call for call in passed.calls if call.name == alone.name), None)
+    alone = layer.self_attention.replay
+    place = layer.self_attention.layer
+    call = next((call for call in traced_layer.calls if call.name == alone.name), None)
     x = None if call is None else call.arguments().get(alone.x_name)
     if call is None or not isinstance(x, Tensor):
         raise CaptureError(f"{place} is not called in the same way for padded sequences.")
-    whole = Repeated(call, x, padding.whole.batch)
+    whole = ModuleReplay(call, x, padding.whole.batch)
     own = first_tensor(alone(alone.x))
     pairs = ((whole.tokens(), alone.tokens()), (whole.rows(first_tensor(call.output)), alone.rows(own)))
-    # Rounding grows with depth; models in float64 hide float32 inside.
+    # Rounding grows with depth, and float64 models may compute some steps in float32.
     allowed = (1 + place.index) * tolerance(precision(torch.float32), layer.found.condition)
     for padded, plain in pairs:
         rows = _real_rows(padded, padding.real, sequence, plain.shape[1])
@@ -141,5 +146,6 @@ def reproduces(layer: VerifiedLayer, passed: Passed, padding: Padding, sequence:
 def _real_rows(values: Tensor, real: Tensor, sequence: int, count: int) -> Tensor | None:
     if values.shape[1] == real.shape[1]:
         return values[sequence, real[sequence]]
-    # Fewer tokens than the mask has places (frames of a sound, say): the padding is at the end.
+    # The layer has fewer tokens than the mask (audio frames, say): real tokens are found by their number if
+    # the padding is at the end.
     return values[sequence, :count] if bool(real[sequence, 0]) else None

@@ -1,15 +1,16 @@
-"""Attention parameters in files of one's own: ``.safetensors`` and ``.npz``, never a pickle.
+"""Read and write the parameters of an attention in ``.safetensors`` and ``.npz`` files, never in pickles.
 
-A file holds the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
-``key``, ``value``, and if there are any ``output``, ``query_bias``, ``key_bias``, ``value_bias``,
-``output_bias``, ``scale``, ``causal``, ``window``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. One head
-may be written without the axis of heads.
+A file contains the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
+``key``, ``value``, and optionally ``output``, ``query_bias``, ``key_bias``, ``value_bias``, ``output_bias``,
+``scale``, ``causal``, ``window``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. The tensors of a single
+head may lack the axis of heads.
 
-Or it holds the paper's matrices: ``A`` (d, d), ``V`` (d_v, d), and if there are any ``b`` (d,), ``W``
-(d_out, d_v) and ``causal``; with a leading axis for several heads. Scores are ⟨A x_i + b, x_j⟩, values V x_j,
-and heads are put together as Σ_h W_h V_h x_j, W = (W_1 … W_H).
+Or it contains the paper's matrices: ``A`` (d, d), ``V`` (d_v, d), and optionally ``b`` (d,), ``W``
+(d_out, d_v) and ``causal``. For several heads, ``A``, ``V`` and ``b`` have a leading axis of heads, and
+``W`` = (W_1 … W_H) has the shape (d_out, heads * d_v). Scores are ⟨A x_i + b, x_j⟩, values V x_j, and the
+outputs of the heads are added as Σ_h W_h V_h x_j.
 
-Either may hold tokens ``X`` (n, d).
+Both kinds of files may contain tokens ``X`` (n, d).
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ _PAPER = ("A", "V", "b", "W", "causal", "X")
 
 @dataclass(frozen=True, eq=False)
 class ParameterFile:
-    """What a parameter file holds."""
+    """The attention, and perhaps the tokens, of a parameter file."""
 
-    #: Where it is.
+    #: Path of the file.
     path: Path
-    #: The attention, in float64 if anything in the file is, in float32 otherwise.
+    #: The attention, in float64 if any tensor of the file is in float64, otherwise in float32.
     attention: SelfAttention
-    #: Tokens (n, d) in the same precision, if the file has some.
+    #: Tokens (n, d) in the same precision, None if the file has no tokens.
     x: Float[Tensor, "n d"] | None
 
 
 def is_parameter_file(name: object) -> bool:
-    """Whether a name is that of a parameter file rather than of a model: by its ending."""
+    """Whether a name ends like a parameter file (``.safetensors``, ``.npz``) and is no folder."""
     path = Path(str(name))
     return path.suffix in SUFFIXES and not path.is_dir()
 
@@ -78,13 +79,13 @@ def read_parameter_file(path: str | Path) -> ParameterFile:
     Parameters
     ----------
     path
-        Of a file as described at the top of :mod:`howsmooth.models.parameter_files`.
+        Path of the file; :mod:`howsmooth.models.parameter_files` describes its contents.
 
     Raises
     ------
     ModelError
-        If the file cannot be read, lacks a name, has one that is not known, or holds what is no
-        attention; one sentence says which.
+        If the file cannot be read, lacks a required tensor, has a tensor of an unknown name, or its tensors
+        are no attention.
 
     """
     path = Path(path)
@@ -105,28 +106,29 @@ def save_parameters(
     X: Float[Tensor, "n d"] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write an attention, and tokens if there are any, so that :func:`read_parameter_file` reads them.
+    """Write an attention, and optionally tokens, to a file for :func:`read_parameter_file`.
 
     Parameters
     ----------
     path
-        With the ending ``.safetensors`` or ``.npz``. A reader sees the old file or the new one, never a part.
+        Path of the file, which ends in ``.safetensors`` or ``.npz``. An existing file is replaced at once, so
+        that no reader sees a half-written file.
     attention
-        What to write.
+        The attention to write.
     X
-        Tokens (n, d). They may be more precise than the parameters; reading takes all to their precision.
+        Tokens (n, d). If they are in float64 and the parameters in float32, reading converts all to float64.
     notes
-        Words to keep in a ``.safetensors`` file (its metadata).
+        Metadata for a ``.safetensors`` file, strings by name.
 
     Returns
     -------
     pathlib.Path
-        Of the file.
+        The path of the file.
 
     Raises
     ------
     ArgumentError
-        If the ending is another one, or X does not fit.
+        If the path has another ending, or X does not fit the attention.
     ModelError
         If the file cannot be written.
 
@@ -164,7 +166,7 @@ def save_parameters(
 
 
 def _as_floats(name: str, t: Tensor) -> Tensor:
-    """Return real numbers in float32 or float64, whichever holds them exactly."""
+    """Convert real numbers to float32, or to float64 if they are integers or float64 already."""
     if t.dtype in (torch.float32, torch.float64):
         return t
     if t.is_floating_point():
@@ -197,7 +199,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
         tensors, "window", "a whole number", lambda v: not isinstance(v, bool) and float(v).is_integer()
     )
     scale = _setting(tensors, "scale", "one number", lambda v: not isinstance(v, bool))
-    # One head may be written as matrices, and its biases as vectors.
+    # The parameters of a single head may be matrices, and its biases vectors.
     stacked: dict[str, Any] = {name: _with_axis(numbers[name], 2) for name in _MATRICES}
     biases: dict[str, Any] = {name: _with_axis(numbers[name], 1) for name in _BIASES if name in numbers}
     rotary = [numbers[name] for name in ("rotary_cos", "rotary_sin") if name in numbers]
@@ -217,7 +219,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Write ⟨A x_i + b, x_j⟩ as queries A x_i + b and keys x_j."""
+    """Return the attention with scores ⟨A x_i + b, x_j⟩: its queries are A x_i + b, its keys x_j."""
     A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
     if A.ndim != 3 or A.shape[1] != A.shape[2]:
         raise ArgumentError(
@@ -247,14 +249,14 @@ def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
 
 
 def _with_axis(t: Tensor, rank: int) -> Tensor:
-    """Put the axis of heads before a tensor of one head."""
+    """Add a leading axis of heads to a tensor that has ``rank`` axes."""
     return t[None] if t.ndim == rank else t
 
 
 def _setting(
     tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
 ) -> float | None:
-    """Return a setting, which is one number; None if the file has none of this name."""
+    """Return the single number of a tensor; None if the file has no tensor of this name."""
     t = tensors.get(name)
     if t is None:
         return None

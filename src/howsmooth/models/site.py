@@ -1,4 +1,4 @@
-"""One attention layer of one model at one input: what ``capture`` returns."""
+"""``Site``: one attention layer of a model at one input, as ``capture`` returns it."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ __all__ = ["Site"]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A map taken from a model, and the tokens at which the model applied it.
+    """The map of one attention layer of a model, and the tokens at which the model applied it.
 
-    The parameters of ``map`` and the tokens ``x`` are copies: neither later training of the model nor
-    anything done to the site changes the other.
+    The parameters of ``map`` and the tokens ``x`` are copies: later training of the model does not change the
+    site, and changes of the site do not change the model.
     """
 
     #: Path of the attention module in the model.
     name: str
     #: Index of the layer, counting the model's attention calls from 0.
     layer: int
-    #: The head, in scope ``head``; None in the others.
+    #: Index of the head in scope ``head``; None in the other scopes.
     head: int | None
-    #: ``head``: one head, value projection only. ``heads``: all heads concatenated, before the output
-    #: projection. ``attention``: with the output projection. ``residual``: X + attention(X) at the
-    #: attention's own input X; in a pre-norm model no part of the model computes this, there it is notional.
-    #: ``block``: residual and norm as the model has them, N(X + attention(X)) at X for post-norm,
-    #: H + attention(N(H)) at the layer's input H for pre-norm.
+    #: Which part of the layer the map is. ``head``: one head, without output projection. ``heads``: all heads
+    #: concatenated, without output projection. ``attention``: all heads with the output projection.
+    #: ``residual``: X + attention(X) at the input X of the attention; a pre-norm model computes this nowhere.
+    #: ``block``: attention with residual and norm as the model has them, N(X + attention(X)) at X for
+    #: post-norm, H + attention(N(H)) at the layer's input H for pre-norm.
     scope: str
-    #: Whether a token sees only itself and those before it.
+    #: Whether a token sees only itself and earlier tokens.
     causal: bool
     #: The mask in words: ``none``, ``causal``, ``sliding window 128, causal``, ...
     masking: str
     #: How the model arranges residual and norm: ``post-norm``, ``pre-norm``, ``sandwich norms``,
-    #: ``norm of the branch``, ``parallel`` or ``no norm``; behind a comma ``layer scale``,
-    #: ``scaled residual`` or ``residual after the norm``; empty if not recognised.
+    #: ``norm of the branch``, ``parallel`` or ``no norm``; after a comma follows ``layer scale``,
+    #: ``scaled residual`` or ``residual after the norm``. Empty if the arrangement is not recognised.
     layout: str
-    #: How its Jacobian is had: ``closed form`` (that of the softmax is; ``path_reason`` tells of the rest of
-    #: the layer) or ``autodiff``.
+    #: How the Jacobian is computed: ``closed form`` (at least for the softmax; ``path_reason`` says how the
+    #: rest of the layer is differentiated) or ``autodiff``.
     path: str
-    #: Why it is that one, in a sentence.
+    #: Why the Jacobian is computed in this way.
     path_reason: str
     #: The tokens, (batch, n, d), in the model's dtype and on its device.
     x: Float[Tensor, "batch n d"]
     #: The map, X (..., n, d) -> (..., n, d_out).
     map: TokenMap
-    #: The norm layer whose outputs the tokens are (the model's norm before this attention), or None: whatever
-    #: the model is given, the tokens lie in its ellipsoid. None for scope ``block`` of a pre-norm model.
+    #: The norm layer whose outputs are the tokens, or None if there is none. With a norm, the tokens lie in
+    #: the ellipsoid of its outputs for every input of the model. None for scope ``block`` of a pre-norm
+    #: model.
     norm: LayerNorm | RMSNorm | None
-    #: Which sequence of a padded batch, real tokens only; None if all have the same length and share a site.
+    #: Index of the sequence in a padded batch, if the sequences are captured one by one; None otherwise.
     sequence: int | None = None
-    #: Root mean square of the token norms |x_i|, for each batch member.
+    #: Root mean square of the token norms |x_i|, for each sequence of the batch.
     radius_mean: Float64[Tensor, " batch"] = field(init=False)
-    #: Largest token norm, for each batch member.
+    #: Largest token norm, for each sequence of the batch.
     radius_max: Float64[Tensor, " batch"] = field(init=False)
 
     def __post_init__(self) -> None:

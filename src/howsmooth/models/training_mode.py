@@ -1,4 +1,4 @@
-"""A model in training mode: its dropout, and the tokens that it then gives its attention layers."""
+"""Run a model in training mode: its dropout rates, and the tokens of its attention layers under dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import run
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
@@ -20,21 +20,21 @@ from howsmooth.seeds import torch_seed
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]
 
-# What transformers' configurations call the two rates, GPT-2's names first
+# The names of the two rates in the configurations of transformers, GPT-2's first
 _WEIGHTS = ("attn_pdrop", "attention_probs_dropout_prob", "attention_dropout")
 _OUTPUTS = ("resid_pdrop", "hidden_dropout_prob", "resid_dropout")
 
 
 @dataclass(frozen=True)
 class DropoutRates:
-    """Probabilities with which attention weights, and entries of the attention's output, become zero."""
+    """Dropout probabilities of the attention weights and of the entries of the attention's output."""
 
     weights: float
     outputs: float
 
 
 def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
-    """Return the rates that a model's configuration states, None if it states none above zero."""
+    """Return the dropout rates in a model's configuration, None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
         for names in (_WEIGHTS, _OUTPUTS)
@@ -45,9 +45,9 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 def training_tokens(
     model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence in training mode and return the tokens that each site is given, (batch, n, d).
+    """Run each sequence in training mode and return the tokens of each site, a list of (batch, n, d).
 
-    The model and the random state are left as they were found.
+    The settings of the model and the random state are restored afterwards.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def training_tokens(
     inputs
         Token ids (batch, n).
     sites
-        Captured from this model.
+        Sites captured from this model.
     seeds
-        One a sequence, of its dropout.
+        For each sequence, the seed of its dropout.
 
     Raises
     ------
     CaptureError
-        If one module serves several layers.
+        If the model uses one attention module for several layers.
 
     """
     seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}
@@ -80,7 +80,7 @@ def training_tokens(
         for name in seen:
             module = model.get_submodule(name)
             stack.enter_context(module.register_forward_pre_hook(keep(name), with_kwargs=True))
-        stack.enter_context(borrowed(model))
+        stack.enter_context(measurement_mode(model))
         for module in model.modules():
             module.training = True
         for sequence, seed in zip(inputs, seeds, strict=True):
@@ -89,6 +89,6 @@ def training_tokens(
     if len(seen) != len(sites) or any(len(tokens) != len(inputs) for tokens in seen.values()):
         raise CaptureError(
             f"{type(model).__name__} uses one attention module for several layers, so that the tokens of one "
-            "layer in training mode cannot be told from another's. Leave dropout out."
+            "layer in training mode cannot be distinguished from another's. Leave dropout out."
         )
     return [torch.cat(seen[site.name]) for site in sites]

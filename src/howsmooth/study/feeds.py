@@ -188,7 +188,7 @@ def feed_of(source: Source, model: Any, layers: tuple[int, ...]) -> Feed:
     if source.kind != "text":
         from howsmooth.models import datasets
 
-        feed: Feed = datasets.feed_of(source.opened, model, layers)
+        feed: Feed = datasets.dataset_of(source.opened, model, layers)
         return feed
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(

@@ -9,7 +9,13 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
 from howsmooth.models import inspect_model
-from howsmooth.models.identification.rotary_fit import Role, Turned, reordered, roles, turned
+from howsmooth.models.identification.rotary_fit import (
+    FittedRotary,
+    ProjectionReading,
+    fit_rotary,
+    projection_readings,
+    reordered,
+)
 from tests.architectures.build import build, inputs_of
 
 HEADS, KV_HEADS, DIM, N, D = 4, 2, 8, 6, 12
@@ -49,12 +55,12 @@ def _heads(weight: Tensor, x: Tensor = X) -> Tensor:
 
 def _read(
     q: Tensor, k: Tensor, norms: tuple[RMSNorm | LayerNorm, ...] = ()
-) -> tuple[Role, Role, Turned] | None:
+) -> tuple[ProjectionReading, ProjectionReading, FittedRotary] | None:
     outputs = torch.cat((X @ W_Q.mT, X @ W_K.mT), dim=1)
     columns = torch.arange(outputs.shape[1])
-    for a in roles(q, outputs, [columns[: HEADS * DIM], columns[-HEADS * DIM :]], norms):
-        for b in roles(k, outputs, [columns[: KV_HEADS * DIM], columns[HEADS * DIM :]], norms):
-            found = turned(a, b)
+    for a in projection_readings(q, outputs, [columns[: HEADS * DIM], columns[-HEADS * DIM :]], norms):
+        for b in projection_readings(k, outputs, [columns[: KV_HEADS * DIM], columns[HEADS * DIM :]], norms):
+            found = fit_rotary(a, b)
             if found is not None:
                 return a, b, found
     return None

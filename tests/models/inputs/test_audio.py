@@ -24,7 +24,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import AudioFeed, ChunkFeed, audio_inputs, feed_of
+from howsmooth.models.datasets import AudioChunkDataset, AudioDataset, audio_inputs, dataset_of
 from howsmooth.models.inputs.audio import load_audio
 
 SIZES: dict[str, Any] = {
@@ -154,8 +154,8 @@ def test_the_sound_made_by_code_is_the_same_every_time_and_has_structure() -> No
 def test_windows_of_sound_have_the_frames_that_were_asked_for(wav2vec2: Path) -> None:
     loaded = load_model(wav2vec2)
     assert (loaded.modality, loaded.layers) == ("audio", 2)
-    feed = feed_of(load_audio(), loaded)
-    assert isinstance(feed, AudioFeed)
+    feed = dataset_of(load_audio(), loaded)
+    assert isinstance(feed, AudioDataset)
     assert feed.usual == (6, 12, 25, 50, 100, 200)
     assert feed.preparation.startswith("a frame every 20 ms")
     for n in (1, 6, 13):
@@ -178,8 +178,8 @@ def test_whisper_hears_chunks_with_its_encoder(tmp_path: Path) -> None:
         load_model(tmp_path / "whisper")
     loaded = load_model(tmp_path / "whisper", part="encoder")
     assert "the part encoder of" in loaded.source
-    feed = feed_of(load_audio(), loaded)
-    assert isinstance(feed, ChunkFeed)
+    feed = dataset_of(load_audio(), loaded)
+    assert isinstance(feed, AudioChunkDataset)
     assert (feed.lengths, feed.parts, feed.count) == ((1500,), ((0, 1500), (1500, 1500)), 3000)
     first, second = (feed.inputs([start], 1500)["input_features"] for start in (0, 1500))
     assert first.shape == (1, 80, 3000)
@@ -234,7 +234,7 @@ def test_inputs_are_those_of_the_feature_extractor(
 )
 def test_files_that_cannot_be_understood(wav2vec2: Path, content: str) -> None:
     (wav2vec2 / "preprocessor_config.json").write_text(content)
-    with pytest.raises(ModelError, match="no usable way from sound") as error:
+    with pytest.raises(ModelError, match="no usable way from audio") as error:
         load_model(wav2vec2)
     assert "\n" not in str(error.value)
 
@@ -246,7 +246,7 @@ def test_inputs_from_python(wav2vec2: Path) -> None:
     assert given["input_values"].dtype == torch.float64
     with pytest.raises(ArgumentError, match="seconds"):
         audio_inputs(loaded, "builtin", seconds=61.0)
-    with pytest.raises(ModelError, match="takes text, not sound"):
+    with pytest.raises(ModelError, match="takes text, not audio"):
         audio_inputs(load_model("builtin-encoder"))
     with pytest.raises(ArgumentError, match="samples for"):
-        feed_of(load_audio(np.zeros(500)), loaded)
+        dataset_of(load_audio(np.zeros(500)), loaded)

@@ -30,7 +30,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import ImageFeed, feed_of, image_inputs
+from howsmooth.models.datasets import ImageDataset, dataset_of, image_inputs
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
 from howsmooth.models.inputs.images import load_images
 from howsmooth.models.loading.processors import image_preparation
@@ -407,8 +407,8 @@ def test_a_model_cannot_ask_for_an_image_that_fills_the_memory(tmp_path: Path) -
 def test_the_length_of_an_image_is_the_number_of_its_patches(vit: Path) -> None:
     loaded = load_model(vit)
     assert (loaded.modality, loaded.layers, loaded.heads, loaded.vocab_size) == ("image", 2, 2, None)
-    feed = feed_of(load_images(), loaded)
-    assert isinstance(feed, ImageFeed)
+    feed = dataset_of(load_images(), loaded)
+    assert isinstance(feed, ImageDataset)
     assert feed.usual == (2, 5, 10, 17)  # 1, 4, 9 and 16 patches, and the class token
     for n in (5, 37):
         sites = hs.capture(loaded, feed.inputs([3, 4], n))
@@ -423,8 +423,8 @@ def test_a_model_without_other_sizes_has_one_length(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path / "swin")
     loaded = load_model(tmp_path / "swin")
     with pytest.raises(CaptureError, match="64 in layers 0; 16 in layers 1"):
-        feed_of(load_images(), loaded)
-    assert max(feed_of(load_images(), loaded, [1]).usual) == 16
+        dataset_of(load_images(), loaded)
+    assert max(dataset_of(load_images(), loaded, [1]).usual) == 16
 
 
 def test_a_text_model_takes_no_images() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import feed_of
+from howsmooth.models.datasets import dataset_of
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from tests._shared import shared_data
 
@@ -96,8 +96,8 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
     loaded = load_model("builtin-encoder")
     assert loaded.vocab_size is not None
     with pytest.raises(ArgumentError, match=f"id {loaded.vocab_size}"):
-        feed_of(load_token_ids([1, loaded.vocab_size]), loaded)
-    feed = feed_of(load_token_ids([[1, 2, 3], [4, 5, 6]]), loaded)
+        dataset_of(load_token_ids([1, loaded.vocab_size]), loaded)
+    feed = dataset_of(load_token_ids([[1, 2, 3], [4, 5, 6]]), loaded)
     assert isinstance(given := feed.inputs([0, 3], 3), torch.Tensor)
     assert given.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert len(feed.words(0, 3)) == 3
@@ -147,8 +147,8 @@ def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes | None) ->
 def test_a_stream_must_fit_the_model() -> None:
     loaded = load_model("builtin-encoder")
     with pytest.raises(ArgumentError, match="dimension 256"):
-        feed_of(load_embeddings(torch.randn(5, 8)), loaded)
-    feed = feed_of(load_embeddings(torch.randn(9, 256).double()), loaded)
+        dataset_of(load_embeddings(torch.randn(5, 8)), loaded)
+    feed = dataset_of(load_embeddings(torch.randn(9, 256).double()), loaded)
     given = feed.inputs([0, 5], 4)
     assert isinstance(given, dict)
     assert given["inputs_embeds"].dtype == torch.float32
@@ -156,15 +156,15 @@ def test_a_stream_must_fit_the_model() -> None:
     encoder = load_model("builtin-encoder", part="encoder")
     assert (encoder.modality, encoder.layers, encoder.heads) == ("embeddings", 4, 8)
     with pytest.raises(ModelError, match="not token ids"):
-        feed_of(load_token_ids([1, 2]), encoder)
-    assert isinstance(feed_of(load_embeddings(torch.randn(9, 256)), encoder).inputs([0], 4), torch.Tensor)
+        dataset_of(load_token_ids([1, 2]), encoder)
+    assert isinstance(dataset_of(load_embeddings(torch.randn(9, 256)), encoder).inputs([0], 4), torch.Tensor)
 
 
 def test_trained_bert_is_fed_embedded_sentences_through_its_encoder() -> None:
     folder = shared_data("bert_tiny_sst2_encoder")
     loaded = load_model(folder, part="encoder", dtype=torch.float64)
     stream = load_embeddings(folder / "sequences.safetensors")
-    feed = feed_of(stream, loaded)
+    feed = dataset_of(stream, loaded)
     start, n = stream.parts[0][0], 6
     given = feed.inputs([start], n)
     assert isinstance(given, torch.Tensor)

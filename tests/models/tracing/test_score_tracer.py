@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 
 F64 = torch.float64
 OPERATIONS = (
@@ -147,7 +147,7 @@ class Program:
         return p @ self.v if way == "matmul" else (self.v.mT @ p.mT).mT
 
 
-def attention(call: CoreCall) -> Tensor:
+def attention(call: SoftmaxCall) -> Tensor:
     assert call.obstacle == ""
     group = call.query.shape[-3] // call.key.shape[-3]
     scores = call.scale * call.query @ call.key.repeat_interleave(group, -3).mT
@@ -164,12 +164,12 @@ def test_what_is_read_of_random_programs_gives_their_output(first: int) -> None:
     for seed in range(first, first + 20):
         program = Program(seed)
         expected = program.run()
-        calls: list[CoreCall] = []
-        with Watch(lambda call, calls=calls: calls.append(call), check=seed % 2 == 0):
+        calls: list[SoftmaxCall] = []
+        with SoftmaxTracer(lambda call, calls=calls: calls.append(call), check=seed % 2 == 0):
             out = program.run()
         assert torch.equal(out, expected)
         assert len(calls) == 1, (seed, program.done)
         error = (attention(calls[0]) - calls[0].output).abs().max()
         assert error < 1e-11, (seed, program.done)
-        with Watch(lambda call: 2 * call.output):
+        with SoftmaxTracer(lambda call: 2 * call.output):
             torch.testing.assert_close(program.run(), 2 * expected, rtol=0, atol=1e-12)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 
 B, H, M, D, DV = 2, 3, 5, 4, 7  # value_dim > n: the output tells the probabilities
 MIN = torch.finfo(torch.float64).min
@@ -48,7 +48,7 @@ def additive(fill: float = -math.inf) -> Tensor:
     return torch.zeros(M, M, dtype=torch.float64).masked_fill(~CAUSAL, fill)
 
 
-def naive(call: CoreCall) -> np.ndarray:
+def naive(call: SoftmaxCall) -> np.ndarray:
     """The attention of a call's operands, one query at a time."""
     assert call.obstacle == ""
     q, k, v = (t.detach().double().numpy() for t in (call.query, call.key, call.value))
@@ -77,7 +77,7 @@ def naive(call: CoreCall) -> np.ndarray:
     return out
 
 
-def plain(call: CoreCall) -> Tensor:
+def plain(call: SoftmaxCall) -> Tensor:
     """The same in torch, to be differentiated."""
     assert call.query is not None
     assert call.key is not None
@@ -96,9 +96,9 @@ def plain(call: CoreCall) -> Tensor:
     return torch.einsum("...mn,...nd->...md", s.softmax(-1)[..., : k.shape[-2]], v)
 
 
-def calls_of(run: Callable[[], Any], **options: Any) -> tuple[list[CoreCall], Any]:
-    calls: list[CoreCall] = []
-    with Watch(lambda call: calls.append(call), **options):
+def calls_of(run: Callable[[], Any], **options: Any) -> tuple[list[SoftmaxCall], Any]:
+    calls: list[SoftmaxCall] = []
+    with SoftmaxTracer(lambda call: calls.append(call), **options):
         out = run()
     return calls, out
 
@@ -321,7 +321,7 @@ def test_operands_of_hand_written_attention_give_its_output(pattern: Callable[[G
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda f: f.__name__)
 def test_output_is_replaced_where_it_stood(pattern: Callable[[Given], Tensor]) -> None:
     g = given()
-    with Watch(lambda call: call.output * 2 + 1):
+    with SoftmaxTracer(lambda call: call.output * 2 + 1):
         out = pattern(g)
     torch.testing.assert_close(out, pattern(g) * 2 + 1, rtol=0, atol=1e-14)
 
@@ -339,9 +339,9 @@ def test_derivatives_go_through_what_was_read(pattern: Callable[[Given], Tensor]
         expected = torch.func.jvp(run, at, tangents)[1]
         cotangent = random(*expected.shape, seed=8)
         pulled = torch.func.vjp(run, *at)[1](cotangent)
-    with Watch(plain, ahead=True):
+    with SoftmaxTracer(plain, ahead=True):
         torch.testing.assert_close(torch.func.jvp(run, at, tangents)[1], expected, rtol=0, atol=1e-12)
-    with Watch(plain):
+    with SoftmaxTracer(plain):
         mine = torch.func.vjp(run, *at)[1](cotangent)
     for one, other in zip(mine, pulled, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -351,7 +351,7 @@ def test_replaced_attention_can_be_pushed_forward_where_the_fused_one_cannot() -
     g = given()
     with pytest.raises(NotImplementedError):
         torch.func.jvp(lambda q: fused(Given(q, g.k, g.k, g.bias, g.sinks)), (g.q,), (g.q,))
-    with Watch(plain, ahead=True):
+    with SoftmaxTracer(plain, ahead=True):
         torch.func.jvp(lambda q: fused(Given(q, g.k, g.k, g.bias, g.sinks)), (g.q,), (g.q,))
 
 
@@ -378,7 +378,7 @@ def test_many_tangents_at_once() -> None:
         return torch.func.jvp(run, (g.q,), (t,))[1]
 
     expected = torch.stack([push(t) for t in tangents])
-    with Watch(plain):
+    with SoftmaxTracer(plain):
         torch.testing.assert_close(torch.vmap(push)(tangents), expected, rtol=0, atol=1e-13)
 
 
@@ -391,7 +391,7 @@ def test_many_inputs_at_once_cannot_be_looked_at_but_run() -> None:
             return pattern(Given(q, g.k, g.v, g.bias, g.sinks))
 
         expected = torch.stack([run(one) for one in q])
-        with Watch(plain):
+        with SoftmaxTracer(plain):
             torch.testing.assert_close(torch.vmap(run)(q), expected, rtol=0, atol=1e-13)
 
 
@@ -450,7 +450,7 @@ def test_code_without_heads_gets_an_axis_of_one() -> None:
         assert call.query.shape == (1, M, D)
         assert call.output.shape == (1, M, DV)
         np.testing.assert_allclose(naive(call)[0], out.numpy(), rtol=0, atol=1e-13)
-        with Watch(lambda call: call.output + 1):
+        with SoftmaxTracer(lambda call: call.output + 1):
             assert torch.equal(run(), out + 1)
 
 
@@ -715,7 +715,7 @@ def test_what_cannot_be_read_is_reported_with_its_reason(
     assert calls[0].query is None
     assert calls[0].output is not None
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    with Watch(lambda call: torch.zeros_like(call.output)):  # yet its output can be replaced
+    with SoftmaxTracer(lambda call: torch.zeros_like(call.output)):  # yet its output can be replaced
         assert not pattern(g).any()
 
 
@@ -742,7 +742,7 @@ def test_multi_head_attention(weights: bool, masked: bool) -> None:
         scale = 0.5 if weights and operand is call.query else 1.0  # torch scales the queries itself
         torch.testing.assert_close(operand.reshape(2, 3, M, 4), heads * scale, rtol=0, atol=1e-14)
     assert call.scale == (1.0 if weights else 0.5)
-    with torch.no_grad(), Watch(lambda call: torch.zeros_like(call.output)):
+    with torch.no_grad(), SoftmaxTracer(lambda call: torch.zeros_like(call.output)):
         out = module(x, x, x, attn_mask=mask, need_weights=weights)[0]
     torch.testing.assert_close(out, module.out_proj.bias.detach().expand_as(out), rtol=0, atol=1e-15)
 
@@ -769,10 +769,10 @@ def test_encoder_layers_are_seen_despite_their_fast_path() -> None:
 
 def test_watches_nest() -> None:
     g = given()
-    outer: list[CoreCall] = []
-    with Watch(lambda call: outer.append(call)):
+    outer: list[SoftmaxCall] = []
+    with SoftmaxTracer(lambda call: outer.append(call)):
         inner, out = calls_of(lambda: matmul(g))
-        with Watch(lambda call: call.output * 2):
+        with SoftmaxTracer(lambda call: call.output * 2):
             doubled = matmul(g)
     assert len(inner) == 1
     assert len(outer) == 2
@@ -788,7 +788,7 @@ def test_threads_see_their_own_attention() -> None:
         seen[times] = len(calls)
 
     threads = [threading.Thread(target=work, args=(times,)) for times in (3, 7, 11)]
-    with Watch(lambda call: seen.update({-1: 1})):
+    with SoftmaxTracer(lambda call: seen.update({-1: 1})):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -799,10 +799,10 @@ def test_threads_see_their_own_attention() -> None:
 def test_an_error_leaves_nothing_behind() -> None:
     g = given()
 
-    def refuse(call: CoreCall) -> None:
+    def refuse(call: SoftmaxCall) -> None:
         raise KeyError(call.kind)
 
-    watch = Watch(refuse)
+    watch = SoftmaxTracer(refuse)
     with pytest.raises(KeyError, match="softmax"), watch:
         matmul(g)
     assert torch.overrides._get_current_function_mode() is None
@@ -814,7 +814,7 @@ def test_an_error_leaves_nothing_behind() -> None:
 
 def test_a_replacement_of_another_shape_is_refused() -> None:
     g = given()
-    with pytest.raises(ArgumentError, match="on_core"), Watch(lambda call: call.output[..., :1]):
+    with pytest.raises(ArgumentError, match="on_softmax"), SoftmaxTracer(lambda call: call.output[..., :1]):
         matmul(g)
 
 
@@ -829,7 +829,7 @@ def test_tensors_are_not_kept_longer_than_the_code_keeps_them() -> None:
         held.extend(map(weakref.ref, (q, k, v, bias, s, p)))
         return p @ v
 
-    with Watch(lambda call: None) as watch:
+    with SoftmaxTracer(lambda call: None) as watch:
         gc.disable()  # nothing waits in a cycle either
         try:
             out = attention()
@@ -842,7 +842,7 @@ def test_tensors_are_not_kept_longer_than_the_code_keeps_them() -> None:
 
 def test_probabilities_that_the_code_keeps_do_not_keep_their_operands_after_the_watch() -> None:
     q = random(B, H, M, D)
-    watch = Watch(lambda call: None)
+    watch = SoftmaxTracer(lambda call: None)
     with watch:
         p = (q @ random(B, H, M, D, seed=1).mT).softmax(-1)
         p @ random(B, H, M, DV)
@@ -866,7 +866,7 @@ SAMPLE = {
 OTHER_SOFTMAXES = ("DeformableAttention", "LinearSelfAttention", "AdditiveAttention", "AutoformerAttention")
 
 
-def watch_model(model_type: str) -> dict[str, tuple[list[CoreCall], set[str]]]:
+def watch_model(model_type: str) -> dict[str, tuple[list[SoftmaxCall], set[str]]]:
     """Attention calls of a tiny model under each implementation, and the attention modules not heard of."""
     from tests._tiny_models import WithoutDowncast
     from tests.architectures.build import build, inputs_of
@@ -893,23 +893,23 @@ def watch_model(model_type: str) -> dict[str, tuple[list[CoreCall], set[str]]]:
                 model.set_attn_implementation("eager")
             except ValueError:
                 continue
-        calls: list[CoreCall] = []
+        calls: list[SoftmaxCall] = []
         heard.clear()
         soft.clear()
 
-        def note(call: CoreCall, calls: list[CoreCall] = calls) -> None:
+        def note(call: SoftmaxCall, calls: list[SoftmaxCall] = calls) -> None:
             heard.update(stack[-1:])
             calls.append(call)
             check_reading(call, model_type)  # now, before the model writes over its tensors
 
-        with torch.no_grad(), WithoutDowncast(), Softmaxes(), Watch(note):
+        with torch.no_grad(), WithoutDowncast(), Softmaxes(), SoftmaxTracer(note):
             model(**inputs)
         missed = {name for name in soft - heard if "Attention" in name}
         found[implementation] = calls, {n for n in missed if not n.endswith(OTHER_SOFTMAXES)}
     return found
 
 
-def check_reading(call: CoreCall, model_type: str) -> None:
+def check_reading(call: SoftmaxCall, model_type: str) -> None:
     assert call.output is not None
     if call.obstacle or call.output.isnan().any():
         return

@@ -1,4 +1,4 @@
-"""The two small trained models that ship with the library, as folders in Hugging Face's format."""
+"""The two small trained models that ship with the library, each a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUILTIN_MODELS = ("builtin-encoder", "builtin-decoder")
 
 
 def builtin_folder(name: str) -> Path:
-    """Return the folder of a built-in model: configuration, weights, tokenizer and model card.
+    """Return the folder of a built-in model, with its configuration, weights, tokenizer and model card.
 
     Parameters
     ----------

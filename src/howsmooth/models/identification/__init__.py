@@ -1,6 +1,6 @@
-"""Identification: the map that a traced layer computes, found by comparing values, and verified.
+"""Identification: find the map that a traced layer computes by comparing numbers, and verify it.
 
-Nothing is read off names, shapes or model types. ``self_attention_module`` finds the module and its tokens,
-``map_identification`` reads projections, rotary positions, masks, residuals and norms, and ``verification``
-holds the map against the model's own numbers.
+Names, shapes and model types decide nothing. ``self_attention_module`` finds the attention module and its
+tokens; ``map_identification`` reads projections, rotary positions and masks, ``block_arrangement`` residual
+and norms; ``verification`` compares the map with the model's own numbers.
 """

@@ -1,9 +1,9 @@
-"""How a recorded layer arranges residual connection and norms around its attention.
+"""Find how a traced layer arranges its residual connection and its norms around the attention.
 
-With X the attention's input, A its output and H the input of the norm that gave X, the block's value is
-looked for among what the layer shows later: α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ that
-is given A alone. What the recorded numbers confirm is a hypothesis only: whoever gives the map out holds it
-against the layer again, on other tokens, at ``Block.value_at``.
+Let X be the input of the attention, A its output and H the input of the norm whose output is X. The sum of
+residual and attention is α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ with input A. It is
+searched among the inputs and outputs of the later module calls of the layer. A sum that fits these numbers is
+only a hypothesis: ``verification`` compares it with the layer again, on other tokens, at ``Block.value_at``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from howsmooth.attention import Compose, LayerNorm, RMSNorm, TokenMap
 from howsmooth.models.identification.residual_sums import (
     Factors,
-    Reading,
     Target,
+    ValueLocation,
     adds_up,
     find_sums,
     is_sum,
@@ -28,20 +28,19 @@ from howsmooth.models.identification.residual_sums import (
     scaled_sum,
 )
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_norm
 
 __all__ = [
-    "Block", "FoundSum", "Reading", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
+    "Block", "FoundSum", "ValueLocation", "later_calls", "norm_map", "read_block", "sums_of", "token_norm",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The layout of a layer up to the input of what follows its attention.
+    """The first half of a layer: the attention with its residual connection and norms.
 
     ``map`` is None if no sum of residual and attention was found; ``obstacle`` then says why. Otherwise
-    ``map``, at the input H that ``pre_norm`` was last given before the attention (None: at X), equals what
-    ``value_at`` says.
+    ``map`` at the input H of ``pre_norm`` (at X if ``pre_norm`` is None) is the value found at ``value_at``.
     """
 
     #: ``post-norm``, ``pre-norm``, ``sandwich norms`` (H + N₂(A(N(H)))), ``norm of the branch`` (X + N₂(A)),
@@ -50,57 +49,66 @@ class Block:
     layout: str
     map: TokenMap | None
     obstacle: str
-    pre_norm: nn.Module | None = None  # its input is the layer's input H; None: H is X itself
-    next_norm: nn.Module | None = None  # the norm that is given the sum, or gives it out
-    value_at: Reading | None = None
+    pre_norm: nn.Module | None = None  # the norm before the attention, with input H; None if H is X itself
+    next_norm: nn.Module | None = (
+        None  # the norm whose input is the sum, or whose output is the block's value
+    )
+    value_at: ValueLocation | None = None
 
 
-def read_block(record: LayerRecord, attention: TokenMap, output: ModuleCall) -> Block:
-    """Tell the layout from the sums that the recorded numbers confirm.
+def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Block:
+    """Find the residual connection and the norms of a traced layer.
 
-    ``attention`` is the map with its output projection, ``output`` the call that gave its output: of the
-    output projection, a member of ``record.after``, or of a module around that.
+    Parameters
+    ----------
+    trace
+        The layer's module calls and tokens.
+    attention
+        The map of the attention with its output projection.
+    output
+        The call whose output is the output of the attention: the output projection's, or the call of a module
+        around it. It is one of ``trace.after``.
     """
-    branch = None if output.output is None else like(output.output, record.x)
+    branch = None if output.output is None else like(output.output, trace.x)
     if branch is None or attention.d_out != attention.d:
         return Block("", None, "its tokens change their dimension")
-    later = later_calls(record, output)
-    for found in sums_of(record, output):
+    later = later_calls(trace, output)
+    for found in sums_of(trace, output):
         after = None if found.branch_norm is None else norm_map(found.branch_norm)
         if found.branch_norm is not None and after is None:
             return Block("", None, _no_norm(found.branch_norm))
         f = attention if after is None else Compose(after, attention)
-        return _arranged(record, f, found, later)
-    _, x, hidden = _before(record)
+        return _arranged(trace, f, found, later)
+    _, x, hidden = _norm_before(trace)
     return Block("", None, _obstacle(later, branch, hidden, x))
 
 
 @dataclass(frozen=True, eq=False)
 class FoundSum:
-    """A sum of residual and attention that was found, and what it is made of."""
+    """A sum of residual and attention that the numbers of a layer confirm."""
 
-    target: Target
-    total: Factors
-    of_hidden: bool  # the residual is H, not X
-    branch_norm: ModuleCall | None  # what the attention went through first
-    pre: ModuleCall | None
+    target: Target  # where the sum was found
+    total: Factors  # the factors α and λ
+    of_hidden: bool  # whether the residual is H, not X
+    branch_norm: ModuleCall | None  # the norm N₂ between the attention and the sum
+    pre: ModuleCall | None  # the norm whose output is X
 
 
-def sums_of(record: LayerRecord, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the sums of residual and the output of a call that the numbers confirm, the simplest first."""
-    branch = None if output.output is None else like(output.output, record.x)
+def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
+    """Yield the sums of a residual and the output of a call that the numbers confirm, the simplest first."""
+    branch = None if output.output is None else like(output.output, trace.x)
     if branch is None:
         return
-    later = later_calls(record, output)
-    pre, x, hidden = _before(record)
+    later = later_calls(trace, output)
+    pre, x, hidden = _norm_before(trace)
     bases = [x] if hidden is None else [hidden, x]
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None), *_norms_of(branch, later)]
-    for target, base, (_, branch_norm), total in find_sums(record, later, bases, branches):
+    for target, base, (_, branch_norm), total in find_sums(trace, later, bases, branches):
         yield FoundSum(target, total, base is hidden, branch_norm, pre)
 
 
-def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Build the block's map: which norm is before the attention, and which after the sum."""
+def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
+    """Return the block with its map, from a sum that was found."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -110,17 +118,17 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: lis
         if norm is None:
             return Block("", None, _no_norm(pre))
         layout = "sandwich norms" if found.branch_norm is not None else "pre-norm"
-        if target.less is not None and _in_parallel(record, found, later):
+        if target.less is not None and _in_parallel(trace, found, later):
             layout = "parallel"
         layout += total.words
         return Block(layout, total.around(Compose(branch, norm)), "", pre.module, next_norm, reading)
-    side = "output" if following is None else _carries_on(record, following, later)
+    side = "output" if following is None else _residual_side(trace, following, later)
     if following is not None and side == "output":
         norm = norm_map(following)
         if norm is None:
             return Block("", None, _no_norm(following))
         block = Compose(norm, total.around(branch))
-        at = Reading(following.module, "output")
+        at = ValueLocation(following.module, "output")
         return Block("post-norm" + total.words, block, "", None, following.module, at)
     if following is not None and side is None:
         return Block("", None, f"what is added to the output of {following.name} was not recognised")
@@ -136,55 +144,55 @@ def _arranged(record: LayerRecord, branch: TokenMap, found: FoundSum, later: lis
     return Block(layout + total.words, total.around(branch), "", None, next_norm, reading)
 
 
-def _carries_on(
-    record: LayerRecord, following: ModuleCall, later: list[ModuleCall]
+def _residual_side(
+    trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Tell what the layer adds its second branch to: the norm's output (post-norm), or the norm's input.
+    """Return whether the residual of the second branch (the MLP) is the output or the input of a norm.
 
-    A post-norm layer and a pre-norm layer without its first norm, as the first of ModernBERT, both give
-    X + A to the next norm.
+    It tells a post-norm layer ("output") from a pre-norm layer that lacks its first norm ("input"), such as
+    the first layer of ModernBERT: in both, X + A is the input of the next norm. None if neither is found.
     """
     rest = later[_index(later, following) + 1 :]
-    ends = [c.inputs for c in rest if is_norm(c.module)] + [record.output]
-    sums = [s for end in ends if end is not None and (s := like(end, record.x)) is not None]
+    ends = [c.inputs for c in rest if is_norm(c.module)] + [trace.output]
+    sums = [s for end in ends if end is not None and (s := like(end, trace.x)) is not None]
     outputs = [c.output for c in rest if c.output is not None]
-    branches = [b for output in outputs if (b := like(output, record.x)) is not None]
+    branches = [b for output in outputs if (b := like(output, trace.x)) is not None]
     readings: list[tuple[Literal["input", "output"], Tensor | None]] = [
         ("output", following.output),
         ("input", following.inputs),
     ]
-    if record.output is not None and same(following.output, record.output):
+    if trace.output is not None and same(following.output, trace.output):
         return "output"
     for scaled in (False, True):
         for side, tokens in readings:
-            value = None if tokens is None else like(tokens, record.x)
+            value = None if tokens is None else like(tokens, trace.x)
             if value is None:
                 continue
             for total in sums:
-                at = Target(total, Reading(following.module, side), None)
+                at = Target(total, ValueLocation(following.module, side), None)
                 for branch in branches:
                     plain = is_sum(at, value, branch, Factors())
-                    if plain or (scaled and scaled_sum(record, at, value, branch) is not None):
+                    if plain or (scaled and scaled_sum(trace, at, value, branch) is not None):
                         return side
     return None
 
 
-def _in_parallel(record: LayerRecord, found: FoundSum, later: list[ModuleCall]) -> bool:
-    """Whether what follows is given what the attention was given, not what it gave."""
+def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) -> bool:
+    """Whether another module of the layer has the same input as the attention (a parallel MLP)."""
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
-    others = [c for c in (*record.before, *later) if c.inputs is not None and c is not pre]
-    owner = record.layer.owner
+    others = [c for c in (*trace.before, *later) if c.inputs is not None and c is not pre]
+    module = trace.layer.module
     return any(
         same(c.inputs, tokens)
         for c in others
-        if all(m is not owner for m in c.module.modules())
+        if all(m is not module for m in c.module.modules())
         for tokens in given
     )
 
 
 def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:
-    """Yield what norms make of the attention's output alone, and these."""
+    """Yield the norms whose input is the attention's output alone, each with its output."""
     for call in later:
         if is_norm(call.module) and call.inputs is not None and call.output is not None:
             tokens, value = like(call.inputs, branch), like(call.output, branch)
@@ -193,7 +201,7 @@ def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor,
 
 
 def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x: Tensor) -> str:
-    """Say why no sum was found."""
+    """Return a phrase that says why no sum of residual and attention was found."""
     following = next((c for c in later if is_norm(c.module) and c.inputs is not None), None)
     if following is None or following.inputs is None:
         return "no norm follows its attention, and its output is not the sum of residual and attention"
@@ -209,26 +217,26 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 # ---------------------------------------------------------------- calls and tensors
 
 
-def _before(record: LayerRecord) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Return the norm whose output X is, X, and the norm's input H."""
-    x = record.x
+def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
+    """Return the call of the norm whose output is X, its output and its input H; (None, X, None) if none."""
+    x = trace.x
     given = [
         (c, tokens, hidden)
-        for c in reversed(record.before)
+        for c in reversed(trace.before)
         if is_norm(c.module) and c.inputs is not None and c.output is not None
         if (tokens := like(c.output, x)) is not None and (hidden := like(c.inputs, x)) is not None
     ]
-    # The record may be of a run by itself, with other rounding than the pass that gave X.
+    # The layer ran by itself, so that its norm may round differently than in the forward pass that gave X.
     allowed = tolerance(precision(x.dtype))
     exact = next((one for one in given if torch.equal(one[1], x)), None)
     near = next((one for one in given if relative_error(one[1], x) <= allowed), None)
     return exact or near or (None, x, None)
 
 
-def later_calls(record: LayerRecord, output: ModuleCall) -> list[ModuleCall]:
-    """Return the calls that ended after the attention's output was there."""
-    index = next((i for i, c in enumerate(record.after) if c is output or c.module is output.module), -1)
-    return record.after[index + 1 :]
+def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
+    """Return the module calls of the layer that ended after the call ``output``."""
+    index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
+    return trace.after[index + 1 :]
 
 
 def _index(calls: list[ModuleCall], call: ModuleCall) -> int:
@@ -242,14 +250,14 @@ def _no_norm(call: ModuleCall) -> str:
     return f"{call.name} ({type(call.module).__name__}) computes neither LayerNorm nor RMSNorm"
 
 
-def token_norm(record: LayerRecord) -> LayerNorm | RMSNorm | None:
-    """Return the norm whose outputs the attention's tokens are, or None if no norm gave them."""
-    call = record.last_norm
-    return norm_map(call) if call is not None and same(call.output, record.x) else None
+def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
+    """Return the norm whose output is X, or None if X is not the output of a known norm."""
+    call = trace.last_norm
+    return norm_map(call) if call is not None and same(call.output, trace.x) else None
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
-    """Return the norm as a map, with the gain that it really applies; None if it is none that is known."""
+    """Return the map that a norm computed, with its gain; None if it is neither LayerNorm nor RMSNorm."""
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:
         return None
@@ -266,7 +274,7 @@ def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
                 hypotheses.append(RMSNorm(gain, eps))
     errors = [relative_error(norm(x), y) for norm in hypotheses]
     best = min(range(len(hypotheses)), key=errors.__getitem__)
-    # transformers' RMSNorm classes compute in float32 whatever the dtype of the model.
+    # transformers' RMSNorm classes compute in float32 for every dtype of the model.
     eps_used = precision(x.dtype, downcast=not isinstance(module, nn.LayerNorm))
     return hypotheses[best] if errors[best] <= tolerance(eps_used) else None
 
@@ -276,6 +284,6 @@ def _eps_of(module: nn.Module, x: Tensor) -> tuple[float, ...]:
     eps = next((value for name in names if (value := getattr(module, name, None)) is not None), None)
     if eps is not None:
         return (float(eps),)
-    if isinstance(module, nn.RMSNorm):  # torch's own default
+    if isinstance(module, nn.RMSNorm):  # torch's default
         return (torch.finfo(x.dtype).eps,)
-    return (1e-5, 1e-6, 1e-8, 1e-12)  # OLMo's is written in its code
+    return (1e-5, 1e-6, 1e-8, 1e-12)  # the usual constants: OLMo writes its own in the code

@@ -1,7 +1,7 @@
-"""Float64 replays that stay in float64.
+"""Keep the computation of a float64 module in float64.
 
-Model code converts to float32 of its own accord, in norms, softmaxes and rotary positions. In a float64
-model that rounds in the middle of the computation: finite differences and Jacobians then disagree.
+Model code converts to float32 in norms, softmaxes and rotary positions. In a float64 model this rounds in the
+middle of the computation, so that finite differences and Jacobians disagree.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _WIDENED = {
 }
 _METHODS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 _NAMES = {"Float", "Half", "BFloat16"}
-# A view under another dtype reads the same bits anew: it is no conversion.
+# A view under another dtype reinterprets the bits and converts nothing.
 _REINTERPRETING = {Tensor.view}
 
 
 class WithoutDowncast(TorchFunctionMode):
-    """Let every conversion to a narrower floating type go to float64 instead, while the mode is on.
+    """A torch function mode that turns every conversion to a narrower floating type into one to float64.
 
-    For modules whose parameters are float64. It sees ``float()``, ``half()``, ``bfloat16()``, ``type()``,
-    ``type_as()``, ``to()`` in all its forms, and dtypes among the arguments of any function of torch
-    (``softmax(..., dtype=torch.float32)``, ``torch.arange(..., dtype=torch.float32)``). Autocast needs
-    nothing: it leaves float64 tensors alone.
+    It is for modules whose parameters are float64. It changes ``float()``, ``half()``, ``bfloat16()``,
+    ``type()``, ``type_as()``, all forms of ``to()``, and dtypes among the arguments of any torch function
+    (``softmax(..., dtype=torch.float32)``, ``torch.arange(..., dtype=torch.float32)``). Autocast needs no
+    rule, since it does not change float64 tensors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch with wider dtypes."""
+        """Run a torch function with every floating dtype among its arguments replaced by float64."""
         kwargs = kwargs or {}
         if func in _METHODS:
             return _METHODS[func](*args, **kwargs)
@@ -60,7 +60,7 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of ``to`` where the dtype of another tensor is asked for, with that dtype widened."""
+    """Return the arguments of ``to(other)`` as those of ``to(device, dtype)``, with the dtype widened."""
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):
         return args, kwargs

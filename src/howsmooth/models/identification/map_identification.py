@@ -1,8 +1,8 @@
-"""What a recorded layer computes, found by comparing values and never from names, shapes or model types.
+"""Propose maps for what a traced layer computes, from its numbers and never from names or model types.
 
-Each reading is a hypothesis ("these columns of that linear map are the queries") that the recorded numbers
-confirm or refute; ``verification`` then tests the whole on inputs that the recording did not see. There are
-three, from the most to the least that is known: every parameter, the softmax alone, the module as it is.
+There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
+softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
+the numbers of the trace, and ``verification`` then tests it on tokens that the trace does not contain.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.module_map import OwnerLayer, ReplayedAttention, Tail
-from howsmooth.models.identification.output_projection import Output, given, heads_of
+from howsmooth.models.identification.module_map import CopiedModule, ReplayedAttention, Tail
+from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.projection_fit import (
     multihead_parameters,
     read_projections,
     weight_and_bias,
 )
-from howsmooth.models.identification.self_attention_module import Owner
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, output_of
+from howsmooth.models.identification.self_attention_module import SelfAttentionModule
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, output_of
 from howsmooth.models.tracing.mask_and_bias import (
     HIDDEN,
     Masking,
@@ -33,7 +33,7 @@ from howsmooth.models.tracing.mask_and_bias import (
     order_and_window,
     split_mask,
 )
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = ["CapturedMap", "Hypothesis", "Path", "hypotheses"]
 
@@ -43,43 +43,47 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A hypothesis of what the layer computes."""
+    """A hypothesis about the map that a layer computes."""
 
     map: CapturedMap
-    path: Path
-    reason: str
-    masking: str
-    condition: float  # bound on the absolute scores, for tolerances
+    path: Path  # how its Jacobian is computed
+    reason: str  # why it is computed so, in a phrase
+    masking: str  # the mask in words
+    condition: float  # a bound on the absolute scores, for tolerances
 
 
-def hypotheses(record: LayerRecord, owner: Owner, output: Output) -> Iterator[Hypothesis | CaptureError]:
-    """Yield what the layer may compute, or why it is not that, from the most to the least explicit.
+def hypotheses(
+    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
+) -> Iterator[Hypothesis | CaptureError]:
+    """Yield hypotheses about a layer, from the most to the least explicit.
+
+    In place of a hypothesis that does not fit the trace, the error that says why is yielded.
 
     Raises
     ------
     CaptureError
-        If the layer cannot be captured at all.
+        If no hypothesis is possible.
 
     """
-    masking, causal = _masking(record, owner)
-    condition = max(_condition(core) for core in record.cores)
-    reason = owner.obstacle
+    masking, causal = _masking(trace, self_attention)
+    condition = max(_condition(softmax) for softmax in trace.softmaxes)
+    reason = self_attention.obstacle
     if not reason:
         try:
-            attention = _explicit(record, output, causal=causal)
+            attention = _explicit(trace, output, causal=causal)
             yield Hypothesis(attention, "closed form", "every parameter is known", masking, condition)
             reason = "as a map with these parameters it was not confirmed"
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
         try:
-            staged = _staged(record, owner, output, causal=causal)
+            staged = _staged(trace, self_attention, output, causal=causal)
             known = f"the softmax in closed form, the rest differentiated by PyTorch: {reason}"
             yield Hypothesis(staged, "closed form", known, masking, condition)
         except (CaptureError, ArgumentError) as error:
             yield CaptureError(str(error))
             reason = str(error)
-    replayed = _replayed(record, owner, output, causal=causal)
+    replayed = _replayed(trace, self_attention, output, causal=causal)
     yield Hypothesis(
         replayed, "autodiff", f"differentiated by PyTorch as it is: {reason}", masking, condition
     )
@@ -88,26 +92,26 @@ def hypotheses(record: LayerRecord, owner: Owner, output: Output) -> Iterator[Hy
 # ---------------------------------------------------------------- the three readings
 
 
-def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAttention:
-    """Read every parameter; ``causal`` is asked for one token, whose mask hides nothing."""
-    layer, n = record.layer, record.x.shape[1]
-    if len(record.cores) > 1:
-        raise CaptureError(f"{layer} has {len(record.cores)} softmaxes.")
+def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
+    """Return the map with every parameter known; ``causal`` decides for n = 1, where a mask hides nothing."""
+    layer, n = trace.layer, trace.x.shape[1]
+    if len(trace.softmaxes) > 1:
+        raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
     projection = output.projection
-    module = layer.owner if isinstance(layer.owner, nn.MultiheadAttention) else None
-    core = _of_one_sequence(record.cores[0])
-    if core is None or core.query is None or core.key is None:
+    module = layer.module if isinstance(layer.module, nn.MultiheadAttention) else None
+    softmax = _of_one_sequence(trace.softmaxes[0])
+    if softmax is None or softmax.query is None or softmax.key is None:
         raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
-    queries, keys = core.query.shape[2], core.key.shape[2]
+    queries, keys = softmax.query.shape[2], softmax.key.shape[2]
     if not queries == keys == n:
         raise CaptureError(f"{layer} is given {n} tokens and attends from {queries} to {keys}.")
-    visible, bias = split_mask(layer, core.mask)
-    seen = _described(core, _common(layer, visible, n), n)
+    visible, bias = split_mask(layer, softmax.mask)
+    seen = _described(softmax, _common(layer, visible, n), n)
     if module is not None:
-        projections, weight, output_bias = multihead_parameters(module, core)
+        projections, weight, output_bias = multihead_parameters(module, softmax)
     elif projection is not None:
-        projections = read_projections(record, core)
-        weight, output_bias = weight_and_bias(_matrix(record, projection))
+        projections = read_projections(trace, softmax)
+        weight, output_bias = weight_and_bias(_matrix(trace, projection))
     else:
         raise CaptureError(output.unclear)
     return SelfAttention(
@@ -119,55 +123,63 @@ def _explicit(record: LayerRecord, output: Output, *, causal: bool) -> SelfAtten
         key_bias=projections.key.bias,
         value_bias=projections.value.bias,
         output_bias=None if output_bias is None else output_bias.clone(),
-        scale=core.scale * projections.factor,
+        scale=softmax.scale * projections.factor,
         causal=causal if n == 1 else seen.causal,
         window=seen.window,
         mask=seen.mask,
         rotary=projections.rotary,
         query_norm=projections.query_norm,
         key_norm=projections.key_norm,
-        score_bias=None if bias is None else _by_head(bias, n).clone().to(record.x.dtype),
-        softcap=core.softcap,
-        sinks=None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone(),
+        score_bias=None if bias is None else _by_head(bias, n).clone().to(trace.x.dtype),
+        softcap=softmax.softcap,
+        sinks=None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone(),
     )
 
 
-def _staged(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> StagedAttention:
-    """Take the softmaxes out of the module."""
-    cores = []
-    for core in record.cores:
-        visible, bias = split_mask(record.layer, core.mask)
-        bias = None if bias is None else bias.to(record.x.dtype)
-        sinks = None if core.sinks is None else core.sinks.detach().to(record.x.dtype).clone()
-        rules = None if visible is None else order_and_window(visible)  # which need no n² numbers
+def _staged(
+    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
+) -> StagedAttention:
+    """Return the map that runs a copy of the module around softmaxes in closed form."""
+    staged = []
+    for softmax in trace.softmaxes:
+        visible, bias = split_mask(trace.layer, softmax.mask)
+        bias = None if bias is None else bias.to(trace.x.dtype)
+        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
+        rules = None if visible is None else order_and_window(visible)  # they need no (n, n) matrix
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
         mask = visible if rules is None else None
-        cores.append(SoftmaxCore(core.scale, core.causal or ordered, mask, bias, core.softcap, sinks, window))
+        staged.append(
+            SoftmaxCore(softmax.scale, softmax.causal or ordered, mask, bias, softmax.softcap, sinks, window)
+        )
     return StagedAttention(
-        OwnerLayer.of(owner.alone, _tail(owner, output), owner.implementation),
-        tuple(cores),
-        d=record.x.shape[-1],
+        CopiedModule.of(self_attention.alone, _tail(self_attention, output), self_attention.implementation),
+        tuple(staged),
+        d=trace.x.shape[-1],
         d_out=_width(output.call.output, output.call),
-        heads=_heads(record),
-        n=record.x.shape[1],
+        heads=_heads(trace),
+        n=trace.x.shape[1],
         causal=causal,
-        dtype=record.x.dtype,
-        device=record.x.device,
-        description=type(owner.alone.module).__name__,
+        dtype=trace.x.dtype,
+        device=trace.x.device,
+        description=type(self_attention.alone.module).__name__,
     )
 
 
-def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool) -> ReplayedAttention:
-    """Take the module as it is."""
-    layer = OwnerLayer.of(owner.alone, _tail(owner, output), owner.implementation)
+def _replayed(
+    trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
+) -> ReplayedAttention:
+    """Return the map that runs a copy of the module as it is."""
+    layer = CopiedModule.of(
+        self_attention.alone, _tail(self_attention, output), self_attention.implementation
+    )
 
-    def replayed(part: OwnerLayer, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
+    def replayed(part: CopiedModule, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
         return ReplayedAttention(
             part,
-            d=record.x.shape[-1],
+            d=trace.x.shape[-1],
             d_out=width,
-            heads=_heads(record),
-            n=record.x.shape[1],
+            heads=_heads(trace),
+            n=trace.x.shape[1],
             causal=causal,
             inner=within,
         )
@@ -175,31 +187,35 @@ def _replayed(record: LayerRecord, owner: Owner, output: Output, *, causal: bool
     heads, projection = None, output.projection
     if projection is not None:
         width = _width(projection.inputs, projection)
-        inner = Tail(width=width) if output.outside else Tail(module=_path(owner, projection), of_input=True)
-        heads = replayed(OwnerLayer(layer.call, inner, layer.implementation), width, None)
+        inner = (
+            Tail(width=width)
+            if output.outside
+            else Tail(module=_path(self_attention, projection), of_input=True)
+        )
+        heads = replayed(CopiedModule(layer.call, inner, layer.implementation), width, None)
     return replayed(layer, _width(output.call.output, output.call), heads)
 
 
-def _matrix(record: LayerRecord, projection: ModuleCall) -> nn.Module:
-    """Return the linear map that the output projection is, or may come down to."""
-    heads, parts = heads_of(record), set(projection.module.modules())
-    for call in record.after:
-        if heads is not None and call.module in parts and is_linear(call.module) and given(call, heads):
+def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
+    """Return the linear module of the output projection: the projection itself or a module inside it."""
+    heads, parts = heads_of(trace), set(projection.module.modules())
+    for call in trace.after:
+        if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
             return call.module
     kind = type(projection.module).__name__
-    raise CaptureError(f"The output projection {projection.name} ({kind}) of {record.layer} is not a matrix.")
+    raise CaptureError(f"The output projection {projection.name} ({kind}) of {trace.layer} is not a matrix.")
 
 
-def _tail(owner: Owner, output: Output) -> Tail:
-    """Return what lies between the last softmax of an owner and the output of its attention."""
+def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
+    """Return where the output of the attention is found after the last softmax of its module."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
-    return Tail(module=_path(owner, output.projection) if output.call is output.projection else None)
+    return Tail(module=_path(self_attention, output.projection) if output.call is output.projection else None)
 
 
-def _path(owner: Owner, call: ModuleCall | None) -> str | None:
-    modules = owner.alone.module.named_modules()
+def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str | None:
+    modules = self_attention.alone.module.named_modules()
     return next((name for name, m in modules if call is not None and m is call.module), None)
 
 
@@ -208,25 +224,25 @@ def _path(owner: Owner, call: ModuleCall | None) -> str | None:
 
 def _width(tokens: Tensor | None, call: ModuleCall) -> int:
     if tokens is None:
-        raise CaptureError(f"{call.name} gives out no tensor.")
+        raise CaptureError(f"{call.name} returns no tensor.")
     return tokens.shape[-1]
 
 
-def _heads(record: LayerRecord) -> int:
-    shape = output_of(record.cores[0]).shape
+def _heads(trace: LayerTrace) -> int:
+    shape = output_of(trace.softmaxes[0]).shape
     return shape[-3] if len(shape) > 2 else 1
 
 
-def _of_one_sequence(core: CoreCall) -> CoreCall | None:
-    """Return the core with operands (1, heads, n, dim); None if it has further axes."""
-    operands = {name: getattr(core, name) for name in ("query", "key", "value", "output")}
+def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
+    """Return the softmax call with operands (1, heads, n, dim); None if they have other axes (windows)."""
+    operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
-    return replace(core, **{name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()})
+    return replace(softmax, **{name: t.reshape(1, *t.shape[-3:]) for name, t in operands.items()})
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the mask (n, n) that all heads have in common."""
+    """Return the mask (n, n) of all heads; raise CaptureError if the heads have different masks."""
     if visible is None:
         return None
     each = _by_head(visible, n)
@@ -235,9 +251,9 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
     return each[0]
 
 
-def _described(core: CoreCall, visible: Tensor | None, n: int) -> Masking:
-    """Describe the mask that all heads have in common, with the order of the tokens."""
-    if not core.causal:
+def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
+    """Describe the mask (n, n) of all heads, combined with the ``causal`` flag of the softmax call."""
+    if not softmax.causal:
         return describe_mask(visible, n)
     if visible is None:
         return Masking(True, None, None, "causal")
@@ -245,20 +261,20 @@ def _described(core: CoreCall, visible: Tensor | None, n: int) -> Masking:
 
 
 def _by_head(scores: Tensor, n: int) -> Tensor:
-    """Return a mask or a bias as (heads or 1, n, n)."""
+    """Return a mask or a bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
     return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
-def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
-    """Return the mask in words, and whether it is causal."""
+def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
+    """Return the masks of all softmaxes in words, and whether all of them are causal."""
     found: list[tuple[str, bool]] = []
-    for core in record.cores:
-        shape = output_of(core).shape
-        m, n = shape[-2], core.value.shape[-2]
-        if core.obstacle:
-            found.append(_masking_of_weights(core))
+    for softmax in trace.softmaxes:
+        shape = output_of(softmax).shape
+        m, n = shape[-2], softmax.value.shape[-2]
+        if softmax.obstacle:
+            found.append(_masking_of_weights(softmax))
             continue
-        visible, _ = split_mask(record.layer, core.mask)
+        visible, _ = split_mask(trace.layer, softmax.mask)
         if shape[:-3].numel() > 1:
             found.append((f"windows of {m} tokens", False))
             continue
@@ -267,20 +283,22 @@ def _masking(record: LayerRecord, owner: Owner) -> tuple[str, bool]:
             continue
         each = None if visible is None else _by_head(visible, n)
         if each is not None and len(each) > 1 and not bool((each == each[:1]).all()):
-            found.append(("a mask of its own for each head", core.causal or not bool(each.triu(1).any())))
+            found.append(("a mask of its own for each head", softmax.causal or not bool(each.triu(1).any())))
             continue
         seen = None if each is None else each[0]
-        if n == 1 and (core.mask is not None or getattr(owner.repeated.module, "is_causal", False) is True):
-            seen = torch.ones(1, 1, dtype=torch.bool, device=core.value.device)
-        masking = _described(core, seen, n)
+        if n == 1 and (
+            softmax.mask is not None or getattr(self_attention.replay.module, "is_causal", False) is True
+        ):
+            seen = torch.ones(1, 1, dtype=torch.bool, device=softmax.value.device)
+        masking = _described(softmax, seen, n)
         found.append((masking.words, masking.causal))
     words = ", ".join(dict.fromkeys(words for words, _ in found))
     return words, all(causal for _, causal in found)
 
 
-def _masking_of_weights(core: CoreCall) -> tuple[str, bool]:
-    """Say what is seen of a core whose operands are not read: which weights are not zero."""
-    p = core.probabilities
+def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
+    """Describe the mask of a softmax whose operands were not read, by its nonzero attention weights."""
+    p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
     n = p.shape[-1]
@@ -288,14 +306,16 @@ def _masking_of_weights(core: CoreCall) -> tuple[str, bool]:
     return masking.words, masking.causal
 
 
-def _condition(core: CoreCall) -> float:
+def _condition(softmax: SoftmaxCall) -> float:
     """Return a bound on the absolute scores."""
-    if core.query is None or core.key is None or core.obstacle:
-        return 100.0  # not read; scores of this size are common
-    longest = [float(t.norm(dim=-1).max()) for t in (core.query, core.key)]
+    if softmax.query is None or softmax.key is None or softmax.obstacle:
+        return 100.0  # the scores are unknown; a hundred is a common size
+    longest = [float(t.norm(dim=-1).max()) for t in (softmax.query, softmax.key)]
     largest = 0.0
-    if core.mask is not None and core.mask.dtype != torch.bool:
+    if softmax.mask is not None and softmax.mask.dtype != torch.bool:
         largest = (
-            float(core.mask[core.mask > HIDDEN].abs().max()) if bool((core.mask > HIDDEN).any()) else 0.0
+            float(softmax.mask[softmax.mask > HIDDEN].abs().max())
+            if bool((softmax.mask > HIDDEN).any())
+            else 0.0
         )
-    return abs(core.scale) * longest[0] * longest[1] + largest
+    return abs(softmax.scale) * longest[0] * longest[1] + largest

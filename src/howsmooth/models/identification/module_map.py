@@ -1,7 +1,7 @@
-"""A model's own attention module as a map of its tokens: around softmax cores, or as it is.
+"""A model's own attention module as a map of its tokens, with its own softmaxes or with replaced ones.
 
-The module is copied with the arguments that the model gave it for one sequence, so that neither later
-training nor a conversion of the copy touches the model.
+The module is copied with the arguments that the model gave it for one sequence, so that later training does
+not change the copy, and a conversion of the copy does not change the model.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.float64_replay import WithoutDowncast
-from howsmooth.models.tracing.attention_hooks import intercepted
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["OwnerLayer", "ReplayedAttention", "Tail"]
+__all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Where the attention of a layer ends, after its last core.
+    """Where the output of an attention is found after its last softmax.
 
-    With what its owner returns, or at a module inside of it, or with a projection of what the owner returns.
+    It is what the attention module returns, or the output (or input) of a module inside it, or the output of
+    a projection outside it whose input is what the attention module returns.
     """
 
-    projection: nn.Module | None = None  # a copy of the module outside of the owner
-    module: str | None = None  # path in the owner of the module whose output, or input, is meant
-    of_input: bool = False
-    width: int | None = None  # of the heads side by side, where the module gives them on an axis of their own
+    projection: nn.Module | None = None  # a copy of the projection outside the attention module
+    module: str | None = None  # path of the module inside the attention module
+    of_input: bool = False  # whether the input of that module is meant, not its output
+    width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same in another dtype or place."""
+        """Return the same tail with the projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the output of the attention, given what the owner returns for a sequence (n, ·)."""
+        """Return the output of the attention from what the attention module returns for one sequence."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -52,47 +53,56 @@ class Tail:
 
 
 class _Reached(BaseException):
-    """Ends a run of a module where its result is there; not an Exception, so that no model catches it."""
+    """Ends a run as soon as the output is computed; not an Exception, so that no model catches it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.value = value
 
 
-class OwnerLayer:
-    """A copy of an attention module, with arguments: a function of the tokens (n, d) of one sequence.
+class CopiedModule:
+    """A copy of an attention module with its arguments: a function of the tokens (n, d) of one sequence.
 
-    ``implementation`` is the user's attention implementation, None if the module does not go through the
-    interface.
+    Parameters
+    ----------
+    call
+        The call of the copied module.
+    tail
+        Where the output of the attention is found.
+    implementation
+        The user's attention implementation, None if the module does not use transformers' interface.
     """
 
-    def __init__(self, call: Repeated, tail: Tail, implementation: str | None) -> None:
+    def __init__(self, call: ModuleReplay, tail: Tail, implementation: str | None) -> None:
         self.call = call
         self.tail = tail
         self.implementation = implementation
 
     @classmethod
-    def of(cls, call: Repeated, tail: Tail, implementation: str | None) -> OwnerLayer:
-        """Copy the module of a model."""
+    def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
+        """Copy the module of ``call``, without gradients."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
-    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> OwnerLayer:
-        """Return the same layer with numbers of another dtype, or on another device."""
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> CopiedModule:
+        """Return a copy of this module in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
         call, tail = self.call.on(module, dtype, device), self.tail.to(dtype, device)
-        return OwnerLayer(call, tail, self.implementation)
+        return CopiedModule(call, tail, self.implementation)
 
     def run(self, x: Tensor, core: Core | None) -> Tensor:
-        """Return the outputs (n_out, d_out) for tokens (n, d), with ``core`` for the softmaxes, or their own.
+        """Return the outputs (n_out, d_out) for tokens (n, d).
 
-        See :class:`~howsmooth.attention.staged.Layer`.
+        ``core`` computes the softmax attentions, as in :class:`~howsmooth.attention.staged.Layer`; with None
+        the module computes them itself.
         """
         count = 0
 
-        def on_core(seen: CoreCall) -> Tensor | None:
+        def on_softmax(seen: SoftmaxCall) -> Tensor | None:
             nonlocal count
             if core is None or seen.query is None or seen.key is None:
                 return None
@@ -104,7 +114,9 @@ class OwnerLayer:
                 stack.enter_context(WithoutDowncast())
             if core is not None:
                 stack.enter_context(
-                    intercepted(self.call.module, on_core, implementation=self.implementation, compute=False)
+                    intercept_softmaxes(
+                        self.call.module, on_softmax, implementation=self.implementation, compute=False
+                    )
                 )
             if self.tail.module is not None:
                 stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
@@ -127,24 +139,30 @@ class OwnerLayer:
 
 
 class ReplayedAttention(TokenMap):
-    """A model's own attention module, differentiated as it is: X (..., n, d) -> (..., n, d_out).
+    """A map that runs a model's own attention module, X (..., n, d) -> (..., n, d_out).
+
+    It has no closed form: PyTorch differentiates the module.
 
     Parameters
     ----------
     layer
-        The module.
-    d, d_out, heads, n
-        Sizes; the length n is that of the arguments which the module was given.
+        The copy of the module.
+    d, d_out
+        Dimensions of input and output tokens.
+    heads
+        The number of heads.
+    n
+        The number of tokens in the captured call; its other arguments (positions, masks) have this length.
     causal
-        Whether an output depends on earlier tokens only; said in reports.
+        Whether an output depends on its own and earlier tokens only.
     inner
-        The same up to the heads side by side, if they are known.
+        The map up to the concatenated heads, before the output projection; None if it is unknown.
 
     """
 
     def __init__(
         self,
-        layer: OwnerLayer,
+        layer: CopiedModule,
         *,
         d: int,
         d_out: int,
@@ -181,12 +199,12 @@ class ReplayedAttention(TokenMap):
         return self.layer.call.x.device
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map."""
         kind = type(self.layer.call.module).__name__
         return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError unless ``n`` is the length that the module was called with."""
+        """Raise ArgumentError unless ``n`` is the number of tokens in the captured call."""
         if n != self.n:
             raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
 
@@ -205,12 +223,12 @@ class ReplayedAttention(TokenMap):
         )
 
     def without_output(self) -> ReplayedAttention:
-        """Return the heads side by side, before the output projection (scope ``heads``).
+        """Return the map to the concatenated heads, before the output projection (scope ``heads``).
 
         Raises
         ------
         CaptureError
-            If they were not found in the module.
+            If the heads were not found in the module.
 
         """
         if self.inner is None:
@@ -218,8 +236,8 @@ class ReplayedAttention(TokenMap):
         return self.inner
 
     def head(self, h: int) -> TokenMap:
-        """Refuse: heads are not told apart in a module that is not read."""
-        raise CaptureError("Its heads are not told apart; scopes from 'heads' on may be had.")
+        """Raise CaptureError: the single heads are not known."""
+        raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
         if weighting is not None:

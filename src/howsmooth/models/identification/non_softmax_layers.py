@@ -1,8 +1,8 @@
-"""Layers that mix tokens without a softmax: linear attention, state-space and recurrent layers, convolutions.
+"""Find layers that mix tokens without a softmax: linear attention, state-space layers, convolutions.
 
-They are found by what they do. A member of a module list in which no softmax attention ran, and which gives
-out tokens as it takes them, is run by itself with one token moved: if the output at another token moves, it
-mixes tokens. Neither names nor model types decide.
+They are found by what they compute, not by names. The candidates are members of module lists in which no
+softmax attention ran and whose output has the shape of their input. Each is run by itself with one token
+changed; if the output at another token changes, the layer mixes tokens.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.tracing.forward_trace import Call
+from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["NO_SOFTMAX", "LayersWithoutSoftmax", "Mixer"]
+__all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]
 
-#: Why such a layer is not captured.
+#: Why a layer without softmax is not captured.
 NO_SOFTMAX = "no softmax: a linear or state-space mixer or convolution"
 
 _MEMBER = re.compile(r"(^|\.)\d+$")
 
 
 @dataclass(frozen=True)
-class Mixer:
+class NonSoftmaxLayer:
     """A layer that mixes tokens without a softmax."""
 
-    name: str
-    module: str  # its class
-    after: int  # how many layers of attention ran before it
+    name: str  # path in the model
+    module: str  # name of the class
+    after: int  # how many attention layers ran before it
 
 
 @dataclass(eq=False)
 class _Running:
-    """A member of a module list whose call has not ended."""
+    """A member of a module list that is running."""
 
-    call: Call
-    first: int  # how many candidates there were when it began
-    has_core: bool = False
-    is_layer_of_core: bool = False
+    call: TracedCall
+    first: int  # how many candidates there were when its call began
+    has_softmax: bool = False  # whether a softmax attention ran inside it
+    is_attention_layer: bool = False  # whether it is the innermost list member around that attention
 
 
-class LayersWithoutSoftmax:
-    """Notes, during a pass, the members of module lists in which no softmax attention runs.
+class NonSoftmaxTracer:
+    """Hooks that collect the members of module lists in which no softmax attention runs.
 
     Parameters
     ----------
     most
-        How many to keep, with copies of their tokens.
+        The largest number of candidates that are kept with copies of their tokens; None for no limit.
 
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._running: list[_Running] = []
-        self._candidates: list[tuple[Call, int]] = []
+        self._candidates: list[tuple[TracedCall, int]] = []
         self._attention = 0
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Place the hooks, and remove them."""
+        """Register the hooks within the context."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
@@ -78,42 +78,46 @@ class LayersWithoutSoftmax:
             yield
 
     def on_layer(self, layer: AttentionLayer) -> None:
-        """Note that attention ran in whatever runs now."""
+        """Note that softmax attention ran inside all modules that are running."""
         self._attention += 1
         for running in self._running:
-            running.has_core = True
-            running.is_layer_of_core |= running.call.name == layer.root_name
+            running.has_softmax = True
+            running.is_attention_layer |= running.call.name == layer.root_name
 
-    def mixers(self, batch: int) -> Iterator[Mixer]:
-        """Run each of them by itself, and yield those that mix tokens. What cannot be run is left out."""
+    def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
+        """Run each candidate by itself and yield those that mix tokens; skip those that raise an error."""
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
-                if x is not None and call.unchanged() and _mixes(Repeated(call, x, batch).of_sequence()):
-                    yield Mixer(call.name, type(call.module).__name__, after)
-            except Exception:  # whatever a module raises when it runs by itself
+                if (
+                    x is not None
+                    and call.unchanged()
+                    and _mixes_tokens(ModuleReplay(call, x, batch).of_first_sequence())
+                ):
+                    yield NonSoftmaxLayer(call.name, type(call.module).__name__, after)
+            except Exception:  # a module may raise any error when it runs by itself
                 continue
 
     def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = Call(name, module, args, kwargs)
+        call = TracedCall(name, module, args, kwargs)
         if self._most is None or len(self._candidates) < self._most:
             call.keep()
         self._running.append(_Running(call, len(self._candidates)))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A call that ended with an exception that the model caught is still running here.
+        # If a module raised an exception that the model caught, its call is still in the list.
         while self._running and self._running[-1].call.module is not module:
             self._running.pop()
         if not self._running:
             return
         running = self._running.pop()
-        if running.is_layer_of_core:
-            del self._candidates[running.first :]  # parts of that layer
-        elif running.call.kept and not running.has_core and _keeps_shape(running.call, output):
+        if running.is_attention_layer:
+            del self._candidates[running.first :]  # these are parts of an attention layer
+        elif running.call.kept and not running.has_softmax and _keeps_shape(running.call, output):
             self._candidates[running.first :] = [(running.call, self._attention)]
 
 
-def _keeps_shape(call: Call, output: Any) -> bool:
+def _keeps_shape(call: TracedCall, output: Any) -> bool:
     x = first_tokens(call.arguments())
     try:
         y = first_tensor(output)
@@ -122,14 +126,14 @@ def _keeps_shape(call: Call, output: Any) -> bool:
     return x is not None and x.ndim >= 2 and y.shape == x.shape
 
 
-def _mixes(call: Repeated) -> bool:
-    """Whether moving one token moves the output at another."""
+def _mixes_tokens(call: ModuleReplay) -> bool:
+    """Whether a change of one token changes the output at another token."""
     x = call.x
     axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)
     if axis is None:
         return False
     y = first_tensor(call(x))
-    # Experts that get other tokens round differently.
+    # The outputs of experts round differently if they get other tokens.
     slack = 64 * torch.finfo(y.dtype).eps * float(y.abs().max())
 
     def changed(other: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ def _mixes(call: Repeated) -> bool:
         return rows
 
     if bool(changed(first_tensor(call(x))).any()):
-        return False  # another output each time: nothing can be said
+        return False  # the module is random, so that nothing can be concluded
     for token in dict.fromkeys((0, x.shape[axis] // 2, x.shape[axis] - 1)):
         other = x.clone()
         other.select(axis, token).copy_(moved_tokens(x).select(axis, token))

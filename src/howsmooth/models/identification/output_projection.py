@@ -1,8 +1,8 @@
-"""Where the attention of a layer ends: at what its module returns, or at its output projection alone.
+"""Find the output projection of a layer, and decide which tensor is the output of its attention.
 
-A module that returns its attention is taken at its word, whatever it does after its output projection.
-Where a module returns more, the sum with a residual, or less, the heads alone, the attention is what the
-projection gives; but only if the layer shows that nothing happens to it before it meets the residual.
+It is what the attention module returns, unless the module returns a sum with a residual, or the heads alone.
+Then it is the output of the projection; but only if the layer adds that output unchanged to a residual, which
+is tested by running the layer with another output of the projection.
 """
 
 from __future__ import annotations
@@ -18,87 +18,93 @@ from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import later_calls, sums_of
 from howsmooth.models.identification.projection_fit import rows
 from howsmooth.models.identification.residual_sums import adds_up, find_sums, like
-from howsmooth.models.identification.self_attention_module import Owner, moved_tokens
+from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.attention_hooks import intercepted
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm, output_of
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm, output_of
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["Output", "find_output", "given", "heads_of"]
+__all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 
 
 @dataclass(frozen=True, eq=False)
-class Output:
-    """Where the attention of a layer ends."""
+class AttentionOutput:
+    """Which module call gives the output of a layer's attention."""
 
-    call: ModuleCall  # of the owner, or of the output projection
-    #: Of the module that is given the heads of the tokens side by side, and nothing else; or None.
+    #: The call whose output is the output of the attention.
+    call: ModuleCall
+    #: The call of the output projection, whose only argument are the concatenated heads; None if unknown.
     projection: ModuleCall | None
-    #: Why there is none; "" if there is one.
+    #: Why the projection is unknown; "" if it is known.
     unclear: str
-    #: Whether ``call`` is of a module that is given what the owner returns.
+    #: Whether ``call`` is outside the attention module: its input is what the attention module returns.
     outside: bool = False
-    #: Why the output of ``call`` cannot stand for that of the attention; "" if it can.
+    #: Why the output of ``call`` is not the output of the attention after all; "" if it is.
     obstacle: str = ""
 
 
-def find_output(record: LayerRecord, owner: Owner, again: Callable[[], LayerRecord]) -> Output:
-    """Find the output projection, and tell whether its output or that of the owner is the attention's.
+def find_output(
+    trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
+) -> AttentionOutput:
+    """Find the output projection of a traced layer, and the output of its attention.
 
-    ``again`` makes the same record once more.
+    ``again`` runs the layer once more and returns its trace.
 
     Raises
     ------
     CaptureError
-        If there is no projection, and the owner adds its input to the attention: that is no attention, but a
-        residual.
+        If no projection is found, and the attention module returns no tokens or adds its input to the
+        attention.
 
     """
-    projection, unclear = _projection(record)
-    own = next((c for c in record.after if c.module is owner.repeated.module), None)
+    projection, unclear = _projection(trace)
+    own = next((c for c in trace.after if c.module is self_attention.replay.module), None)
     if own is not None and own.output is None:
         own = None
     if projection is None:
         if own is None:
             raise CaptureError(f"{unclear} Nor does its module give out tokens.")
-        if _gives_out_heads(record, own):
-            following = next((c for c in record.after if given(c, own.output)), None)
+        if _gives_out_heads(trace, own):
+            following = next((c for c in trace.after if is_given(c, own.output)), None)
             if following is not None:
-                return _outside(record, owner, again, _outermost(record, following), None, unclear)
-            shows = _arrives(record, own, again, _places(record, owner, own))
-            return Output(own, None, unclear, obstacle="" if shows else _obstacle(record, own))
-        if _adds_its_input(owner):
+                return _outside(trace, self_attention, again, _outermost(trace, following), None, unclear)
+            shows = _reaches_residual(trace, own, again, _places(trace, self_attention, own))
+            return AttentionOutput(own, None, unclear, obstacle="" if shows else _obstacle(trace, own))
+        if _adds_its_input(self_attention):
             raise CaptureError(
                 f"{unclear} Its module's own output holds a residual (a part of the input, beside the "
                 "attention), so that it cannot stand for the attention."
             )
-        return Output(own, None, unclear)
-    if not _holds(owner.repeated.module, projection.module):
-        return _outside(record, owner, again, projection, projection, "")
+        return AttentionOutput(own, None, unclear)
+    if not _holds(self_attention.replay.module, projection.module):
+        return _outside(trace, self_attention, again, projection, projection, "")
     if own is not None and _alike(own.output, projection.output):
-        return Output(own, projection, "")
-    shows = _arrives(record, projection, again, _residuals(record, owner, projection))
-    if own is not None and not shows and _is_the_branch(record, owner, own):
-        return Output(own, projection, "")
-    return Output(projection, projection, "", obstacle="" if shows else _obstacle(record, projection))
+        return AttentionOutput(own, projection, "")
+    shows = _reaches_residual(trace, projection, again, _residuals(trace, self_attention, projection))
+    if own is not None and not shows and _is_the_branch(trace, self_attention, own):
+        return AttentionOutput(own, projection, "")
+    return AttentionOutput(projection, projection, "", obstacle="" if shows else _obstacle(trace, projection))
 
 
 def _outside(
-    record: LayerRecord,
-    owner: Owner,
-    again: Callable[[], LayerRecord],
+    trace: LayerTrace,
+    self_attention: SelfAttentionModule,
+    again: Callable[[], LayerTrace],
     call: ModuleCall,
     projection: ModuleCall | None,
     unclear: str,
-) -> Output:
-    """Tell whether the attention ends with a module that is given what the owner returns."""
-    shows = _arrives(record, call, again, _places(record, owner, call)) and _by_token(call)
-    return Output(call, projection, unclear, True, "" if shows else _obstacle(record, call))
+) -> AttentionOutput:
+    """Return ``call``, of a module outside the attention module, as the output of the attention.
+
+    It has an obstacle if the layer does not add the output of ``call`` to a residual.
+    """
+    shows = _reaches_residual(trace, call, again, _places(trace, self_attention, call)) and _by_token(call)
+    return AttentionOutput(call, projection, unclear, True, "" if shows else _obstacle(trace, call))
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module gives the same for the tokens side by side, in whatever shape the model has them."""
+    """Whether a module computes the same output if its input has the shape (1, n, d) of the trace."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -106,9 +112,9 @@ def _by_token(call: ModuleCall) -> bool:
     return again.numel() == call.output.numel() and relative_error(rows(again), rows(call.output)) <= allowed
 
 
-def _obstacle(record: LayerRecord, call: ModuleCall) -> str:
-    """Say that something lies between the output of a call and the residual."""
-    following = later_calls(record, call)[:3]
+def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
+    """Return a phrase that names the modules between the output of a call and the residual."""
+    following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
     return (
@@ -122,51 +128,51 @@ def _obstacle(record: LayerRecord, call: ModuleCall) -> str:
 # ---------------------------------------------------------------- the projection
 
 
-def heads_of(record: LayerRecord) -> Tensor | None:
-    """Heads (1, heads, n, dim) or (heads, n, dim) as rows of the tokens; None if there are windows."""
-    heads = output_of(record.cores[0])
+def heads_of(trace: LayerTrace) -> Tensor | None:
+    """Return the concatenated heads (n, heads * dim) of a layer; None if its attention has windows."""
+    heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
     return heads.reshape(heads.shape[-3:]).movedim(0, 1).flatten(1)
 
 
-def given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Whether a module with a matrix is given these tokens, and nothing else."""
+def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
+    """Whether ``tokens`` are the only argument of a call, and its module has a matrix."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
     return call.inputs.shape[-1] == tokens.shape[-1] and _alike(call.inputs, tokens)
 
 
-def _gives_out_heads(record: LayerRecord, own: ModuleCall) -> bool:
-    """Whether an owner returns its heads and no more, in whatever order."""
-    heads, output = output_of(record.cores[-1]).flatten(), own.output
-    if output is None or output.numel() != heads.numel() or len(record.cores) > 1:
+def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
+    """Whether the attention module returns the entries of its heads, in any order, and nothing else."""
+    heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
+    if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
     return torch.equal(output.flatten().sort().values, heads.sort().values)
 
 
-def _outermost(record: LayerRecord, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module around one that is given the same, and nothing else."""
-    around = [c for c in record.after if _holds(c.module, call.module) and given(c, call.inputs)]
+def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
+    """Return the call of the outermost module around a module that has the same single argument."""
+    around = [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)]
     return around[-1]
 
 
-def _projection(record: LayerRecord) -> tuple[ModuleCall | None, str]:
-    """Return the outermost module that is given the heads; else say why there is none."""
-    unclear = f"The output projection of {record.layer} cannot be identified:"
-    if len(record.cores) > 1:
-        return None, f"{unclear} it has {len(record.cores)} softmaxes."
-    heads = heads_of(record)
+def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
+    """Return the call of the outermost module whose only argument are the heads; else None and the reason."""
+    unclear = f"The output projection of {trace.layer} cannot be identified:"
+    if len(trace.softmaxes) > 1:
+        return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
+    heads = heads_of(trace)
     if heads is None:
         return None, f"{unclear} its softmax acts on windows of the tokens."
-    first = next((c for c in record.after if given(c, heads)), None)
+    first = next((c for c in trace.after if is_given(c, heads)), None)
     if first is not None:
-        return _outermost(record, first), ""
-    following = next((c for c in record.after if is_linear(c.module)), None)
+        return _outermost(trace, first), ""
+    following = next((c for c in trace.after if is_linear(c.module)), None)
     if following is None:
         return None, f"{unclear} no linear map follows its attention."
-    before = record.after[: record.after.index(following)]
+    before = trace.after[: trace.after.index(following)]
     between = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in before)
     return None, (
         f"{unclear} {following.name} is the next linear map, but it is not given the concatenated heads; "
@@ -190,23 +196,26 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer shows the output of a call, alone or in a sum with what does not depend on it."""
+    """A tensor of a layer that may be the output of a call plus a residual."""
 
-    index: int | None  # of a call after the last core; None: the layer's end
-    side: Literal["input", "output"]
-    branch: int  # whose output it is
+    index: int | None  # index in ``trace.after`` of the call with that tensor; None for the layer's output
+    side: Literal["input", "output"]  # whether it is the input or the output of that call
+    branch: int  # index in ``trace.after`` of the call whose output is added to the residual
 
-    def seen(self, record: LayerRecord) -> Tensor | None:
+    def seen(self, trace: LayerTrace) -> Tensor | None:
         if self.index is None:
-            return record.output
-        call = record.after[self.index]
+            return trace.output
+        call = trace.after[self.index]
         return call.inputs if self.side == "input" else call.output
 
 
-def _arrives(
-    record: LayerRecord, projection: ModuleCall, again: Callable[[], LayerRecord], places: Iterable[_Place]
+def _reaches_residual(
+    trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], places: Iterable[_Place]
 ) -> bool:
-    """Whether a change of what the projection gives is seen, as it is, at one of these places."""
+    """Whether a change of the projection's output appears unchanged at one of these places.
+
+    The layer runs once more with another output of the projection.
+    """
     places = list(places)
     if not places:
         return False
@@ -221,11 +230,11 @@ def _arrives(
 
     with projection.module.register_forward_hook(change):
         other = again()
-    if not changed or [c.module for c in other.after] != [c.module for c in record.after]:
+    if not changed or [c.module for c in other.after] != [c.module for c in trace.after]:
         return False
     for place in places:
-        branches = record.after[place.branch].output, other.after[place.branch].output
-        values = [*branches, place.seen(record), place.seen(other)]
+        branches = trace.after[place.branch].output, other.after[place.branch].output
+        values = [*branches, place.seen(trace), place.seen(other)]
         before, after, a, b = (None if t is None else t.flatten() for t in values)
         if before is None or after is None or a is None or b is None:
             continue
@@ -234,65 +243,75 @@ def _arrives(
     return False
 
 
-def _places(record: LayerRecord, owner: Owner, projection: ModuleCall) -> Iterator[_Place]:
-    """Yield where a layer may add what a projection outside of the owner gives, or a norm of that alone."""
-    first = record.after.index(projection)
+def _places(
+    trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
+) -> Iterator[_Place]:
+    """Yield where a layer may add the output of a projection outside its attention module to a residual.
+
+    A norm may lie between the output of the projection and the sum.
+    """
+    first = trace.after.index(projection)
     norms = [
-        i for i, c in enumerate(record.after) if is_norm(c.module) and _alike(c.inputs, projection.output)
+        i for i, c in enumerate(trace.after) if is_norm(c.module) and _alike(c.inputs, projection.output)
     ]
     for branch in (first, *norms):
-        for index, call in enumerate(record.after):
-            # What is given the branch alone carries it on.
-            if index <= branch or _alike(call.inputs, record.after[branch].output):
+        for index, call in enumerate(trace.after):
+            # The input of this call is the output alone, not a sum.
+            if index <= branch or _alike(call.inputs, trace.after[branch].output):
                 continue
-            if _holds(call.module, owner.repeated.module):
+            if _holds(call.module, self_attention.replay.module):
                 yield _Place(index, "output", branch)
             elif is_linear(call.module) or is_norm(call.module):
                 yield _Place(index, "input", branch)
         yield _Place(None, "output", branch)
 
 
-def _residuals(record: LayerRecord, owner: Owner, projection: ModuleCall) -> Iterator[_Place]:
-    """Yield where an owner that holds its projection shows the sum with a residual.
+def _residuals(
+    trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
+) -> Iterator[_Place]:
+    """Yield the sums of a residual and the output of a projection inside the attention module.
 
-    That is the tokens, or another argument. What the owner computes and adds is a part of its attention.
+    The residual is X, its norm's input or another argument of the module. Anything that the attention module
+    computes itself and adds is a part of its attention.
     """
-    branch, module, root = projection.output, owner.repeated.module, record.layer.root
-    first = record.after.index(projection)
+    branch, module, root = projection.output, self_attention.replay.module, trace.layer.root
+    first = trace.after.index(projection)
     if branch is None:
         return
-    values = [record.x, *(c.inputs for c in record.before if is_norm(c.module)), *record.arguments.values()]
-    if module is root and branch.shape[-1] != record.x.shape[-1]:
-        # A whole layer whose attention has another dimension than its tokens has another residual as well.
-        values += [c.output for c in (*record.before, *record.inside) if is_norm(c.module)]
+    values = [trace.x, *(c.inputs for c in trace.before if is_norm(c.module)), *trace.arguments.values()]
+    if module is root and branch.shape[-1] != trace.x.shape[-1]:
+        # If the attention of a whole layer has another dimension than X, so has its residual.
+        values += [c.output for c in (*trace.before, *trace.inside) if is_norm(c.module)]
     bases = [t for v in values if isinstance(v, Tensor) and (t := like(v, branch)) is not None]
-    for target, _, _, total in find_sums(record, later_calls(record, projection), bases, [(branch, None)]):
+    for target, _, _, total in find_sums(trace, later_calls(trace, projection), bases, [(branch, None)]):
         beside = (
             target.reading.less is not None and module is not root and _holds(module, target.reading.less)
         )
         if total.branch is None and not beside:
-            index = None if target.call is None else record.after.index(target.call)
+            index = None if target.call is None else trace.after.index(target.call)
             yield _Place(index, target.reading.side, first)
 
 
-def _is_the_branch(record: LayerRecord, owner: Owner, own: ModuleCall) -> bool:
-    """Whether what an owner returns is its attention, with no residual in it."""
+def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
+    """Whether the output of the attention module is its attention, without a residual."""
     if own.output is None:
         return False
-    # A residual has the dimension of the tokens; and only a layer as a whole has another one inside.
-    if own.output.shape[-1] != record.x.shape[-1] and owner.repeated.module is not record.layer.root:
+    # A residual has the dimension of X, unless the attention module is a whole layer.
+    if own.output.shape[-1] != trace.x.shape[-1] and self_attention.replay.module is not trace.layer.root:
         return True
-    return not _adds_its_input(owner) or next(sums_of(record, own), None) is not None
+    return not _adds_its_input(self_attention) or next(sums_of(trace, own), None) is not None
 
 
-def _adds_its_input(owner: Owner) -> bool:
-    """Whether the output depends on the tokens with all attention set to zero."""
+def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
+    """Whether the module's output still depends on the tokens if all its softmax attentions return zero."""
 
-    def silent(core: CoreCall) -> Tensor:
-        return torch.zeros_like(output_of(core))
+    def silent(softmax: SoftmaxCall) -> Tensor:
+        return torch.zeros_like(output_of(softmax))
 
     outputs = []
-    for x in (owner.alone.x, moved_tokens(owner.alone.x)):
-        with intercepted(owner.alone.module, silent, implementation=owner.implementation):
-            outputs.append(first_tensor(owner.alone(x)).nan_to_num(nan=0.0))
+    for x in (self_attention.alone.x, moved_tokens(self_attention.alone.x)):
+        with intercept_softmaxes(
+            self_attention.alone.module, silent, implementation=self_attention.implementation
+        ):
+            outputs.append(first_tensor(self_attention.alone(x)).nan_to_num(nan=0.0))
     return not torch.equal(*outputs)

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a recorded attention call as linear maps of the layer's input."""
+"""Read the queries, keys and values of a softmax attention as linear maps of the layer's tokens X."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from torch import Tensor, nn
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import norm_map
-from howsmooth.models.identification.rotary_fit import Role, reordered, roles, turned
+from howsmooth.models.identification.rotary_fit import (
+    ProjectionReading,
+    fit_rotary,
+    projection_readings,
+    reordered,
+)
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "weight_and_bias"]
 
 
 class Projection(NamedTuple):
-    """One role's weight (heads, dim, d) and bias (heads, dim)."""
+    """Weight (heads, dim, d) and bias (heads, dim) of the queries, the keys or the values."""
 
     weight: Float[Tensor, "heads dim d"]
     bias: Float[Tensor, "heads dim"] | None
 
 
 class Projections(NamedTuple):
-    """How queries, keys and values arise from X."""
+    """How queries, keys and values are computed from X."""
 
     query: Projection
     key: Projection
@@ -36,17 +41,17 @@ class Projections(NamedTuple):
     rotary: Rotary | None
     query_norm: LayerNorm | RMSNorm | None = None
     key_norm: LayerNorm | RMSNorm | None = None
-    factor: float = 1.0  # of queries and keys together, beside that of the softmax
+    factor: float = 1.0  # scale of queries times scale of keys, besides the scale of the softmax
 
 
 class _Outputs(NamedTuple):
-    """The outputs of all linear maps of X side by side, with the weight row and bias behind each column."""
+    """The outputs of all linear modules with input X, concatenated, and the weights of their columns."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
-    biases: Float[Tensor, " columns"]
-    biased: Tensor  # whether the column's linear map has a bias at all
-    starts: list[int]  # the first column of each linear map
+    biases: Float[Tensor, " columns"]  # zero if the linear module has no bias
+    biased: Tensor  # whether the linear module of the column has a bias
+    starts: list[int]  # the first column of each linear module
 
     def projection(self, columns: Int64[Tensor, " wanted"], heads: Tensor) -> Projection:
         shape = (heads.shape[1], heads.shape[3], -1)
@@ -54,20 +59,20 @@ class _Outputs(NamedTuple):
         return Projection(self.weights[columns].reshape(shape), bias)
 
 
-def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
-    """Find the linear maps, and the rotary positions, that turn X into the captured queries, keys and values.
+def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
+    """Find the linear maps, rotary positions and norms that compute queries, keys and values from X.
 
     Raises
     ------
     CaptureError
-        If one of them is no linear map of X; the message says what the layer calls in between.
+        If queries, keys or values are not such a map of X; the message names the modules in between.
 
     """
     if call.query is None or call.key is None:
-        raise CaptureError(f"The queries and keys of {record.layer} cannot be read: {call.obstacle}.")
-    outputs = _linear_outputs(record)
-    rotary = _rotary(record, call.query)
-    # At position 0 rotary tables change nothing, so that one token fits both readings: rotary is tried first.
+        raise CaptureError(f"The queries and keys of {trace.layer} cannot be read: {call.obstacle}.")
+    outputs = _linear_outputs(trace)
+    rotary = _rotary(trace, call.query)
+    # At position 0 rotary tables change nothing, so that a single token fits both cases: rotary comes first.
     for positions in (rotary, None) if rotary is not None else (None,):
         queries = _columns(call.query, outputs.values, positions)
         keys = _columns(call.key, outputs.values, positions)
@@ -76,14 +81,12 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
     values = _columns(call.value, outputs.values, None)
     if values is not None and (queries is None or keys is None):
         value = outputs.projection(values, call.value)
-        changed = _changed(record, call.query, call.key, value, outputs)
+        changed = _changed(trace, call.query, call.key, value, outputs)
         if changed is not None:
             return changed
     if queries is None or keys is None or values is None:
         role = "queries" if queries is None else "keys" if keys is None else "values"
-        raise CaptureError(
-            f"The {role} of {record.layer} are not a linear map of its input{_between(record)}."
-        )
+        raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its input{_between(trace)}.")
     return Projections(
         query=outputs.projection(queries, call.query),
         key=outputs.projection(keys, call.key),
@@ -93,12 +96,12 @@ def read_projections(record: LayerRecord, call: CoreCall) -> Projections:
 
 
 def multihead_parameters(
-    module: nn.MultiheadAttention, core: CoreCall
+    module: nn.MultiheadAttention, softmax: SoftmaxCall
 ) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
-    """Read how queries, keys and values arise in PyTorch's own module, and its output projection and bias.
+    """Return the projections, the output matrix and the output bias of ``nn.MultiheadAttention``.
 
-    It computes in one function, in which no module is seen: they are read as PyTorch documents them; that the
-    module uses them so is verified by value afterwards.
+    Its projections are no modules, so that the trace does not contain their outputs. The parameters are read
+    as PyTorch documents them, and the verification compares the result with the module's numbers.
     """
     packed: Tensor | None = module.in_proj_weight
     apart = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
@@ -114,16 +117,17 @@ def multihead_parameters(
         for w, b in zip(weights, biases, strict=True)
         if w is not None
     )
-    # Where it gives out its weights, PyTorch scales the queries before their product with the keys.
-    factor = (module.embed_dim // module.num_heads) ** -0.5 / core.scale
+    # If the module returns its attention weights, PyTorch scales the queries before their product with the
+    # keys, so that the scale of the softmax is one.
+    factor = (module.embed_dim // module.num_heads) ** -0.5 / softmax.scale
     return Projections(query, key, value, None, factor=factor), *weight_and_bias(module.out_proj)
 
 
 def weight_and_bias(
     module: nn.Module,
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"] | None]:
-    """Return the weight of a linear module as (d_out, d), and its bias."""
-    weight, bias = module.weight, module.bias  # under a parametrization no parameters, but what they give
+    """Return the weight (d_out, d) of a linear module, and its bias (d_out,) or None."""
+    weight, bias = module.weight, module.bias  # with a parametrization these are computed, no parameters
     assert isinstance(weight, Tensor)
     if not isinstance(module, nn.Linear):
         weight = weight.mT  # transformers' Conv1D stores (d, d_out)
@@ -131,19 +135,19 @@ def weight_and_bias(
 
 
 def rows(t: Tensor) -> Float[Tensor, "n columns"]:
-    """Return the tokens of one sequence as rows."""
+    """Return the tokens (..., d) of one sequence in the shape (n, d)."""
     return t.reshape(-1, t.shape[-1])
 
 
-def _of_x(record: LayerRecord, call: ModuleCall) -> bool:
-    return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, record.x)
+def _of_x(trace: LayerTrace, call: ModuleCall) -> bool:
+    return is_linear(call.module) and call.inputs is not None and torch.equal(call.inputs, trace.x)
 
 
-def _linear_outputs(record: LayerRecord) -> _Outputs:
-    x, layer = record.x, record.layer
+def _linear_outputs(trace: LayerTrace) -> _Outputs:
+    x, layer = trace.x, trace.layer
     values, weights, biases, biased, starts = [], [], [], [], [0]
-    for call in record.inside:
-        if not _of_x(record, call) or call.output is None:
+    for call in trace.inside:
+        if not _of_x(trace, call) or call.output is None:
             continue
         weight, bias = weight_and_bias(call.module)
         if weight.dtype != x.dtype or weight.shape[1] != x.shape[-1]:
@@ -158,7 +162,7 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
         biased.append(torch.full((weight.shape[0],), bias is not None, device=x.device))
     if not values:
         raise CaptureError(
-            f"{layer} applies no linear map to its input before its attention{_between(record)}."
+            f"{layer} applies no linear map to its input before its attention{_between(trace)}."
         )
     return _Outputs(
         torch.cat(values, dim=-1), torch.cat(weights), torch.cat(biases), torch.cat(biased), starts[:-1]
@@ -166,23 +170,25 @@ def _linear_outputs(record: LayerRecord) -> _Outputs:
 
 
 def _changed(
-    record: LayerRecord, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
+    trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Read queries and keys that were normed, turned or scaled on their way."""
-    norms = [norm for call in record.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
+    """Return projections with a norm, rotation or scale between them and the softmax; None if none fits."""
+    norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
-    read: list[list[Role]] = []
+    read: list[list[ProjectionReading]] = []
     for heads, width in zip((query, key), widths, strict=True):
-        # The first position is often not turned at all, which tells the columns of any arrangement.
+        # The first position often has no rotation, so that its entries identify the columns in any order.
         first = matching_columns(_flat(heads)[:1], outputs.values[:1], 0.0)
+        # Candidates: slices at the start of each linear module, and after the queries or the queries and keys
+        # of a fused projection.
         starts = dict.fromkeys(s + skip for s in outputs.starts for skip in (0, widths[0], sum(widths)))
         room = [s for s in starts if s + width <= outputs.values.shape[1]]
         slices = [torch.arange(s, s + width, device=query.device) for s in room]
         slices = slices if first is None else [first, *slices]
-        read.append(list(roles(heads[0], outputs.values, slices, norms)))
+        read.append(list(projection_readings(heads[0], outputs.values, slices, norms)))
     for q in read[0]:
         for k in read[1]:
-            found = turned(q, k)
+            found = fit_rotary(q, k)
             if found is None:
                 continue
             parts = []
@@ -203,16 +209,16 @@ def _changed(
     return None
 
 
-def _between(record: LayerRecord) -> str:
-    """Say what the layer calls between its input and its attention."""
+def _between(trace: LayerTrace) -> str:
+    """Return the end of a message: which modules the layer calls between X and its softmax."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
-        for call in record.inside
-        if not _of_x(record, call)
+        for call in trace.inside
+        if not _of_x(trace, call)
     )
     if others:
         return f": {', '.join(others)} lies between"
-    if record.arguments.get("position_embeddings") is not None:
+    if trace.arguments.get("position_embeddings") is not None:
         return ", with or without half-split rotary positions: what lies between was not recognised"
     return ": what lies between is no module of its own"
 
@@ -220,14 +226,14 @@ def _between(record: LayerRecord) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Which columns of the linear outputs, in order, are the heads (before their rotary positions)."""
+    """Find the columns of the linear outputs that are the heads before rotary positions, or None."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
-    # The turn is undone to find the columns, and done again, as the model does it, to confirm them.
-    turned = rotary.rotate_adjoint(heads).clone()
-    turned[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
+    # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
+    unrotated = rotary.rotate_adjoint(heads).clone()
+    unrotated[..., : rotary.rot_dim] /= rotary.cos**2 + rotary.sin**2
     tol = tolerance(precision(heads.dtype))
-    columns = matching_columns(_flat(turned), outputs, tol)
+    columns = matching_columns(_flat(unrotated), outputs, tol)
     if columns is None:
         return None
     again = rotary.rotate(outputs[:, columns].reshape(-1, heads.shape[1], heads.shape[3]).transpose(0, 1))
@@ -241,10 +247,10 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of ``outputs`` that equal those of ``wanted`` at every token; None if some has none.
+    """Find, for each column of ``wanted``, an equal column of ``outputs``; None if some column has none.
 
-    A contiguous slice is tried first. Fused projections may interleave the roles head by head, so
-    each column is then looked for by itself, a neighbour of the one before winning a tie.
+    A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
+    then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
     """
     n, width = wanted.shape
     atol = tol * float(wanted.abs().max())
@@ -254,6 +260,7 @@ def matching_columns(
         for start in starts:
             if bool(((outputs[:, start : start + width] - wanted).abs() <= atol).all()):
                 return torch.arange(start, start + width, device=wanted.device)
+    # Compare all pairs of columns on at most eight tokens; the result is compared on all tokens at the end.
     tokens = torch.linspace(0, n - 1, min(n, 8), device=wanted.device).round().long()
     equal = torch.ones(outputs.shape[1], width, dtype=torch.bool, device=wanted.device)
     for output, target in zip(outputs[tokens], wanted[tokens], strict=True):
@@ -269,15 +276,18 @@ def matching_columns(
     return columns if bool(((outputs[:, columns] - wanted).abs() <= atol).all()) else None
 
 
-def _rotary(record: LayerRecord, query: Tensor) -> Rotary | None:
-    """Rotary tables given to the layer as ``position_embeddings``, if they are a half-split cos and sin."""
-    tables = record.arguments.get("position_embeddings")
+def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
+    """Return the rotary tables that the layer is given as ``position_embeddings``.
+
+    None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
+    """
+    tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None
     n, dim = query.shape[2], query.shape[3]
     read = []
     for table in tables:
-        if not isinstance(table, Tensor) or table.dtype != record.x.dtype:
+        if not isinstance(table, Tensor) or table.dtype != trace.x.dtype:
             return None
         angles = rows(table)
         half = angles.shape[1] // 2

@@ -1,7 +1,7 @@
-"""Sums of a residual and a branch, found among the values that a layer shows.
+"""Find the sum of a residual and a branch among the inputs and outputs of a layer's module calls.
 
-A sum is confirmed by every entry, to the rounding of a few additions; a branch that is too small to be told
-from no branch at all confirms nothing.
+A sum is confirmed if every entry agrees up to the rounding of a few additions. If the residual alone agrees
+as well, because the branch is too small, the sum is not confirmed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Compose, LayerScale, Residual, TokenMap
 from howsmooth.models.tolerance import one_operation, precision
-from howsmooth.models.tracing.layer_trace import LayerRecord, ModuleCall, is_linear, is_norm
+from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
 
-__all__ = ["Factors", "Reading", "Target", "adds_up", "find_sums", "is_sum", "like", "same", "scaled_sum"]
+__all__ = [
+    "Factors",
+    "Target",
+    "ValueLocation",
+    "adds_up",
+    "find_sums",
+    "is_sum",
+    "like",
+    "same",
+    "scaled_sum",
+]
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """Where a layer shows a value: at the first call of a module after the attention's output projection.
+class ValueLocation:
+    """Where a value appears in a layer: at the first call of a module after the output of the attention.
 
-    ``side`` is ``"input"`` for the module's first tensor argument, ``"output"`` for its result (the first
-    tensor of it). If ``less`` is there, the output of its own first call is to be subtracted: a layer that
-    adds two branches at once shows the sum with the first alone nowhere else.
+    ``side`` is ``"input"`` for the module's first tensor argument and ``"output"`` for the first tensor of
+    its output. If ``less`` is a module, the output of its first call is subtracted: a layer that adds two
+    branches at once has no tensor that is the sum of the residual and the first branch.
     """
 
     module: nn.Module
@@ -36,21 +46,22 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """Factors of residual and branch in a sum, for each channel or for all; None is one."""
+    """Factors of the residual (``base``) and of the branch in a sum, shape (d,) or (); None means one."""
 
     base: Tensor | None = None
     branch: Tensor | None = None
 
     @property
     def words(self) -> str:
-        """What to add to the name of a layout."""
+        """Return what these factors add to the name of the layout, such as ", layer scale"."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """X ↦ base∘X + branch∘f(X) for f = ``branch``."""
+        """Return the map X ↦ α∘X + λ∘f(X) for the factors α, λ and f = ``branch``."""
+        # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
         if self.base is not None or self.branch is not None:
@@ -62,57 +73,75 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A value of the layer that may be the sum."""
+    """A tensor of the layer that may be the sum."""
 
     value: Tensor
-    reading: Reading
-    call: ModuleCall | None  # whose input it is; None: the layer's end
-    less: Tensor | None = None  # what else the value holds
+    reading: ValueLocation
+    call: ModuleCall | None  # the call whose input it is; None for the layer's output
+    less: Tensor | None = None  # the output of another branch that the value contains
 
 
 def find_sums(
-    record: LayerRecord,
+    trace: LayerTrace,
     later: list[ModuleCall],
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
-    """Yield the sums that the numbers confirm, the simplest first."""
-    targets = list(_targets(record, later, branches[0][0]))
+    """Yield the sums of a residual and a branch that the numbers confirm, sums without factors first.
+
+    Parameters
+    ----------
+    trace
+        The traced layer.
+    later
+        The module calls after the output of the attention.
+    bases
+        Tensors that may be the residual.
+    branches
+        Tensors that may be the branch, each with the norm that computed it or None.
+
+    Yields
+    ------
+    tuple
+        The tensor that is the sum, the residual, the branch and the factors.
+
+    """
+    targets = list(_targets(trace, later, branches[0][0]))
     pairs = [(base, branch) for branch in branches for base in bases]
     for target in targets:
         for base, branch in pairs:
             if is_sum(target, base, branch[0], Factors()):
                 yield target, base, branch, Factors()
-    # Factors only where a layer is known to show its sum: at its norms, and at its end.
+    # Factors are fitted only to inputs of norms and to the layer's output, where a sum is expected.
     targets = [t for t in targets if t.less is None and (t.call is None or is_norm(t.call.module))]
     for target in targets:
         for base, branch in pairs:
-            total = scaled_sum(record, target, base, branch[0])
+            total = scaled_sum(trace, target, base, branch[0])
             if total is not None:
                 yield target, base, branch, total
 
 
-def _targets(record: LayerRecord, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
-    """Yield the inputs of later modules, the layer's output, and this less what a later module adds to it."""
+def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
+    """Yield the inputs of later modules, the layer's output, and that output minus each later branch."""
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
         known = is_linear(call.module) or is_norm(call.module)
         value = None if call.inputs is None or not known else like(call.inputs, branch)
         if value is not None:
-            yield Target(value, Reading(call.module, "input"), call)
-    end = None if record.output is None else like(record.output, branch)
+            yield Target(value, ValueLocation(call.module, "input"), call)
+    end = None if trace.output is None else like(trace.output, branch)
     if end is None:
         return
-    root = record.layer.root
-    yield Target(end, Reading(root, "output"), None)
+    root = trace.layer.root
+    yield Target(end, ValueLocation(root, "output"), None)
     for call in firsts:
         other = None if call.output is None else like(call.output, branch)
         if other is not None:
-            yield Target(end, Reading(root, "output", call.module), None, other)
+            yield Target(end, ValueLocation(root, "output", call.module), None, other)
 
 
 def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
-    """Whether the value is this sum to rounding, and would not be without the branch."""
+    """Whether the value is this sum up to rounding, and is not the sum without the branch."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -123,14 +152,14 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Whether value = Σ terms, each entry to the rounding of its own sum."""
+    """Whether the terms add up to the value, each entry up to the rounding of its own sum."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
-def scaled_sum(record: LayerRecord, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find factors: a parameter of the layer, else two numbers by least squares."""
-    root, d = record.layer.root, base.shape[-1]
+def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
+    """Find the factors of a sum: a parameter of the layer, else two numbers by least squares; or None."""
+    root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d:
             factor = parameter.detach().reshape(d).to(base.dtype)
@@ -143,14 +172,15 @@ def scaled_sum(record: LayerRecord, target: Target, base: Tensor, branch: Tensor
 
 
 def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find α and λ with value = α·base + λ·branch."""
+    """Find two numbers α and λ with value = α·base + λ·branch, or return None."""
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
-    if terms.shape[0] < 8:  # too few numbers to confirm what is fitted to them
+    if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers
         return None
     fitted = torch.zeros_like(terms[0])
-    for _ in range(2):  # once more for the residual: the first solution may be off by more than a sum rounds
+    for _ in range(2):  # the second solve corrects the rounding of the first
         fitted += torch.linalg.lstsq(terms, (wanted - terms @ fitted)[:, None]).solution.flatten()
+    # Both terms must contribute more than the rounding error, or the fit says nothing about their factors.
     allowed = one_operation(precision(base.dtype)) * max(float(wanted.abs().max()), 1e-300)
 
     def off(factors: Tensor) -> float:
@@ -159,7 +189,8 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
     parts = (fitted * terms.abs().amax(dim=0)).abs()
     if off(fitted) > allowed or float(parts.min()) <= allowed:
         return None
-    # A number that the layer keeps, or one, is the factor itself; the fit has the rounding of the sum.
+    # The fit carries the rounding of the sum. If 1 or a number among the layer's attributes fits as well,
+    # that number is the exact factor.
     known = [1.0, *(float(v) for v in vars(root).values() if isinstance(v, int | float) and v)]
     for i in range(2):
         nearest = min(known, key=lambda v: abs(v - float(fitted[i])))
@@ -172,7 +203,7 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of X, which a model may have flattened; None if they are no such tokens."""
+    """Return tokens in the shape of X, which a model may have flattened; None if the sizes do not fit."""
     if tokens.shape == x.shape:
         return tokens
     fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()

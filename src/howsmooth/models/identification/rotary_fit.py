@@ -1,9 +1,9 @@
-"""Queries and keys that are turned, scaled or normed on their way from X to the softmax, found by value.
+"""Find rotary positions, norms and scales between the linear projections and the softmax.
 
-A head's queries are s·R_i N(W x_i): a linear map that was recorded, perhaps a norm N, a rotation R_i of pairs
-of entries by the position i, the same for all heads and for the keys, and a factor s. The rotations are not
-read from tables, which models keep in many forms: each is the least-squares solution over all heads of
-queries and keys, and the reading holds only if one rotation a position and pair explains every head.
+The query of token i in one head is s·R_i N(W x_i): W is a linear projection, N a norm or the identity, s a
+scale, and R_i rotates pairs of entries by angles that depend on the position i. All heads of queries and keys
+share R_i. Models store rotary tables in many forms, so R_i is fitted: for each position and pair it is the
+least-squares rotation over all heads. It is accepted only if it explains every head up to rounding.
 """
 
 from __future__ import annotations
@@ -18,46 +18,61 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 
-__all__ = ["Role", "Turned", "reordered", "roles", "turned"]
+__all__ = ["FittedRotary", "ProjectionReading", "fit_rotary", "projection_readings", "reordered"]
 
 Norm = LayerNorm | RMSNorm
 
 
 @dataclass(frozen=True, eq=False)
-class Role:
-    """A reading of the queries, or of the keys, up to a rotation and a factor."""
+class ProjectionReading:
+    """Columns of the linear outputs that may be the queries or the keys, up to a rotation and a scale."""
 
-    columns: Int64[Tensor, " wanted"]  # of the linear outputs
-    norm: Norm | None
-    base: Float[Tensor, "heads n dim"]  # these columns, normed
-    given: Float[Tensor, "heads n dim"]  # what the softmax was given, without the factor
-    factor: float
+    columns: Int64[Tensor, " wanted"]
+    norm: Norm | None  # the norm of each head after the projection
+    base: Float[Tensor, "heads n dim"]  # the columns after the norm
+    given: Float[Tensor, "heads n dim"]  # the queries or keys of the softmax, divided by the factor
+    factor: float  # the scale s
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
-    """A rotation that explains queries and keys."""
+class FittedRotary:
+    """The rotation between projections and softmax that explains queries and keys."""
 
-    rotary: Rotary | None
-    order: Int64[Tensor, " dim"]  # of the entries of a head, in which pairs are a half apart
+    rotary: Rotary | None  # None if nothing is rotated
+    order: Int64[
+        Tensor, " dim"
+    ]  # order of the entries of a head in which rotated pairs are half the width apart
 
 
-def roles(
+def projection_readings(
     given: Float[Tensor, "heads n dim"],
     outputs: Float[Tensor, "n columns"],
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
-) -> Iterator[Role]:
-    """Yield readings in which each head's vectors are as long as those of the linear map, up to one factor.
+) -> Iterator[ProjectionReading]:
+    """Yield columns and norms whose vectors have the lengths of the queries (or keys), up to one factor.
 
-    ``given`` are the queries or keys of one sequence, ``outputs`` all linear maps of X side by side,
-    ``slices`` the columns of these that may be theirs, and ``norms`` those that ran before the softmax.
+    Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
+
+    Parameters
+    ----------
+    given
+        The queries or the keys of one sequence, as the softmax gets them.
+    outputs
+        The outputs of all linear maps of X, concatenated.
+    slices
+        Columns of ``outputs`` that may be the queries or keys.
+    norms
+        The norms that ran between X and the softmax.
+
     """
     heads, n, dim = given.shape
-    loose = tolerance(precision(torch.float32))  # norms and tables may be float32 in a float64 model
+    loose = tolerance(
+        precision(torch.float32)
+    )  # a float64 model may compute norms and rotary tables in float32
     for columns in slices:
         plain = outputs[:, columns]
-        # A norm of all heads together would leave the map without scope "head": the stages keep it.
+        # Only norms of single heads: a norm over all heads is left to the map with the model's own code.
         for norm in (None, *(norm for norm in norms if norm.d == dim)):
             base = plain.reshape(n, heads, dim).transpose(0, 1)
             base = base if norm is None else norm(base)
@@ -65,23 +80,26 @@ def roles(
             factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
             if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
                 continue
+            # The factor is measured with rounding errors: a usual value nearby is the exact one.
             usual = (1.0, dim**-0.5, dim**-0.25)
             factor = next((u for u in usual if abs(factor - u) <= loose * u), factor)
-            yield Role(columns, norm, base, given / factor, factor)
+            yield ProjectionReading(columns, norm, base, given / factor, factor)
 
 
-def turned(query: Role, key: Role) -> Turned | None:
-    """Find the rotation that is common to all heads of queries and keys; None if there is none."""
+def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
+    """Find one rotation that maps the projections to queries and keys in all heads; None if there is none."""
     wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
     dim = base.shape[-1]
     plain = query.norm is None and key.norm is None
     tol = tolerance(precision(base.dtype, downcast=not plain))
     order = torch.arange(dim, device=base.device)
     if relative_error(base, wanted) <= tol:
-        return Turned(None, order)
-    # Entries that are not turned are the same to the last digit, if nothing else was done to them.
+        return FittedRotary(None, order)
+    # Entries that are not rotated agree exactly if there is neither a norm nor a scale.
     slack = 0.0 if plain and query.factor == key.factor == 1.0 else tol
     differ = ((wanted - base).abs() > slack * wanted.abs().max()).flatten(0, 1).any(dim=0).nonzero()
+    # Rotated entries come first in a head. Their number is at least ``least`` and mostly a quarter, a half,
+    # three quarters or all of the head; pairs are a half of it apart, or neighbours.
     least = int(differ.max()) // 2 * 2 + 2
     for width in sorted({least, dim // 4, dim // 2, 3 * dim // 4, dim // 2 * 2}):
         if width < least or width > dim or width % 2:
@@ -91,7 +109,7 @@ def turned(query: Role, key: Role) -> Turned | None:
             order_tried = torch.cat((pairs, rest))
             rotary = _rotary(wanted[..., order_tried], base[..., order_tried], width, tol)
             if rotary is not None:
-                return Turned(rotary, order_tried)
+                return FittedRotary(rotary, order_tried)
     return None
 
 
@@ -100,6 +118,9 @@ def _rotary(
 ) -> Rotary | None:
     half = width // 2
     z, w = (torch.complex(t[..., :half].double(), t[..., half:width].double()) for t in (base, wanted))
+    # A pair of entries is a complex number, and a rotation multiplies it by a number. For w ≈ turn * z the
+    # least-squares solution over the heads is Σ w z̄ / Σ |z|²; pairs that are zero everywhere are not
+    # rotated.
     size = z.abs().square().sum(dim=0)
     turn = (w * z.conj()).sum(dim=0) / size.clamp(min=torch.finfo(torch.float64).tiny)
     turn = torch.where(size > 0, turn, 1.0)
@@ -109,7 +130,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return the norm of a head whose entries were put in another order."""
+    """Return the norm for heads whose entries are in the given order."""
     if norm is None:
         return None
 

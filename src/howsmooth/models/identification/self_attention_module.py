@@ -1,8 +1,8 @@
-"""Which module and which of its arguments make a softmax core self-attention, found by moving the tokens.
+"""Find the self-attention module of a layer and the argument that holds its tokens, by changing the tokens.
 
-The innermost module around a core whose queries, keys and values all move with one of its arguments owns
-the core, and that argument is X. Names, shapes and lengths decide nothing: a layer of cross-attention may
-have as many keys as queries.
+It is the innermost module around the softmaxes with an argument X such that queries, keys and values of every
+softmax change if X changes. Names and shapes decide nothing: a layer of cross-attention may have as many keys
+as queries.
 """
 
 from __future__ import annotations
@@ -14,59 +14,68 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
-from howsmooth.models.tracing.attention_hooks import intercepted
-from howsmooth.models.tracing.forward_trace import Call, Passed
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
+from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
-from howsmooth.models.tracing.module_replay import Repeated, token_arguments
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["CrossAttention", "Owner", "find_owner", "first_line", "moved_tokens"]
+__all__ = ["CrossAttention", "SelfAttentionModule", "find_self_attention", "first_line", "moved_tokens"]
 
 
 _ALL = {"queries", "keys", "values"}
-# Length of the longest moved token, of that of the longest token: less than all of it, for rounding.
+# Largest norm of a moved token, relative to the largest norm of a token; below one, to allow for rounding.
 _WITHIN = 0.9
 
 
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
-    """The layer is no self-attention: its queries, or its keys and values, come from elsewhere."""
+    """Raised for a layer whose queries and keys come from different tokens."""
 
 
 class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
-    """The layer gives another output for the same tokens."""
+    """Raised for a layer whose output differs between two runs on the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
-    """The call that owns the cores of one layer."""
+class SelfAttentionModule:
+    """The self-attention module of one layer, with a call of it that can be repeated."""
 
     layer: AttentionLayer
-    repeated: Repeated  # on all sequences
-    alone: Repeated  # on the first
-    cores: list[CoreCall]  # there
-    #: The user's attention implementation if the module goes through transformers' interface, or None.
+    replay: ModuleReplay  # the call for all sequences
+    alone: ModuleReplay  # the call for the first sequence alone
+    softmaxes: list[SoftmaxCall]  # its softmax attentions for the first sequence
+    #: The user's attention implementation if the module uses transformers' interface, else None.
     implementation: str | None
-    #: Why the cores cannot be taken as constant functions of queries, keys and values; "" if they can.
+    #: Why the softmaxes are no fixed functions of queries, keys and values, in a phrase; "" if they are.
     obstacle: str
 
 
-def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
-    """Find the owner of a layer's cores.
+def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
+    """Find the self-attention module of a traced layer.
+
+    Parameters
+    ----------
+    traced_layer
+        The layer, with the module calls around its softmaxes.
+    batch
+        The number of sequences in the forward pass.
+    implementation
+        The user's attention implementation.
 
     Raises
     ------
     CrossAttention
-        If no module of the layer has an argument that moves queries, keys and values.
+        If no module of the layer has an argument that changes queries, keys and values.
     CaptureError
-        If the layer cannot be run by itself, or chooses keys by the tokens.
+        If the layer cannot be run by itself, or which keys a query sees depends on the tokens.
     NonFiniteError
-        If its input or its output holds NaN or infinity.
+        If its input or its output contains NaN or infinity.
 
     """
     reasons: list[str] = []
     partly = mixed = False
-    for call in reversed(passed.calls):
+    for call in reversed(traced_layer.calls):
         if not call.unchanged():
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
@@ -74,33 +83,33 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
             if not _has_weights_for(call, x):
                 continue
             try:
-                repeated = Repeated(call, x, batch)
-                alone = repeated.of_sequence()
+                replay = ModuleReplay(call, x, batch)
+                alone = replay.of_first_sequence()
                 before = _cores(alone, alone.x, implementation)
-                way = implementation if any(core.kind == "interface" for core in before) else None
+                way = implementation if any(softmax.kind == "interface" for softmax in before) else None
                 if way is None:
                     before = _cores(alone, alone.x, None)
-                if len(before) != passed.cores:
-                    continue  # of a module around several layers
-                _refuse_randomness(passed.layer, before, _cores(alone, alone.x, way))
+                if len(before) != traced_layer.softmaxes:
+                    continue  # this module contains several layers
+                _refuse_randomness(traced_layer.layer, before, _cores(alone, alone.x, way))
                 after = _cores(alone, moved_tokens(alone.x), way)
             except _RandomAttention:
                 raise
-            except Exception as error:  # whatever a model's module raises when it runs by itself
+            except Exception as error:  # a module may raise any error when it runs by itself
                 reasons.append(first_line(error))
                 continue
             if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
                 continue
-            _check_finite(passed.layer, alone.x, before)
+            _check_finite(traced_layer.layer, alone.x, before)
             moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
             if all(m == _ALL for m in moved):
-                layer = replace(passed.layer, name=call.name, owner=call.module)
-                _refuse_chosen_masks(layer, passed, call, x, batch, way)
-                return Owner(layer, repeated, alone, before, way, _obstacle(layer, before, after))
+                layer = replace(traced_layer.layer, name=call.name, module=call.module)
+                _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
+                return SelfAttentionModule(layer, replay, alone, before, way, _obstacle(layer, before, after))
             partly = partly or any(moved)
             mixed = mixed or _ALL in moved
-    layer = passed.layer
+    layer = traced_layer.layer
     if mixed:
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
@@ -117,10 +126,15 @@ def find_owner(passed: Passed, batch: int, implementation: str) -> Owner:
 
 
 def _refuse_chosen_masks(
-    layer: AttentionLayer, passed: Passed, call: Call, x: Tensor, batch: int, implementation: str | None
+    layer: AttentionLayer,
+    traced_layer: TracedLayer,
+    call: TracedCall,
+    x: Tensor,
+    batch: int,
+    implementation: str | None,
 ) -> None:
-    """Refuse a mask that a module around the owner makes of the tokens, and hands to it as an argument."""
-    root = passed.calls[0]
+    """Refuse a mask that a module around the attention computes from the tokens and passes as an argument."""
+    root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
         t
@@ -131,28 +145,28 @@ def _refuse_chosen_masks(
     if call is root or not made or tokens is None:
         return
     try:
-        whole = Repeated(root, tokens, batch).of_sequence()
+        whole = ModuleReplay(root, tokens, batch).of_first_sequence()
         before = _cores(whole, whole.x, implementation)
         after = _cores(whole, moved_tokens(whole.x), implementation)
-    except Exception:  # the layer is run once more for its record, which says what is wrong
+    except Exception:  # the layer runs again when it is traced; the error is reported there
         return
     for a, b in zip(before, after, strict=False):
         _refuse_sparsity(layer, a, b)
 
 
-def _has_weights_for(call: Call, x: Tensor) -> bool:
-    """Whether the module has a matrix that may act on such tokens.
+def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
+    """Whether the module has a matrix of the dimension of the tokens ``x``.
 
-    A module without one is given queries, keys and values, side by side perhaps: these are not the tokens.
+    A module without such a matrix is given queries, keys and values, not tokens.
     """
     return any(p.ndim >= 2 and x.shape[-1] in p.shape for p in call.module.parameters())
 
 
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
-    """Return tokens moved by about their own size, with the same numbers every time.
+    """Return tokens changed by random noise of about their own size; the noise has a fixed seed.
 
-    Tokens before ``first``, counted along the axis before the last, stay. None becomes longer than the
-    longest is: a layer may refuse tokens beyond a radius, and those it was given lie within it.
+    Tokens before index ``first``, counted along the axis before the last, do not change. No token gets a
+    larger norm than the largest norm in ``x``, because a layer may refuse tokens outside a ball.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
@@ -165,15 +179,20 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return moved
 
 
-def _cores(call: Repeated, x: Tensor, implementation: str | None) -> list[CoreCall]:
-    seen: list[CoreCall] = []
-    with intercepted(call.module, lambda core: seen.append(core), implementation=implementation):
+def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
+    seen: list[SoftmaxCall] = []
+    with intercept_softmaxes(
+        call.module, lambda softmax: seen.append(softmax), implementation=implementation
+    ):
         call(x)
     return seen
 
 
-def _moved(a: CoreCall, b: CoreCall) -> set[str]:
-    """Tell which operands differ; where queries and keys cannot be read, the probabilities speak for both."""
+def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
+    """Return which operands differ between two softmax calls.
+
+    If queries and keys could not be read, both count as different where the probabilities differ.
+    """
     found = {"values"} if _differ(a.value, b.value) else set()
     if a.query is not None and a.key is not None:
         found |= {"queries"} if _differ(a.query, b.query) else set()
@@ -189,8 +208,8 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
-def _refuse_randomness(layer: AttentionLayer, first: list[CoreCall], second: list[CoreCall]) -> None:
-    """Refuse a layer that draws at random which keys it looks at, as ProbSparse attention does."""
+def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
+    """Raise if two runs on the same tokens differ, as in ProbSparse attention, which samples keys."""
     pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
     if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise _RandomAttention(
@@ -200,14 +219,14 @@ def _refuse_randomness(layer: AttentionLayer, first: list[CoreCall], second: lis
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two runs gave the same, but for the order of sums on a GPU; NaN is refused elsewhere."""
+    """Whether two outputs agree up to the order of sums on a GPU; NaN counts as zero and is refused later."""
     if a is None or b is None or a.shape != b.shape:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)
     return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
 
 
-def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCall]) -> str:
+def _obstacle(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
     for a, b in zip(before, after, strict=True):
         reason = a.obstacle or b.obstacle
         if "sparsity" in reason:
@@ -224,7 +243,7 @@ def _obstacle(layer: AttentionLayer, before: list[CoreCall], after: list[CoreCal
     return ""
 
 
-def _refuse_sparsity(layer: AttentionLayer, a: CoreCall, b: CoreCall) -> None:
+def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> None:
     if a.mask is b.mask:
         return
     hidden = [None if m is None else _hidden(m) for m in (a.mask, b.mask)]
@@ -240,17 +259,17 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _check_finite(layer: AttentionLayer, x: Tensor, cores: list[CoreCall]) -> None:
-    values = [x, *(core.output for core in cores if core.output is not None)]
+def _check_finite(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
+    values = [x, *(softmax.output for softmax in softmaxes if softmax.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):
-        for core in cores:
-            if not core.obstacle:
-                split_mask(layer, core.mask)  # a token that sees no key has NaN for its output
+        for softmax in softmaxes:
+            if not softmax.obstacle:
+                split_mask(layer, softmax.mask)  # raises if a token sees no key, which explains the NaN
         raise NonFiniteError(
             "inputs",
             expected=f"finite activations in {layer}",

@@ -1,7 +1,8 @@
-"""The proof that captured maps reproduce the model's own numbers.
+"""Verify that a captured map reproduces the model's own numbers.
 
-The layer is run by itself as its user has it, on all sequences: at the tokens of the pass, and at changed
-ones. That tells a map from a coincidence of values, and shows whether earlier outputs really do not move.
+The layer runs by itself on all sequences, with the user's attention implementation: first on the tokens of
+the forward pass, then on changed tokens. Changed tokens reject maps that fit by coincidence, and show whether
+the outputs of a causal layer really do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import Block
 from howsmooth.models.identification.map_identification import Hypothesis
-from howsmooth.models.identification.output_projection import Output
-from howsmooth.models.identification.self_attention_module import Owner, moved_tokens
+from howsmooth.models.identification.output_projection import AttentionOutput
+from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
-from howsmooth.models.tracing.module_replay import Repeated, first_tensor
+from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["OwnValues", "own_values", "verify", "verify_block"]
+__all__ = ["ModelValues", "model_values", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnValues:
-    """What the model itself computes in one layer, on all sequences."""
+class ModelValues:
+    """What the model itself computes in one attention module, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
-    heads: Tensor | None  # input of the output projection, (batch, n, heads * value_dim); None without one
-    attention: Tensor  # the output of the projection, or of the owner
+    heads: (
+        Tensor | None
+    )  # input of the output projection, (batch, n, heads * value_dim); None if it is unknown
+    attention: Tensor  # the output of the attention
     downcast: bool  # whether a float64 module computed something in float32
 
     @property
     def inner(self) -> Tensor:
-        """The heads, or the attention where they are not told from it."""
+        """Return the heads, or the output of the attention if the heads are unknown."""
         return self.attention if self.heads is None else self.heads
 
 
 class _Downcasts(TorchDispatchMode):
-    """Notices operations between float64 and float32: conversions, and constants of float32."""
+    """A dispatch mode that notices operations between float64 and float32 tensors, such as conversions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,17 +64,17 @@ class _Downcasts(TorchDispatchMode):
 
 
 @contextmanager
-def _noticed(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Notice them in a model of float64; in others they make no difference."""
+def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
+    """Notice downcasts within the context if ``dtype`` is float64; for other dtypes nothing is noticed."""
     downcasts = _Downcasts()
-    watch: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
-    with watch:
+    mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
+    with mode:
         yield downcasts
 
 
-def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
-    """Run the module of an owner, as its user has it, with ``x`` for its tokens; shaped as in the call."""
-    call, projection = owner.repeated, output.projection
+def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
+    """Run the model's own attention module on ``x``, of the shape of the tokens in the captured call."""
+    call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
     def tap(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -82,10 +85,10 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     with ExitStack() as stack:
         if projection is not None:
             stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
-        downcasts = stack.enter_context(_noticed(x.dtype))
+        downcasts = stack.enter_context(_notice_downcasts(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
-    # A projection that was not reached lies outside of the owner.
+    # If the projection did not run, it is outside the attention module, which then returns the heads.
     heads, attention = taken[0] if taken else (None if projection is None else returned, None)
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
@@ -93,21 +96,22 @@ def own_values(owner: Owner, output: Output, x: Tensor) -> OwnValues:
     elif output.call is not projection:
         attention = returned
     if attention is None:
-        raise CaptureError(f"{owner.layer} did not reach its output when it ran by itself.")
-    return OwnValues(call.rows(x), heads, attention, downcasts.seen)
+        raise CaptureError(f"{self_attention.layer} did not reach its output when it ran by itself.")
+    return ModelValues(call.rows(x), heads, attention, downcasts.seen)
 
 
-def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
-    """Check that the captured map gives what the model gives, at its tokens and at others.
+def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
+    """Check that a captured map agrees with the model, at the tokens of the forward pass and at others.
 
     Raises
     ------
     CaptureError
-        If it differs by more than rounding can explain, or is not causal where its mask says so.
+        If they differ by more than rounding explains, or if the map counts as causal and later tokens change
+        earlier outputs.
 
     """
-    layer, call = owner.layer, owner.repeated
-    own = own_values(owner, output, call.x)
+    layer, call = self_attention.layer, self_attention.replay
+    own = model_values(self_attention, output, call.x)
     inner = found.map.without_output() if output.projection is not None else found.map
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
@@ -115,11 +119,12 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
     _compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
     if output.projection is not None:
         _compare_attention(layer, found, own, tol)
-    # Larger tokens give larger scores: q and k may each have grown by a small factor.
+    # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
     tol = tolerance(eps, 4.0 * found.condition)
+    # For a causal map also with only the second half of the tokens changed: earlier outputs must stay.
     half = own.x.shape[1] // 2
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
-        moved = own_values(owner, output, call.shaped(moved_tokens(own.x, first)))
+        moved = model_values(self_attention, output, call.shaped(moved_tokens(own.x, first)))
         after = inner(moved.x)
         _compare(layer, "its heads on other tokens", after, moved.inner, tol)
         if first == 0 and output.projection is not None:
@@ -133,13 +138,13 @@ def verify(owner: Owner, output: Output, found: Hypothesis) -> None:
                 )
 
 
-def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues, tol: float) -> None:
-    """Check what the map makes of the heads, after these were checked."""
+def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
+    """Check the output of the attention, after the heads were checked."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         _compare(layer, "its attention", f(own.x), attention, tol)
         return
-    # A matrix is held against the model's own heads, where nothing but its own rounding is to be allowed for.
+    # An output matrix is applied to the model's own heads, so that only its own rounding is tolerated.
     heads = heads.reshape(len(heads), -1, f.output.shape[1])
     captured, size = heads @ f.output.mT, heads.abs() @ f.output.abs().mT
     if f.output_bias is not None:
@@ -152,7 +157,7 @@ def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: OwnValues,
 
 
 def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
-    if captured.numel() == own.numel():  # heads may lie on an axis of their own
+    if captured.numel() == own.numel():  # the model may have heads on a separate axis
         own = own.reshape(captured.shape)
     if captured.shape != own.shape:
         raise CaptureError(
@@ -179,70 +184,88 @@ def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, to
 
 @dataclass(eq=False)
 class _BlockValues:
-    hidden: Tensor | None = None  # what the norm before the attention was given
-    value: Tensor | None = None
-    less: Tensor | None = None
-    owner_ran: bool = False
-    reached: bool = False  # the attention's output
+    hidden: Tensor | None = None  # H, the input of the norm before the attention
+    value: Tensor | None = None  # the tensor at ``Block.value_at``
+    less: Tensor | None = None  # the branch to subtract from it
+    attention_ran: bool = False  # whether the attention module has started
+    reached: bool = False  # whether the output of the attention was computed
 
 
 def verify_block(
-    owner: Owner, output: Output, block: Block, layer: Repeated, condition: float
+    self_attention: SelfAttentionModule,
+    output: AttentionOutput,
+    block: Block,
+    layer: ModuleReplay,
+    condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check the map of a block against the layer, at its tokens and at others; return its input H.
+    """Check the map of a block against the layer, at the tokens of the forward pass and at others.
+
+    Returns
+    -------
+    Tensor
+        The input H of the block in the forward pass, (batch, n, d).
 
     Raises
     ------
     CaptureError
-        If it differs by more than rounding can explain.
+        If the block has no map, or map and layer differ by more than rounding explains.
 
     """
     if block.map is None or block.value_at is None:
         raise CaptureError(
-            f"The block around {owner.layer} is not captured: {block.obstacle}. "
+            f"The block around {self_attention.layer} is not captured: {block.obstacle}. "
             "The scopes up to 'attention' do not need it."
         )
     given: list[Tensor] = []
-    shape = owner.repeated.tokens().shape
+    shape = self_attention.replay.tokens().shape
     for x in (layer.x, moved_tokens(layer.x)) if layer.x.is_floating_point() else (layer.x,):
         values = _BlockValues()
-        with _tapped(owner, output, block, values), _noticed(owner.repeated.x.dtype) as downcasts:
+        with (
+            _tapped(self_attention, output, block, values),
+            _notice_downcasts(self_attention.replay.x.dtype) as downcasts,
+        ):
             layer(x)
         hidden = values.hidden
         if hidden is None or values.value is None:
             raise CaptureError(
-                f"The block around {owner.layer} did not reach its norms when it ran by itself."
+                f"The block around {self_attention.layer} did not reach its norms when it ran by itself."
             )
-        hidden = owner.repeated.rows(hidden).reshape(shape)
+        hidden = self_attention.replay.rows(hidden).reshape(shape)
         value = values.value
         if values.less is not None:
             value = value - values.less.reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
         _compare(
-            owner.layer, "its block", block.map(hidden), owner.repeated.rows(value).reshape(shape), loose
+            self_attention.layer,
+            "its block",
+            block.map(hidden),
+            self_attention.replay.rows(value).reshape(shape),
+            loose,
         )
         given.append(hidden)
     return given[0].clone()
 
 
 @contextmanager
-def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) -> Iterator[None]:
-    """Note the values of a block while its layer runs."""
+def _tapped(
+    self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
+) -> Iterator[None]:
+    """Fill ``values`` while the layer runs within the context."""
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         tokens = first_tokens(bound_arguments(module, args, kwargs))
-        if tokens is not None and not values.owner_ran:
+        if tokens is not None and not values.attention_ran:
             values.hidden = tokens.clone()
 
-    def owner_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not values.owner_ran and pre is None:
-            x = bound_arguments(module, args, kwargs).get(owner.repeated.x_name)
+    def attention_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not values.attention_ran and pre is None:
+            x = bound_arguments(module, args, kwargs).get(self_attention.replay.x_name)
             values.hidden = None if x is None else x.clone()
-        values.owner_ran = True
+        values.attention_ran = True
 
     def output_ends(module: nn.Module, args: Any, result: Any) -> None:
-        values.reached = values.owner_ran
+        values.reached = values.attention_ran
 
     def shown(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if not values.reached or reading is None:
@@ -255,7 +278,9 @@ def _tapped(owner: Owner, output: Output, block: Block, values: _BlockValues) ->
             values.value = None if value is None else value.clone()
 
     with ExitStack() as stack:
-        stack.enter_context(owner.repeated.module.register_forward_pre_hook(owner_starts, with_kwargs=True))
+        stack.enter_context(
+            self_attention.replay.module.register_forward_pre_hook(attention_starts, with_kwargs=True)
+        )
         stack.enter_context(output.call.module.register_forward_hook(output_ends))
         if pre is not None:
             stack.enter_context(pre.register_forward_pre_hook(norm_starts, with_kwargs=True))

@@ -1,4 +1,4 @@
-"""One attention layer of a pass, read and verified once; from it, the layer's map in every scope."""
+"""Identify and verify one attention layer of a forward pass; return its sites in every scope."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ from torch import Tensor
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
-from howsmooth.models.identification.layer_replay import record_layer, whole_layer
+from howsmooth.models.identification.layer_replay import trace_layer, whole_layer
 from howsmooth.models.identification.map_identification import Hypothesis, hypotheses
-from howsmooth.models.identification.output_projection import Output, find_output
-from howsmooth.models.identification.self_attention_module import Owner, find_owner, first_line
+from howsmooth.models.identification.output_projection import AttentionOutput, find_output
+from howsmooth.models.identification.self_attention_module import (
+    SelfAttentionModule,
+    find_self_attention,
+    first_line,
+)
 from howsmooth.models.identification.verification import verify, verify_block
 from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision
-from howsmooth.models.tracing.forward_trace import Passed
-from howsmooth.models.tracing.module_replay import Repeated
+from howsmooth.models.tracing.forward_trace import TracedLayer
+from howsmooth.models.tracing.module_replay import ModuleReplay
 
 __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 
 
 @dataclass(frozen=True, eq=False)
 class VerifiedLayer:
-    """A layer whose map was verified."""
+    """An attention layer whose map was identified and verified."""
 
-    owner: Owner
-    output: Output
+    self_attention: SelfAttentionModule
+    output: AttentionOutput
     found: Hypothesis
     block: Block
-    norm: LayerNorm | RMSNorm | None
-    call: Repeated  # of the layer around the owner
-    passed: Passed
+    norm: LayerNorm | RMSNorm | None  # the norm whose output is X
+    call: ModuleReplay  # the call of the whole layer around the attention
+    traced_layer: TracedLayer
 
     def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
-        """Return the sites of one scope: one, or one for each head.
+        """Return the site of one scope in a list; in scope ``head`` one site for each head.
 
         Raises
         ------
         ArgumentError
-            If there are no such heads.
+            If an index in ``heads`` is out of range.
         CaptureError
-            If the layer has no such scope, or its block fails its verification.
+            If the layer has no such scope, or the verification of its block fails.
 
         """
-        owner, attention, place = self.owner, self.found.map, self.owner.layer
-        x = owner.repeated.tokens().clone()
-        norm = self.norm if _gives(self.norm, x) else None
+        self_attention, attention, place = self.self_attention, self.found.map, self.self_attention.layer
+        x = self_attention.replay.tokens().clone()
+        norm = self.norm if _may_be_outputs(self.norm, x) else None
         maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
         try:
             if scope == "head":
@@ -71,7 +75,7 @@ class VerifiedLayer:
                 raise CaptureError(f"{place} changes the number of its tokens, so it has no residual.")
             maps = [(None, Residual(attention))]
         elif scope == "block":
-            x = verify_block(owner, self.output, self.block, self.call, self.found.condition)
+            x = verify_block(self_attention, self.output, self.block, self.call, self.found.condition)
             norm = norm if self.block.pre_norm is None else None
             if self.block.map is not None:
                 maps = [(None, self.block.map)]
@@ -94,61 +98,76 @@ class VerifiedLayer:
         ]
 
 
-def read_layer(passed: Passed, batch: int, user: str) -> VerifiedLayer:
-    """Find out what a layer computes, and prove it.
+def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+    """Identify the map that a traced layer computes, and verify it.
 
-    ``passed`` is the layer in a pass of ``batch`` sequences, ``user`` the user's attention implementation.
+    Parameters
+    ----------
+    traced_layer
+        The layer, traced in a forward pass.
+    batch
+        The number of sequences in that forward pass.
+    user
+        The user's attention implementation.
 
     Raises
     ------
     CaptureError
-        If the layer does something that is not recognised, or fails its verification.
+        If the layer computes something that is not recognised, or the verification fails.
 
     """
     try:
-        return _read(passed, batch, user)
+        return _read(traced_layer, batch, user)
     except HowsmoothError:
         raise
-    except Exception as error:  # a module of the model that does not run by itself as it did in the pass
-        raise CaptureError(f"{passed.layer} cannot be run by itself: {first_line(error)}.") from error
+    except Exception as error:  # a module may raise any error when it runs by itself
+        raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
 
 
-def _read(passed: Passed, batch: int, user: str) -> VerifiedLayer:
-    owner = find_owner(passed, batch, user)
-    call = whole_layer(passed, batch)
-    alone = call.of_sequence()
-    record = record_layer(owner, passed, alone)
-    output = find_output(record, owner, lambda: record_layer(owner, passed, alone))
+def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+    self_attention = find_self_attention(traced_layer, batch, user)
+    call = whole_layer(traced_layer, batch)
+    alone = call.of_first_sequence()
+    trace = trace_layer(self_attention, traced_layer, alone)
+    output = find_output(trace, self_attention, lambda: trace_layer(self_attention, traced_layer, alone))
     refused: list[CaptureError] = []
-    for found in hypotheses(record, owner, output):
+    for found in hypotheses(trace, self_attention, output):
         if isinstance(found, CaptureError):
             refused.append(found)
             continue
         try:
-            verify(owner, output, found)
+            verify(self_attention, output, found)
         except CaptureError as error:
             refused.append(error)
             continue
-        block = read_block(record, found.map, output.call)
-        return VerifiedLayer(owner, output, found, block, token_norm(record), call, passed)
+        block = read_block(trace, found.map, output.call)
+        return VerifiedLayer(self_attention, output, found, block, token_norm(trace), call, traced_layer)
     raise refused[-1]
 
 
-def _gives(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Whether all tokens can be outputs of the norm: it was identified on one of the sequences only."""
+def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
+    """Whether all tokens can be outputs of the norm, which was identified on the first sequence only."""
     if norm is None:
         return False
-    # transformers' norms compute in float32 whatever the dtype of the model; every entry may be off by that.
+    # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
     slack = 64.0 * precision(torch.float32)
+    # An output of the norm is bias + gain∘u with |u| <= 1, where the gain includes √d.
     shift = (x if norm.bias is None else x - norm.bias).double()
     gain = math.sqrt(norm.d) * norm.weight.double().abs()
     outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
-    u = outside / gain  # 0/0 where both are zero, infinite where a zero gain gives no zero
+    u = outside / gain  # 0/0 if gain and entry are zero; infinite if only the gain is
     return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
 
 
 def indices_of(given: Sequence[int] | None, count: int, what: str) -> list[int]:
-    """Return indices into ``count`` things as non-negative, each once."""
+    """Return indices of layers or heads as non-negative numbers without repetition; None gives all.
+
+    Raises
+    ------
+    ArgumentError
+        If an index is outside of ``-count`` to ``count - 1``.
+
+    """
     if given is None:
         return list(range(count))
     for index in given:

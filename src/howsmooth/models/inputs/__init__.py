@@ -1,1 +1,1 @@
-"""The inputs of models: text, images, audio, token ids and embeddings, from files, arrays or made by code."""
+"""Read the inputs of models (images, audio, token ids, embeddings) from files or arrays, and check them."""

@@ -1,4 +1,4 @@
-"""Arrays in files: .npy, .npz, .safetensors. Nothing in them is ever run."""
+"""Read arrays from .npy, .npz and .safetensors files, without running code that a file may contain."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SUFFIXES = (".npy", ".npz", ".safetensors")
 
 @dataclass(frozen=True, eq=False)
 class DataSource:
-    """What a model can be given, read from somewhere.
+    """Data for a model that were read from a file or an array.
 
     Attributes
     ----------
     name
-        The name under which results stand.
+        The name of the data in results.
     source
-        One phrase for a report.
+        A phrase for a report that says where the data come from.
     digest
-        SHA-256 of all of it.
+        SHA-256 of the data.
 
     """
 
@@ -44,12 +44,12 @@ def read_array(path: Path) -> np.ndarray:
     Raises
     ------
     ArgumentError
-        If it cannot be read, or holds pickled objects.
+        If the file cannot be read, or contains pickled objects.
 
     """
     try:
         return np.asarray(np.load(path, allow_pickle=False))
-    except Exception as error:  # of a damaged header, numpy raises many kinds
+    except Exception as error:  # numpy raises many kinds of errors for a damaged header
         raise ArgumentError(
             shown(path),
             expected="an array of numpy (.npy)",
@@ -58,21 +58,21 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
-    """Read the arrays of a file under their names; the one of a file without names is called ``""``.
+    """Read all arrays of a file, by name; the array of a .npy file has the name ``""``.
 
     Parameters
     ----------
     path
-        Of the file. Its ending says what it is.
+        Path of the file. Its ending decides its format.
     what
-        What a message calls it, such as "parameter file".
+        What error messages call the file, such as "parameter file".
     suffixes
-        The endings that are taken.
+        The endings that are accepted.
 
     Raises
     ------
     ModelError
-        If there is no such file, it cannot be read, or holds what is no array of numbers.
+        If there is no such file, it cannot be read, or it contains anything but arrays of numbers.
 
     """
     where = f"The {what} {shown(path)}"
@@ -85,9 +85,9 @@ def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> 
             return dict(load_file(path))
         return _npz(path) if path.suffix == ".npz" else {"": _tensor("it", np.load(path, allow_pickle=False))}
     except MemoryError as error:
-        # A few bytes are enough to announce an array of any size.
+        # The header of a small file may announce an array of any size.
         raise ModelError(f"{where} cannot be read: it does not fit into memory.") from error
-    except Exception as error:  # of a damaged header, numpy raises many kinds
+    except Exception as error:  # numpy raises many kinds of errors for a damaged header
         raise ModelError(f"{where} cannot be read: {reason(error)}.") from error
 
 
@@ -109,12 +109,12 @@ def _npz(path: Path) -> dict[str, Tensor]:
 def _tensor(name: str, array: np.ndarray) -> Tensor:
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
         raise ValueError(f"{name} holds {array.dtype}, where float32 or float64 numbers are needed")
-    # Byte order and strides that torch does not know are put right.
+    # torch supports neither foreign byte orders nor all strides, so that the array is copied.
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def check_range(array: np.ndarray, low: float, high: float, argument: str, remedy: str = "") -> None:
-    """Raise unless floating-point values are finite and lie between two limits."""
+    """Raise ArgumentError unless all values are finite and between ``low`` and ``high``."""
     if not np.isfinite(array).all():
         raise NonFiniteError(argument, expected="finite values", got="NaN or infinity")
     if not low <= array.min() <= array.max() <= high:
@@ -134,5 +134,5 @@ def _is_file(path: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """Shorten a path for a message."""
+    """Return a path for a message, cut to at most 200 characters."""
     return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

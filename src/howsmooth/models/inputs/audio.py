@@ -1,4 +1,4 @@
-"""Sound as input of audio models: read from .wav and .npy files and arrays, or made by code."""
+"""Read audio for audio models from .wav and .npy files or arrays, or synthesise the built-in audio."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Waveform = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Audio(DataSource):
-    """Sound of one channel.
+    """Audio of one channel.
 
     Attributes
     ----------
     rate
-        Samples a second.
+        Samples per second.
     samples
-        From -1 to 1, float32.
+        Array (samples,) of float32 values from -1 to 1.
 
     """
 
@@ -46,16 +46,16 @@ class Audio(DataSource):
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return len(self.samples)
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length in seconds."""
         return len(self.samples) / self.rate
 
     def at(self, rate: int) -> Waveform:
-        """Return the samples at another rate, by a polyphase filter that keeps what both rates can hold."""
+        """Return the samples at another rate, resampled by a polyphase filter without aliasing."""
         if rate == self.rate:
             return self.samples
         shared = math.gcd(rate, self.rate)
@@ -64,22 +64,22 @@ class Audio(DataSource):
 
 
 def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
-    """Read a sound.
+    """Read audio, and average its channels.
 
     Parameters
     ----------
     source
-        ``"builtin"``: a minute of sound made by code. A ``.wav`` file; a ``.npy`` file, an array or a tensor
-        (samples,) or (samples, channels). Several channels are averaged. Integers are divided by their
-        largest value; floating-point values go from -1 to 1.
+        ``"builtin"`` for a minute of synthesised audio; a ``.wav`` file; or a ``.npy`` file, an array or a
+        tensor of shape (samples,) or (samples, channels). Channels are averaged. Integers are divided by
+        their largest value; floating-point values must be between -1 and 1.
     rate
-        Samples a second of an array; 16,000 by default. A ``.wav`` file says it itself.
+        Samples per second of an array, 16,000 by default. A ``.wav`` file states its own rate.
 
     Raises
     ------
     ArgumentError
-        If there is no such file, or it is not what its name says; or if the samples are of another shape, too
-        many, none, or outside of the range.
+        If the file cannot be read, or if the samples have another shape or range, or there are none or too
+        many of them.
 
     """
     if isinstance(source, Audio):
@@ -91,7 +91,7 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
     if isinstance(source, Tensor):
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
-        return _audio("audio", "sound given as an array", rate or _BUILTIN_RATE, source, "audio")
+        return _audio("audio", "audio given as an array", rate or _BUILTIN_RATE, source, "audio")
     path = Path(source).expanduser() if isinstance(source, str | Path) else Path()
     if path.suffix.lower() == ".npy":
         found, array = rate or _BUILTIN_RATE, read_array(path)
@@ -106,16 +106,16 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
             got=repr(source)[:80],
             remedy="Convert other formats to .wav first.",
         )
-    return _audio(path.stem, f"sound of {path}", found, array, shown(path))
+    return _audio(path.stem, f"audio of {path}", found, array, shown(path))
 
 
 def _wav(path: Path) -> tuple[int, np.ndarray]:
     """Return the rate and the samples of a .wav file."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of chunks that hold no sound, such as a title
+            warnings.simplefilter("ignore")  # scipy warns of chunks without samples, such as a title
             rate, samples = wavfile.read(path)
-    except Exception as error:  # of a damaged file, scipy raises many kinds
+    except Exception as error:  # scipy raises many kinds of errors for a damaged file
         raise ArgumentError(
             shown(path), expected="a .wav file", got=f"one that cannot be read ({reason(error)})"
         ) from error
@@ -134,7 +134,7 @@ def _audio(name: str, source: str, rate: int, array: np.ndarray, argument: str) 
 
 
 def _mono(array: np.ndarray, argument: str) -> Waveform:
-    """Check samples, and return the mean of their channels from -1 to 1."""
+    """Check samples, and return the mean of their channels, scaled to -1 to 1."""
     channels = array[:, None] if array.ndim == 1 else array
     if channels.ndim != 2 or not 1 <= channels.shape[1] <= _MOST_CHANNELS:
         raise ArgumentError(
@@ -144,7 +144,7 @@ def _mono(array: np.ndarray, argument: str) -> Waveform:
         )
     if not 0 < len(channels) <= _MOST_SAMPLES:
         raise ArgumentError(argument, expected=f"from 1 to {_MOST_SAMPLES} samples", got=str(len(channels)))
-    if channels.dtype == np.uint8:  # .wav files of eight bits have their zero in the middle
+    if channels.dtype == np.uint8:  # in .wav files of eight bits, silence is 128
         values = (channels.astype(np.float32) - 128.0) / 128.0
     elif channels.dtype.kind == "i":
         values = (channels.astype(np.float64) / -float(np.iinfo(channels.dtype).min)).astype(np.float32)
@@ -158,7 +158,7 @@ def _mono(array: np.ndarray, argument: str) -> Waveform:
 
 @cache
 def _builtin() -> Audio:
-    """Make a minute of syllables: voiced ones, with harmonics shaped by moving formants, and breathy ones."""
+    """Synthesise a minute of syllables: three quarters voiced (harmonics with formants), the others noise."""
     random = np.random.RandomState(2000)
     count = _BUILTIN_SECONDS * _BUILTIN_RATE
     made = 0.002 * random.standard_normal(count)
@@ -170,16 +170,16 @@ def _builtin() -> Audio:
             pitch = random.uniform(90, 220) * (1 + random.uniform(-0.3, 0.3) * t / length)
             formants = random.uniform((250, 900, 2300), (850, 2200, 3300))
             phase = 2 * np.pi * np.cumsum(pitch) / _BUILTIN_RATE
-            sound = np.zeros_like(t)
+            syllable = np.zeros_like(t)
             for harmonic in range(1, 25):
                 loud = np.exp(-(((harmonic * pitch.mean() - formants[:, None]) / 180.0) ** 2)).sum()
-                sound += (loud + 0.02) / harmonic**0.5 * np.sin(harmonic * phase)
+                syllable += (loud + 0.02) / harmonic**0.5 * np.sin(harmonic * phase)
         else:
-            sound = 0.5 * np.diff(random.standard_normal(len(t) + 1))
+            syllable = 0.5 * np.diff(random.standard_normal(len(t) + 1))
         start = int(place * _BUILTIN_RATE)
-        made[start : start + len(t)] += np.sin(np.pi * t / length) ** 2 * sound
+        made[start : start + len(t)] += np.sin(np.pi * t / length) ** 2 * syllable
         place += length + (random.uniform(0.25, 0.6) if random.uniform() < 0.15 else random.uniform(0, 0.06))
-    # Sixteen bits, so that no machine differs from another by a rounding.
+    # Rounding to sixteen bits makes the samples equal on all machines.
     samples = np.rint(made / np.abs(made).max() * 0.9 * 32767).astype(np.int16)
-    source = "sound made by code, nothing downloaded: syllables of moving pitch, with pauses"
+    source = "audio made by code, nothing downloaded: syllables of moving pitch, with pauses"
     return _audio("builtin-audio", source, _BUILTIN_RATE, samples, "audio")

@@ -1,10 +1,10 @@
-"""Images made by code: nothing is downloaded, and every machine has the same ones.
+"""The built-in images: they are drawn by code, without a download, and are equal on every machine.
 
-Six kinds, each with structure that plain noise lacks: *gratings* (waves of one frequency and direction),
-*noise* with the spectrum of natural images (power falling as the square of the frequency, Field 1987),
-*leaves* (discs that hide each other, the dead-leaves model of natural images, Lee, Mumford and Huang 2001),
-*shapes* (rectangles and ellipses on a shaded ground), *blobs* (smooth spots of colour) and *letters* (lines
-of small signs of an invented script, like a page of print).
+There are six kinds, each with structure that plain noise lacks: *gratings* (waves of one frequency and
+direction), *noise* with the spectrum of natural images (power falling as the square of the frequency, Field
+1987), *leaves* (discs that hide each other, the dead-leaves model of natural images, Lee, Mumford and Huang
+2001), *shapes* (rectangles and ellipses on a shaded ground), *blobs* (smooth spots of colour) and *letters*
+(lines of small characters of an invented script, like a printed page).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Canvas = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
 def builtin_images() -> list[np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]]:
-    """Make the built-in images, of all kinds in turn, each (256, 256, 3) with colours from 0 to 255."""
+    """Draw the built-in images, five of each kind, each of shape (256, 256, 3) with values from 0 to 255."""
     return [_made(index) for index in range(_OF_EACH_KIND * len(_KINDS))]
 
 
 def _made(index: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
-    # The old generator: its numbers are promised never to change.
+    # NumPy promises that the numbers of this older generator never change.
     random = np.random.RandomState(1000 + index)
     drawn = _KINDS[index % len(_KINDS)](random)
     return np.rint(255.0 * np.clip(drawn, 0.0, 1.0)).astype(np.uint8)
@@ -38,7 +38,7 @@ def _colour(random: np.random.RandomState) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def _grid() -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and columns, from 0 to 1."""
+    """Return the coordinates y (256, 1) and x (1, 256) of the pixels, from 0 to 1."""
     axis = (np.arange(BUILTIN_SIDE) + 0.5) / BUILTIN_SIDE
     return axis[:, None], axis[None, :]
 
@@ -54,11 +54,11 @@ def _gratings(random: np.random.RandomState) -> Canvas:
 def _noise(random: np.random.RandomState) -> Canvas:
     frequency = np.fft.fftfreq(BUILTIN_SIDE)
     radius = np.hypot(frequency[:, None], frequency[None, :])
-    radius[0, 0] = np.inf  # no constant part
+    radius[0, 0] = np.inf  # removes the constant part of the spectrum
     waves = np.fft.fft2(random.standard_normal((3, BUILTIN_SIDE, BUILTIN_SIDE))) / radius
     fields = np.fft.ifft2(waves).real
     fields /= fields.std(axis=(1, 2), keepdims=True)
-    # Light and dark are mostly common to the three colours, as outdoors.
+    # The three colour channels are correlated, as in natural images.
     return np.asarray(0.5 + 0.18 * np.moveaxis(0.8 * fields[:1] + 0.6 * fields, 0, -1))
 
 
@@ -66,7 +66,7 @@ def _leaves(random: np.random.RandomState) -> Canvas:
     y, x = _grid()
     drawn = np.ones((BUILTIN_SIDE, BUILTIN_SIDE, 3)) * _colour(random)
     for _ in range(250):
-        # Radii with density r^-3 between 0.02 and 0.3: at all scales alike.
+        # Radii between 0.02 and 0.3 with density r^-3, which makes the image look alike at all scales.
         radius = (0.02**-2 - random.uniform() * (0.02**-2 - 0.3**-2)) ** -0.5
         column, row = random.uniform(-0.1, 1.1, 2)
         drawn[(x - column) ** 2 + (y - row) ** 2 < radius**2] = _colour(random)

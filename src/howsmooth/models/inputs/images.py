@@ -1,4 +1,4 @@
-"""Images as inputs of vision models: read from files, folders and arrays, or made by code."""
+"""Read images for vision models from files, folders and arrays, or use the built-in images."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _MOST_STRETCHED = 100
 
 @dataclass(frozen=True, eq=False)
 class Images(DataSource):
-    """Images; those in files are read when they are asked for."""
+    """A sequence of images; images in files are read when they are used."""
 
     _held: Sequence[Image.Image | Path] = field(repr=False)
 
     @property
     def size(self) -> int:
-        """How many images there are."""
+        """Number of images."""
         return len(self._held)
 
     def __len__(self) -> int:
-        """How many images there are."""
+        """Return the number of images."""
         return self.size
 
     def __getitem__(self, index: int) -> Image.Image:
-        """Return an image of Pillow, red, green and blue of eight bits each."""
+        """Return an image as a Pillow image in RGB, eight bits per channel."""
         held = self._held[index]
         return _read(held) if isinstance(held, Path) else held
 
@@ -53,19 +53,18 @@ def load_images(source: object = "builtin") -> Images:
     Parameters
     ----------
     source
-        ``"builtin"``; a file or a folder (with the folders in it), or a list of them, each file taken once;
-        an array of numpy (height, width), (height, width, 3) or a batch of the latter; or a tensor (3,
-        height, width) or (batch, 3, height, width). Bytes go from 0 to 255; floating-point values go from 0
-        to 1 and are rounded to bytes, which processors take. In a folder whatever does not end as a picture
-        or ``.npy`` is passed over. Grey becomes three equal colours, and what is transparent is laid on
-        white.
+        ``"builtin"``; a file or a folder (with its subfolders), or a list of files and folders, in which each
+        file counts once; a NumPy array (height, width), (height, width, 3) or (batch, height, width, 3); or a
+        tensor (3, height, width) or (batch, 3, height, width). Values are bytes from 0 to 255, or
+        floating-point numbers from 0 to 1, which are rounded to bytes. In folders, only files with the ending
+        of an image or ``.npy`` are read. Grey images become RGB, and transparent pixels are put on white.
 
     Raises
     ------
     ArgumentError
-        If there is nothing of that name, no image in a folder, or a file is no image, has more pixels than
-        Pillow holds for safe, or a side a hundred times as long as the other; or if an array is of another
-        shape, or its values lie outside of the range.
+        If a path does not exist, a folder has no images, or a file is no image, has more pixels than Pillow
+        considers safe, or has a side more than a hundred times as long as the other; or if an array has
+        another shape, or values outside of the range.
 
     """
     if isinstance(source, Images):
@@ -109,7 +108,7 @@ def _builtin() -> Images:
 
 def _of_files(places: list[Path]) -> Images:
     files = list(dict.fromkeys(file.resolve() for place in places for file in _files(place)))
-    # Each is read once, whole, so that what is wrong with it is said before anything is measured.
+    # Every file is read once now, so that a damaged file is reported before anything is measured.
     held = [one for file in files for one in _checked(file)]
     first = places[0].resolve()
     where = f"{places[0]} and {len(places) - 1} more" if len(places) > 1 else str(places[0])
@@ -127,7 +126,7 @@ def _digest(images: Iterable[bytes | Image.Image]) -> str:
 
 
 def _files(place: Path) -> list[Path]:
-    """List the files of images at a place."""
+    """Return the image files at a path, sorted if it is a folder."""
     try:
         is_file, is_folder = place.is_file(), place.is_dir()
     except (OSError, ValueError):  # a name that no file can have
@@ -155,8 +154,8 @@ def _files(place: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """List the files in a folder and the folders in it, hidden ones left out."""
-    for above, folders, files in os.walk(folder):  # unlike rglob, it passes over what vanishes meanwhile
+    """Yield the files in a folder and its subfolders, without hidden files and folders."""
+    for above, folders, files in os.walk(folder):  # unlike rglob, it skips files that vanish meanwhile
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(above, name) for name in files if not name.startswith("."))
 
@@ -170,7 +169,7 @@ def _checked(file: Path) -> Sequence[Image.Image | Path]:
 
 def _read(file: Path) -> Image.Image:
     picture = _opened(file)
-    if picture.mode.startswith(("I", "F")):  # grey of more than eight bits a pixel
+    if picture.mode.startswith(("I", "F")):  # grey with more than eight bits per pixel
         values = np.asarray(picture, dtype=np.float64)
         return _picture(values if picture.mode == "F" else values / 65535.0, str(file))
     _check_sides(picture.width, picture.height, str(file))
@@ -179,14 +178,14 @@ def _read(file: Path) -> Image.Image:
 
 
 def _opened(file: Path) -> Image.Image:
-    """Read a picture, turned as its camera says."""
+    """Read an image and rotate it as its EXIF orientation says."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file) as picture:
                 return ImageOps.exif_transpose(picture)
-    except Exception as error:  # of a damaged file, Pillow raises many kinds
+    except Exception as error:  # Pillow raises many kinds of errors for a damaged file
         raise ArgumentError(str(file), expected="an image that can be read", got=reason(error)) from error
 
 
@@ -218,7 +217,7 @@ def _picture(array: np.ndarray, argument: str) -> Image.Image:
 
 
 def _check_sides(width: int, height: int, argument: str) -> None:
-    """Refuse a strip: fitted to a model by its shorter side, it would fill the memory."""
+    """Refuse a narrow strip: resized so that its shorter side fits a model, it would fill the memory."""
     if max(width, height) > _MOST_STRETCHED * min(width, height):
         raise ArgumentError(
             argument,

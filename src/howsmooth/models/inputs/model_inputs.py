@@ -1,4 +1,4 @@
-"""What a model is given, checked before the model sees it: named arguments on its device."""
+"""Check the inputs of a model, and return them as named arguments on the model's device."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """Checked inputs."""
+    """Checked inputs of a model."""
 
-    named: dict[str, Tensor]
-    batch: int
+    named: dict[str, Tensor]  # the arguments of the model, by name
+    batch: int  # the number of sequences
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise unless the model can be measured: with weights, all in float32 or float64."""
+    """Raise ArgumentError unless all weights of the model are in float32, or all in float64."""
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if any(p.is_meta for p in tensors):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
@@ -50,24 +50,24 @@ def check_model(model: nn.Module) -> None:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the floating-point type of the model's parameters, float32 if it has none."""
+    """Return the floating-point dtype of the model's parameters, float32 if it has none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return named inputs, the floating-point ones in the type of the model's parameters."""
+    """Return named inputs with floating-point tensors converted to the dtype of the model."""
     dtype = dtype_of(model)
     return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
 
 
 def takes_decoder_ids(model: nn.Module) -> bool:
-    """Whether the model is an encoder-decoder as a whole, rather than a part of one."""
+    """Whether the model is a whole encoder-decoder, not only its encoder or its decoder."""
     whole = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def embedding_of(model: nn.Module) -> nn.Embedding | None:
-    """Return the table of a transformers model that embeds token ids; None if it has none."""
+    """Return the embedding table for token ids of a transformers model; None if it has none."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:
@@ -78,16 +78,16 @@ def embedding_of(model: nn.Module) -> nn.Embedding | None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Return how many token ids the model has an embedding for; None if it takes no token ids."""
+    """Return the number of rows in the embedding table for token ids; None if the model has no table."""
     table = embedding_of(model)
     return None if table is None else table.num_embeddings
 
 
 def max_length(model: nn.Module) -> int | None:
-    """Longest input in tokens that the model has positions for; None if it states no limit."""
+    """Return the largest number of tokens that the model has positions for; None if it states no limit."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for name, module in model.named_modules():
-        # RoBERTa types start counting after the padding index, and so lose that many positions.
+        # Models of RoBERTa type count positions from the padding index plus one, and lose the earlier ones.
         if isinstance(module, nn.Embedding) and name.split(".")[-1] == "position_embeddings":
             taken = 0 if module.padding_idx is None else module.padding_idx + 1
             limit = module.num_embeddings - taken
@@ -95,20 +95,20 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
-    """Check a model and its inputs, and bring these to its device.
+    """Check a model and its inputs, and return the inputs on the model's device.
 
     Raises
     ------
     ArgumentError
-        If the model cannot be measured in its dtype; or if the inputs are none that it knows, are empty, of
-        another dtype, outside of the vocabulary or beyond the last position, or hold a cache.
+        If the model is neither in float32 nor in float64; or if an input is unknown to the model, empty, a
+        cache, of another dtype, outside of the vocabulary, or longer than the model's positions.
 
     """
     check_model(model)
     known = isinstance(model, PreTrainedModel)
     named = _named(model, inputs)
     _check_names(model, named)
-    # The class of a part of a larger model does not always say what it takes.
+    # For a part of a larger model, ``main_input_name`` is not always right.
     usual = ("input_ids", "inputs_embeds", str(model.main_input_name)) if known else ()
     main = next(name for name in (*usual, *named) if name in named)
     if known and main == "input_ids":
@@ -120,15 +120,17 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
         if value.is_floating_point() and value.dtype != dtype and not (known and "mask" in name):
             raise ArgumentError(f"inputs[{name!r}]", expected=f"{dtype} as the model", got=str(value.dtype))
     device = next(p.device for p in model.parameters())
-    moved: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+    moved: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {name: moved.setdefault(id(value), value.to(device)) for name, value in named.items()}
     decoded = {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()
     if known and takes_decoder_ids(model) and "input_ids" in named and not decoded:
         named["decoder_input_ids"] = named["input_ids"]
     first = named[main]
-    # Whether an axis counts sequences, of token ids, sounds or tokens; those of one image are its patches.
+    # Whether the first axis counts sequences: it does for token ids and raw audio (batch, n) and for tokens
+    # (batch, n, d), but not for a matrix: the embedded tokens (n, d) of one sequence, or the patches of one
+    # image.
     batched = first.ndim > 2 or not first.is_floating_point() or main == "input_values"
-    # torch's own attention modules may have the sequence before the batch.
+    # torch's own attention modules may have the sequence axis before the batch axis.
     swapped = not known and any(
         isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
     )
@@ -140,7 +142,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return inputs by the names of the model's arguments."""
+    """Return the inputs by the names of the model's arguments; a tensor is the first or main argument."""
     kind = type(model).__name__
     if isinstance(inputs, Tensor):
         if isinstance(model, PreTrainedModel):
@@ -190,7 +192,7 @@ def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
 
 
 def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return token ids as int64, after checking them."""
+    """Check token ids (batch, n), and return them as int64."""
     if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ArgumentError(
             "inputs",

@@ -1,4 +1,4 @@
-"""What a model takes, and the models inside it: the text, vision or audio part, an encoder, a decoder."""
+"""Find out what kind of input a model takes, and which models (text, vision, audio parts) are inside it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from howsmooth.models.inputs.model_inputs import embedding_of, vocabulary_size
 __all__ = ["MODALITIES", "choose_part", "modality_of", "named_parts", "token_width"]
 
 MODALITIES = ("text", "image", "audio", "embeddings", "other")
-"""What a model takes: ``embeddings`` if only tokens embedded elsewhere, ``other`` if none of these."""
+"""The kinds of input of a model; ``embeddings`` means that it takes only tokens that are embedded already."""
 
 _BY_INPUT = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}
 _WORDS = {"text": "text", "vision": "image", "audio": "audio"}
 
 
 def modality_of(model: nn.Module) -> str:
-    """Say what a model takes, of :data:`MODALITIES`."""
+    """Return the kind of input of a model, one of :data:`MODALITIES`."""
     if not isinstance(model, PreTrainedModel):
         return "embeddings"
     if model.main_input_name == "input_ids":
@@ -27,7 +27,7 @@ def modality_of(model: nn.Module) -> str:
 
 
 def token_width(model: nn.Module) -> int | None:
-    """Return the dimension of the tokens that a model is given embedded, None if it does not say."""
+    """Return the dimension of a model's embedded tokens, None if the model does not state it."""
     table = embedding_of(model)
     if table is not None:
         return table.embedding_dim
@@ -36,7 +36,7 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """List the models inside a model, the outermost of each branch, with what they take."""
+    """Return the paths of the outermost models inside a model, each with the kind of its input."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -46,15 +46,22 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Return the path of a part of the model that is called ``name``, and the part itself.
+    """Return the path of a part of a model, and the part itself.
 
-    It is named ``text``, ``vision`` or ``audio`` if there is one such model inside, or by the path of a
-    module in the model, such as ``encoder``.
+    Parameters
+    ----------
+    model
+        The whole model.
+    part
+        ``text``, ``vision`` or ``audio``, if the model contains exactly one such model; or the path of a
+        module in the model, such as ``encoder``.
+    name
+        The name of the model, for messages.
 
     Raises
     ------
     ModelError
-        If there is none, or if several answer to the word.
+        If the model has no such part, or several parts of that kind.
 
     """
     inner = named_parts(model)
@@ -66,7 +73,7 @@ def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]
     except AttributeError:
         module = None
     if module is None or not any(True for _ in module.parameters()):
-        # What it is made of, if no models are inside.
+        # If there are no models inside, the message lists the child modules.
         plain = [child for child, _ in model.named_children()]
         listed = ", ".join(f"{path} ({takes})" for path, takes in inner.items()) or ", ".join(plain)
         many = f", and {len(fitting)} parts take that" if fitting else ""

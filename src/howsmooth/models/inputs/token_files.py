@@ -1,4 +1,4 @@
-"""Token ids and embedded tokens from files: for models whose tokenizer or embeddings are elsewhere."""
+"""Read token ids and embedded tokens from files, for models without a tokenizer or an embedding table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
 @dataclass(frozen=True, eq=False)
 class TokenStream(DataSource):
-    """Sequences of token ids or of embedded tokens, one after another.
+    """Concatenated sequences of token ids, or of embedded tokens.
 
     Attributes
     ----------
     tokens
-        Ids (tokens,), int64, or embedded tokens (tokens, d), float32 or float64.
+        Token ids (tokens,) in int64, or embedded tokens (tokens, d) in float32 or float64.
     lengths
-        Of the sequences, in order. No window of a study reaches over the end of one.
+        The lengths of the sequences, in order. A study never cuts a sequence across their boundaries.
 
     """
 
@@ -40,29 +40,30 @@ class TokenStream(DataSource):
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The sequences, as (first token, tokens)."""
+        """The sequences, each as (index of its first token, number of its tokens)."""
         return tuple(zip(accumulate((0, *self.lengths[:-1])), self.lengths, strict=True))
 
 
 def load_token_ids(source: object) -> TokenStream:
-    """Read token ids.
+    """Read token ids from a file, an array or a list.
 
     Parameters
     ----------
     source
-        A ``.npy`` file, a ``.json`` file with a list (or a list of lists), or any other file with whole
-        numbers between spaces, each line a sequence; or an integer array or tensor (tokens,) or (sequences,
-        tokens), or a list.
+        A ``.npy`` file, a ``.json`` file with a list (or a list of lists), or a text file with whole numbers
+        separated by spaces, each line a sequence; or an integer array or tensor (tokens,) or (sequences,
+        tokens); or a list.
 
     Raises
     ------
     ArgumentError
-        If there is no such file, it holds no ids, or something that is not a whole number of at least zero.
+        If the file cannot be read, or contains no ids, or anything that is not a whole number of at least
+        zero.
 
     """
     name, where, values = _ids(source)
@@ -75,18 +76,21 @@ def load_token_ids(source: object) -> TokenStream:
 
 
 def load_embeddings(source: object) -> TokenStream:
-    """Read embedded tokens.
+    """Read embedded tokens from a file or a tensor.
 
     Parameters
     ----------
     source
-        A ``.safetensors`` file whose tensors are sequences of tokens (n, d), or batches (batch, n, d) of
-        them, in the order of their names; or one such tensor. All have one dimension d, float32 or float64.
+        A ``.safetensors`` file whose tensors are sequences (n, d) or batches (batch, n, d) of tokens, in the
+        order of their names; or one such tensor. All must have the same d, and the same dtype: float32 or
+        float64.
 
     Raises
     ------
     ArgumentError
-        If there is no such file, or a tensor is of another kind or holds NaN or infinity.
+        If the file cannot be read, or a tensor has another shape or dtype.
+    NonFiniteError
+        If a tensor contains NaN or infinity.
 
     """
     if isinstance(source, Tensor):
@@ -140,7 +144,7 @@ def _sequences(tensor: Tensor, argument: str) -> list[Tensor]:
 
 
 def _ids(source: object) -> tuple[str, str, Any]:
-    """Return a name, where the ids are from, and what is to be rows of them."""
+    """Return the name of the source, its path for messages, and its unchecked contents."""
     if isinstance(source, Tensor):
         return "tokens", "tokens", source.detach().cpu().numpy()
     if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):
@@ -181,7 +185,7 @@ def _rows(values: Any, where: str) -> list[list[int]]:
 
 def _id(value: object, where: str) -> int:
     shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-    # int() also takes signs, underscores and digits of other scripts.
+    # int() would also accept signs, underscores and digits of other scripts.
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**63:

@@ -1,1 +1,1 @@
-"""Loading models: ``load_model``, where a model of a given name lies, its tokenizer and its processors."""
+"""Load models: find a model by its name, refuse unsafe files, and load weights, tokenizer and processors."""

@@ -1,4 +1,4 @@
-"""Something that a model takes, made up: enough to see what its layers do, and nothing to measure."""
+"""Make short dummy inputs for a model, enough to see what its layers compute."""
 
 from __future__ import annotations
 
@@ -15,18 +15,28 @@ from howsmooth.models.loading.processors import AudioPreparation, ImagePreparati
 
 __all__ = ["sample_inputs"]
 
-_TOKENS = 16
+_TOKENS = 16  # the default length
 
 
 def sample_inputs(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Make inputs of one sequence; ``tokens`` is its length, for text and embedded tokens only.
+    """Make dummy inputs for a model: one sequence of random tokens, a built-in image or built-in audio.
+
+    Parameters
+    ----------
+    model
+        The model.
+    preparation
+        How images or audio become inputs of the model; None for other models.
+    tokens
+        The number of token ids or embedded tokens, at least 2; None for 16 or the model's number of
+        positions.
 
     Raises
     ------
     ArgumentError
-        If it is not known what the model takes, or it has no such length.
+        If the kind of input is not supported, or the model does not take this number of tokens.
 
     """
     modality = modality_of(model)
@@ -46,9 +56,9 @@ def sample_inputs(
     if isinstance(preparation, ImagePreparation):
         return in_dtype(model, preparation.prepared([load_images()[0]]))
     if isinstance(preparation, AudioPreparation):
-        sound = load_audio()
-        seconds = 1.0 if preparation.raw else min(preparation.seconds, sound.seconds)
-        samples = sound.at(preparation.rate)[: int(seconds * preparation.rate)]
+        audio = load_audio()
+        seconds = 1.0 if preparation.raw else min(preparation.seconds, audio.seconds)
+        samples = audio.at(preparation.rate)[: int(seconds * preparation.rate)]
         return in_dtype(model, preparation.prepared([samples]))
     taken = model.main_input_name if isinstance(model, PreTrainedModel) else "its first argument"
     raise ArgumentError(
@@ -75,5 +85,5 @@ def _ids(model: nn.Module, tokens: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(size, (1, tokens), generator=generator, device="cpu")
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    # Some models skip padding when they count positions.
+    # The padding id is replaced, because some models give padding no position.
     return torch.where(ids == padding, (ids + 1) % size, ids) if isinstance(padding, int) else ids

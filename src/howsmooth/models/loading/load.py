@@ -1,4 +1,4 @@
-"""``load_model``: a model and its tokenizer, from a folder, the Hugging Face Hub or this package."""
+"""``load_model``: load a model and its tokenizer from a folder, the Hugging Face Hub or this package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from howsmooth.models.loading.resolve_model import Place, find
 from howsmooth.models.loading.safe_config import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
-from howsmooth.models.measurement_mode import borrowed, quiet
+from howsmooth.models.measurement_mode import measurement_mode, quiet
 from howsmooth.models.tracing.forward_trace import attention_layers
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.seeds import torch_seed
@@ -47,38 +47,39 @@ __all__ = ["LoadedModel", "builtin_names", "load_model"]
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to be captured, with what a report must say about it."""
+    """A model that is ready to be captured, with its tokenizer and its provenance."""
 
-    #: The name it was asked for by.
+    #: The name by which it was loaded.
     name: str
-    #: The model, or the part of it that was asked for, in evaluation mode, its parameters without gradients.
+    #: The model, or the chosen part of it, in evaluation mode and without gradients of its parameters.
     model: nn.Module
-    #: What it takes: ``text``, ``image``, ``audio``, ``embeddings`` (tokens embedded elsewhere) or ``other``.
+    #: The kind of its input: ``text``, ``image``, ``audio``, ``embeddings`` (embedded tokens) or ``other``.
     modality: str
-    #: Text to token ids without special tokens (also ``tokenizer.encode``).
+    #: Turns a text into token ids without special tokens, by ``tokenizer(text)`` or
+    #: ``tokenizer.encode(text)``.
     tokenizer: Tokenizer
-    #: One phrase: where the tokenizer comes from.
+    #: A phrase that says where the tokenizer comes from.
     tokenizer_source: str
-    #: One phrase: where the weights come from.
+    #: A phrase that says where the weights come from.
     source: str
     #: SHA-256 over configuration, weights and tokenizer; the same in every run.
     fingerprint: str
-    #: Longest input in tokens, None if the model states no limit.
+    #: Largest number of tokens in an input, None if the model states no limit.
     max_length: int | None
-    #: Number of token ids that the model knows, None if it takes none.
+    #: Number of token ids in the vocabulary, None if the model takes no token ids.
     vocab_size: int | None
-    #: Number of attention layers, None where ``obstacle`` says why nobody knows.
+    #: Number of attention layers, None if it is unknown; ``obstacle`` then says why.
     layers: int | None
-    #: Number of heads of each (of the first, should they differ), None as ``layers``.
+    #: Number of heads in the first attention layer, None if ``layers`` is None.
     heads: int | None
-    #: Why no attention was seen when the model was tried on a short input; empty if it was.
+    #: Why no attention was found when the model ran on a short input; empty if attention was found.
     obstacle: str = ""
-    #: How images or sound become inputs of the model; None for other models.
+    #: How images or audio become inputs of the model; None for other models.
     preparation: ImagePreparation | AudioPreparation | None = None
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of the models that ship with the package."""
+    """Return the names of the models that ship with the package."""
     return tuple(BUILTIN_MODELS)
 
 
@@ -102,34 +103,36 @@ def load_model(
     ----------
     name
         The name of a built-in model, a local folder, or a model id of the Hugging Face Hub; with
-        ``random_init`` also a model type of transformers such as ``"gpt2"`` or ``"bert"``, which stands for
-        that type's default configuration if the Hub has or gives none of this name.
+        ``random_init`` also a model type of transformers such as ``"gpt2"`` or ``"bert"``, which means the
+        default configuration of that type if the Hub has no model of this name or cannot be reached.
     random_init
-        Build the architecture from its configuration with the library's own random initialisation.
+        Whether to build the architecture from its configuration, with the random initialisation of
+        transformers.
     as_decoder
-        Run a BERT-type encoder as a decoder, with its causal mask.
+        Whether to run a BERT-type encoder as a decoder, with a causal mask.
     part
-        Of a model that is made of several: ``"text"``, ``"vision"`` or ``"audio"``, or the path of a module
-        in the model such as ``"encoder"``. Only this part is kept.
+        The part of the model to keep: ``"text"``, ``"vision"`` or ``"audio"``, or the path of a module in the
+        model such as ``"encoder"``. None keeps the whole model.
     seed
-        Of the random weights. The caller's random state is not touched.
+        Seed of the random weights. The caller's random state does not change.
     device
-        Where the model runs.
+        The device of the model.
     dtype
-        ``torch.float32`` or ``torch.float64``, whatever the file holds.
+        The dtype of the weights, ``torch.float32`` or ``torch.float64``, for every dtype in the file.
     tokenizer_text
-        With ``random_init``: a text on which a byte-level BPE is trained if the model's own tokenizer
-        cannot be had. ``tokenizer_source`` then says so.
+        With ``random_init``: a text on which a byte-level BPE tokenizer is trained if the model has no
+        tokenizer of its own. ``tokenizer_source`` then says so.
     most_weights
-        With ``random_init``: a configuration of more weights is built with as few layers as show every kind
-        of layer that it names. ``source`` then says so.
+        With ``random_init``: a model with more weights than this is built with fewer layers, but at least one
+        layer of every kind that its configuration names. ``source`` then says so.
 
     Raises
     ------
     ArgumentError
         If an argument is not of the kind described.
     ModelError
-        If there is no such model, or it cannot be read, run or used as asked; one sentence says why.
+        If there is no such model, or it cannot be read, run or used as requested.
+
     """
     if not isinstance(name, str | Path) or not str(name).strip():
         raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
@@ -154,7 +157,7 @@ def load_model(
             config.is_decoder = True
             path, model, unread = build()
             layers, obstacle = _layers(model, preparation)
-            # Its masks decide whether it is a decoder, not its name.
+            # The traced masks decide whether the model is a decoder, not its class.
             if not layers or not all(layer.causal for layer in layers):
                 raise ModelError(
                     f"{place.name!r} ({type(model).__name__}) cannot run as a decoder: its attention stays "
@@ -201,7 +204,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _config(place: Place) -> Any:
-    """Return the model's configuration; refuse what needs code of its own."""
+    """Return the model's configuration; raise ModelError if the model needs code that comes with it."""
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -216,17 +219,21 @@ def _config(place: Place) -> Any:
 def _built(
     place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype, part: str | None
 ) -> tuple[str, nn.Module, set[str]]:
-    """Return the path of the part that was asked for, this, and its weights that were not in the file."""
+    """Build or load the model.
+
+    Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
+    that the file lacks.
+    """
     unread: set[str] = set()
     options = {"trust_remote_code": False, **_without_pooler(config)}
-    # On the CPU, wherever the model is to run and whatever the caller's default device: one seed gives the
-    # same weights everywhere, and no random state but the one that is restored is touched.
+    # Weights are drawn on the CPU, for every target device and default device: a seed gives the same weights
+    # everywhere, and only the CPU's random state, which fork_rng restores, is used.
     with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if random_init:
             _check_memory(place, config, dtype)
         torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
-            # In float32 first, so that both precisions start from the same numbers.
+            # Weights are drawn in float32, so that both precisions have the same numbers.
             model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
         else:
             check_files(place, config)
@@ -242,7 +249,7 @@ def _built(
             unread = set(info["missing_keys"])
     path, chosen = ("", model) if part is None else choose_part(model, part, place.name)
     unread = {key.removeprefix(f"{path}.") for key in unread if not path or key.startswith(f"{path}.")}
-    # No attention depends on a pooler, and the weights of many checkpoints lack it.
+    # Many checkpoints lack the weights of the pooler, and no attention depends on it.
     lost = sorted(key for key in unread if "pooler" not in key)
     if lost:
         raise ModelError(
@@ -258,9 +265,13 @@ def _built(
 def _preparation(
     place: Place, config: Any, model: nn.Module, modality: str
 ) -> ImagePreparation | AudioPreparation | None:
-    """Find how images or sound become inputs of a model; None if it takes neither.
+    """Return how images or audio become inputs of a model; None if it takes neither.
 
-    Refused is an encoder-decoder that needs sound or images for one half and tokens for the other.
+    Raises
+    ------
+    ModelError
+        If the model is an encoder-decoder whose encoder takes images or audio and whose decoder takes tokens.
+
     """
     if takes_decoder_ids(model) and modality != "text":
         raise ModelError(
@@ -273,7 +284,7 @@ def _preparation(
 
 
 def _refuse_several(place: Place, model: PreTrainedModel) -> None:
-    """Refuse a model that needs inputs of two kinds at once."""
+    """Raise ModelError if a model needs both texts and images in one forward pass."""
     parts = named_parts(model)
     asked = inspect.signature(model.forward).parameters
     if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
@@ -285,7 +296,7 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
-    """Leave out the pooler if the type allows: it follows all attention, and many checkpoints lack it."""
+    """Return the options that leave out the pooler, which follows all attention, if the type has one."""
     classes = MODEL_MAPPING.get(type(config), ())
     first = classes[0] if isinstance(classes, tuple | list) and classes else classes
     takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
@@ -295,10 +306,10 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Look at the attention layers on a short input, or say why none can be seen."""
+    """Return the attention layers that run on a short input, and why there are none."""
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
-        with borrowed(model):
+        with measurement_mode(model):
             found = attention_layers(model, named)
         return found, "" if found else f"no softmax attention of {type(model).__name__} was seen"
     except (ArgumentError, CaptureError) as error:
@@ -308,7 +319,7 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Refuse what cannot be made a decoder, or is one."""
+    """Raise unless the model takes text, has attention layers, and none of them is causal."""
     kind = type(model).__name__
     if not layers:
         raise CaptureError(obstacle)
@@ -329,7 +340,7 @@ def _shortened(place: Place, config: Any, most: int | None) -> str:
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
-    """Refuse to build what does not fit: some types' default configurations have billions of weights."""
+    """Raise ModelError if the weights do not fit into memory: some default configurations have billions."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
     needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
@@ -353,10 +364,10 @@ def _tokenizer(
     if random_init and text is not None:
         return (
             trained_tokenizer(text, vocabulary or 0),
-            "a byte-level BPE trained on the text, because the model's own tokenizer could not be had",
+            "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
     remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
-    return Tokenizer(None, f"No tokenizer could be had for {place.name!r}. {remedy}"), "none"
+    return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
 
 
 def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> str:

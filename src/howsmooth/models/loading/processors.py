@@ -1,4 +1,4 @@
-"""From images and sound to the inputs of a model: by the processor of its files, or of its type."""
+"""Turn images and audio into inputs of a model, with the processor of the model's files or of its type."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImagePreparation:
-    """How images become ``pixel_values``.
+    """How images become the ``pixel_values`` of a model.
 
     Attributes
     ----------
     size
-        Height and width of what the processor makes of an image.
+        Height and width of the processor's output.
     channels
-        1 or 3.
+        Number of colour channels, 1 or 3.
     patch
-        Height and width of a patch, None if the model's configuration names none.
+        Height and width of a patch, None if the model's configuration does not state it.
     sentence
-        What is done, in words.
+        A phrase for reports that names the processor and its normalisation.
 
     """
 
@@ -55,33 +55,36 @@ class ImagePreparation:
     patch: tuple[int, int] | None
     sentence: str
     _positions: tuple[int, int] | None
-    """The size that the model has positions for, None if it does not say or takes no other."""
+    """Height and width for which the model has positions; other sizes need interpolated positions.
+
+    None if the model does not interpolate positions.
+    """
     _processor: Any = field(repr=False)
     _options: dict[str, Any] = field(repr=False)
-    """What the processor is told so that its images have the size above."""
+    """Options of the processor with which its images have the size ``size``."""
 
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return the inputs for some images.
+        """Return the inputs of the model for some images.
 
         Parameters
         ----------
         images
-            Of Pillow, in colour.
+            Pillow images in RGB.
         size
-            Height and width of the model's input; what the processor makes by default.
+            Height and width of the model's input; by default ``self.size``.
 
         Returns
         -------
         dict
-            ``pixel_values`` (batch, channels, height, width), float32, as the processor makes them, and
-            whether positions are to be interpolated.
+            ``pixel_values`` (batch, channels, height, width) in float32, and ``interpolate_pos_encoding`` if
+            the model must interpolate its positions.
 
         Raises
         ------
         ArgumentError
-            If the processor makes no images of that size.
+            If the processor cannot make images of that size.
 
         """
         size = self.size if size is None else size
@@ -101,22 +104,23 @@ def _pixels(
     processor: Any, images: Sequence[Image.Image], shape: tuple[int, int, int], options: dict[str, Any]
 ) -> Tensor:
     coloured = [one.convert(_MODES[shape[0]]) for one in images]
-    with np.errstate(all="ignore"):  # a deviation of zero is refused when the processor is tried
+    with np.errstate(all="ignore"):  # _tried refuses a standard deviation of zero
         pixels: Tensor = processor(coloured, return_tensors="pt", **options)["pixel_values"]
     if tuple(pixels.shape) != (len(images), *shape):
         raise ArgumentError(
             "size",
-            expected=f"one of which {type(processor).__name__} makes images",
-            got=f"{shape[1:]}, of which it makes values of shape {tuple(pixels.shape)}",
+            expected=f"a size of which {type(processor).__name__} makes images",
+            got=f"{shape[1:]}, for which it makes values of shape {tuple(pixels.shape)}",
         )
     return pixels
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return the options that make a processor's images of one size, cropped as much as by default."""
+    """Return options with which a processor makes images of this size, and crops the same share as before."""
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
+    # The image is resized by the same factor as the crop, so that the crop keeps the same share of the image.
     crop = dict(processor.crop_size)
     scale = max(height / crop["height"], width / crop["width"])
     inner = {name: round(scale * side) for name, side in dict(processor.size).items()}
@@ -124,17 +128,25 @@ def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
-    """Find the processor of a model's images, and try it.
+    """Find the image processor of a model, and try it.
 
-    It is the one that the model's files describe; without such files that of its type, at the size of the
-    model's configuration. Where this one needs torchvision, the processor of ViT takes its place, which does
-    what most do: resize, crop and normalise. ``config`` is that of the whole model, of which ``model`` may be
-    a part.
+    The processor is the one in the model's files. Without such files it is the default processor of the
+    model's type, at the image size of the model's configuration. If that processor cannot be used (because it
+    needs torchvision, say), the processor of ViT takes its place, which resizes, crops and normalises.
+
+    Parameters
+    ----------
+    place
+        Where the model's files are.
+    config
+        The configuration of the whole model.
+    model
+        The model, or the part of it that takes images.
 
     Raises
     ------
     ModelError
-        If the files cannot be understood, or the model takes neither one nor three channels.
+        If no processor can be used, or the model takes neither one nor three channels.
 
     """
     own = getattr(model, "config", config)
@@ -145,10 +157,10 @@ def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePrepa
     for origin, build in _processors(place, (config, own), channels, has_files=has_files):
         try:
             processor = build()
-            processor.do_convert_rgb = False  # images are given in the colours of the model
+            processor.do_convert_rgb = False  # images are converted before, to the channels of the model
             by_files = has_files and processor.do_resize
             size, options = _tried(processor, channels, None if by_files else positions)
-        except Exception as error:  # of many kinds, one for each processor
+        except Exception as error:  # each processor raises errors of its own
             failure = error
             continue
         spread = f", mean {processor.image_mean}, standard deviation {processor.image_std}"
@@ -176,7 +188,7 @@ def _channels(place: Place, config: Any) -> int:
 def _processors(
     place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> list[tuple[str, Callable[[], Any]]]:
-    """List the processors to try, each with a phrase on where its settings are from."""
+    """Return functions that build the processors to try, each with a phrase on the origin of its settings."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -200,14 +212,13 @@ def _tried(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the size that a processor gives to all images, and the options with which it does so.
 
-    The size is the one wanted, otherwise the processor's own: that of a square image, should the size depend
-    on proportions.
+    The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """
     stated = (getattr(processor, name, None) for name in ("size", "crop_size", "pad_size"))
     sides = [*(wanted or ()), *(side for size in stated for side in dict(size or {}).values())]
     if any(side > _LARGEST_SIDE for side in sides):
         raise ValueError(f"{' x '.join(map(str, sides))} pixels are more than {_LARGEST_SIDE} a side")
-    # Two pictures of different proportions tell whether the processor makes all of one size.
+    # Two images of different proportions show whether the processor gives all images the same size.
     trials = [Image.new(_MODES[channels], size, "gray") for size in ((96, 96), (128, 96))]
     square, wide = (processor(one, return_tensors="pt")["pixel_values"].shape[2:] for one in trials)
     height, width = square
@@ -220,18 +231,18 @@ def _tried(
 
 @dataclass(frozen=True)
 class AudioPreparation:
-    """How sound becomes the input of an audio model.
+    """How audio becomes the input of a model.
 
     Attributes
     ----------
     rate
-        Samples a second that the model hears.
+        Samples per second of the model's input.
     seconds
-        Length of the input that the model was made for, or a usual one.
+        Length of the input for which the model was made; 10 if the model does not state it.
     raw
-        Whether the model hears the samples themselves; else features of them.
+        Whether the input are the samples themselves, not features such as a spectrogram.
     sentence
-        All that in words.
+        A phrase for reports that names the feature extractor and its rate.
 
     """
 
@@ -241,12 +252,12 @@ class AudioPreparation:
     sentence: str
     _extractor: Any = field(repr=False)
     _taken: frozenset[str] = field(repr=False)
-    """The names of what the model takes; some extractors return more."""
+    """The names of the model's arguments; some extractors return more values."""
 
     def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
-        """Return the inputs for some sounds of one length, at the model's rate."""
+        """Return the inputs of the model for waves of equal length, sampled at ``rate``."""
         made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
-        # A mask that hides nothing is left out.
+        # An attention mask of ones is left out.
         return {
             name: value
             for name, value in made.items()
@@ -255,12 +266,12 @@ class AudioPreparation:
 
 
 def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
-    """Find the feature extractor of a model's sound, as :func:`image_preparation` finds a processor.
+    """Find the feature extractor of an audio model, in its files or by its type, and try it.
 
     Raises
     ------
     ModelError
-        If transformers has no feature extractor for this model, or its files cannot be understood.
+        If transformers has no feature extractor for this model, or the extractor cannot be used.
 
     """
     try:
@@ -277,8 +288,8 @@ def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPrepa
         if not (1000 <= rate <= 192_000 and 0 < seconds <= _MOST_SECONDS):
             raise ValueError(f"{seconds:.4g} seconds at {rate} samples a second")  # noqa: TRY301 - as others
         tried = extractor([np.zeros(rate, np.float32)], sampling_rate=rate, return_tensors="pt")
-    except Exception as error:  # of many kinds, one for each model
-        raise _unusable("sound", place, error) from error
+    except Exception as error:  # each feature extractor raises errors of its own
+        raise _unusable("audio", place, error) from error
     values = tried.get("input_values")
     return AudioPreparation(
         rate=rate,
@@ -300,7 +311,7 @@ def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Return a height and a width of what configurations write; None if it is neither."""
+    """Return height and width from a number or a pair in a configuration; None if it is neither."""
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]

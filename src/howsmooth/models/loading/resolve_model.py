@@ -1,4 +1,4 @@
-"""Where a model of a given name is: in this package, in a folder, on the Hugging Face Hub, or nowhere."""
+"""Find where a model of a given name is: in this package, in a folder or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = ["Place", "find", "hub_reachable"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model's files are, and how to speak of that."""
+    """Where a model's files are."""
 
-    #: The name that was asked for.
+    #: The name that the user gave.
     name: str
-    #: A folder, a Hub id, or None: the default configuration of the model type of this name.
+    #: A folder or a Hub id; None for the default configuration of the model type ``name``.
     location: str | None
-    #: One phrase for a report.
+    #: A phrase for reports that says where the model is.
     sentence: str
     #: Whether only files on this machine may be used.
     local_files_only: bool
 
     def file(self, name: str) -> Path | None:
-        """Find a file of the model, None if it has none of this name.
+        """Return the path of a file of the model, downloaded if necessary; None if there is no such file.
 
         Raises
         ------
         ModelError
-            If the Hub cannot say.
+            If the Hub cannot be asked.
 
         """
         if self.location is None:
@@ -50,14 +50,14 @@ class Place:
                 name,
                 local_files_only=self.local_files_only,
                 _raise_exceptions_for_missing_entries=False,
-                # Offline, what is not in the cache cannot be read later either.
+                # Offline, a file that is not in the cache counts as missing: it cannot be read later either.
                 _raise_exceptions_for_connection_errors=not self.local_files_only,
             )
         return None if found is None else Path(found)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within the context whatever transformers raises, of many types, becomes a ModelError."""
+        """Turn every error that transformers raises within the context into a ModelError."""
         try:
             yield
         except HowsmoothError:
@@ -66,7 +66,7 @@ class Place:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> ModelError:
-        """Say in a sentence why transformers cannot read the model here."""
+        """Return a ModelError that says why transformers cannot read the model."""
         if "trust_remote_code" in str(error):
             return ModelError(
                 f"{self.name!r} needs code that comes with the model, which howsmooth never runs. "
@@ -99,12 +99,12 @@ _REMEDY = (
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Find the model of this name.
+    """Return where the model of this name is; whether the Hub has it is not checked.
 
     Raises
     ------
     ModelError
-        If the name is a folder that holds no model, or a path to nothing.
+        If the name is a folder without a model, or looks like a path that does not exist.
 
     """
     if name in BUILTIN_MODELS:
@@ -114,7 +114,7 @@ def find(name: str, *, random_init: bool) -> Place:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError) as error:  # such as a name that is too long, or has a null character
+    except (OSError, ValueError) as error:  # the name is too long or has a null character, say
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
         raise ModelError(f"There is no model {shown}: {reason(error)}. {_REMEDY}") from None
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
@@ -134,7 +134,7 @@ def find(name: str, *, random_init: bool) -> Place:
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return the folder, or the part of a sentence-transformers folder that holds the Transformer."""
+    """Return the folder, or the transformer inside a sentence-transformers folder; None if there is none."""
     if (folder / "config.json").is_file():
         return folder
     parts = folder / "modules.json"
@@ -165,12 +165,12 @@ def _check_weights(name: str, folder: Path, random_init: bool) -> None:
 
 
 def hub_reachable() -> bool:
-    """Whether the Hugging Face Hub answers; asked once and briefly, as its client retries for long."""
+    """Whether the Hugging Face Hub answers within five seconds; its own client retries for much longer."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=5.0)
-    except Exception:  # no network, no name service, a proxy that refuses: all the same here
+    except Exception:  # no network, no name service, or a proxy that refuses
         return False
     return True
 
@@ -178,6 +178,6 @@ def hub_reachable() -> bool:
 def _hub_has_config(name: str, offline: bool) -> bool:
     try:
         AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except Exception:  # unknown to the Hub, or not in the cache
+    except Exception:  # the Hub has no such model, or offline the cache has not
         return False
     return True

@@ -1,8 +1,9 @@
-"""What is refused or ignored of a model from elsewhere, before transformers reads its weights.
+"""Refuse unsafe files and ignore unsafe settings of a model before transformers reads its weights.
 
-``trust_remote_code=False`` and ``use_safetensors=True`` are not enough: a configuration can name a pickle as
-its weights, an index of parts can list pickles, and an attention implementation can be the name of a
-repository with compiled code, which transformers fetches and runs if the package kernels is installed.
+``trust_remote_code=False`` and ``use_safetensors=True`` are not enough. A configuration can name a pickle as
+the file of its weights, an index of weights can list pickles, and the attention implementation can be the
+name of a repository with compiled code, which transformers downloads and runs if the package kernels is
+installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def forget_implementations(config: Any) -> None:
-    """Let transformers choose how attention is computed, whatever a configuration, or one inside it, says."""
+    """Reset the implementations of attention and experts, so that transformers chooses them."""
     config._attn_implementation = None
     config._experts_implementation = None
 
@@ -32,10 +33,9 @@ def check_files(place: Place, config: Any) -> None:
     Raises
     ------
     ModelError
-        If the configuration or the index of the weights names a file that is no safetensors file, or one
-        outside the model's folder; if the weights are quantised, for which transformers may fetch kernels; or
-        if there is an adapter, which transformers adds to the model or leaves out, depending on what else is
-        installed.
+        If the configuration or the index of the weights names a file that is no safetensors file, or a file
+        outside the model's folder; if the weights are quantised, for which transformers may download kernels;
+        or if there is an adapter, which transformers uses or ignores depending on the installed packages.
 
     """
     if place.location is None:
@@ -76,7 +76,7 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 
 def _parts(place: Place, index: str) -> set[object]:
-    """Return the names of the files of weights, none if there is no index of them."""
+    """Return the files that an index of weights names; an empty set if there is no index."""
     found = place.file(index)
     if found is None:
         return set()

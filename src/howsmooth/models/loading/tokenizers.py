@@ -1,4 +1,4 @@
-"""From text to token ids: the model's own tokenizer, or one trained on the text where there is none."""
+"""Turn text into token ids, with the model's own tokenizer or one that is trained on the text."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from howsmooth.errors import ModelError
 
 __all__ = ["Tokenizer", "own_tokenizer", "trained_tokenizer"]
 
-#: Largest vocabulary trained on a text: more merges than a book-sized text has any use for.
+#: Largest vocabulary of a trained tokenizer; a text of the size of a book needs no more.
 TRAINED_VOCABULARY = 8000
 
-#: Something that any tokenizer of text can encode without resorting to its unknown token.
+#: A sentence that every usable tokenizer encodes mostly without its unknown token.
 _PROBE = "The cat sat on a mat, and it was all that it had to do."
 
 
 class Tokenizer:
-    """Text to token ids, without special tokens.
+    """A tokenizer that adds no special tokens.
 
     Parameters
     ----------
     backend
-        A tokenizer of transformers, or None if the model has none: then every use raises a ModelError.
+        A tokenizer of transformers; with None, :meth:`encode` raises a ModelError.
     obstacle
-        Why there is none.
+        The message of that error, which says why there is no tokenizer.
 
     """
 
@@ -38,17 +38,18 @@ class Tokenizer:
         self._obstacle = obstacle
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         if self._backend is None:
             raise ModelError(self._obstacle)
-        # verbose: a text longer than the model is no mistake here, it is cut into sequences afterwards.
+        # verbose=False: no warning about texts longer than the model, since they are cut into sequences
+        # later.
         ids = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
     def located(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of a text, and the letter of the text at which each begins.
+        """Return the token ids of a text, and the index of the character at which each token begins.
 
-        The second list is empty if the tokenizer cannot tell.
+        The second list is empty if the tokenizer does not know these indices.
         """
         if not isinstance(self._backend, PreTrainedTokenizerFast):
             return self.encode(text), []
@@ -56,14 +57,14 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return what each token stands for by itself, as far as letters can say it; else its number."""
+        """Return the text of each token by itself; without a tokenizer, the token id."""
         if self._backend is None:
             return [str(i) for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """All that determines the ids, as text; empty if there is no tokenizer."""
+        """A text that determines the token ids, for fingerprints; empty if there is no tokenizer."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -72,10 +73,10 @@ class Tokenizer:
 
 
 def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | None:
-    """Return the tokenizer that comes with a model, or None if none comes with it.
+    """Return the tokenizer that comes with a model, or None if there is none.
 
-    transformers builds an *empty* tokenizer where it finds no vocabulary: what it builds is believed only
-    if it can encode a plain sentence.
+    transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it
+    encodes most of a plain sentence without the unknown token.
     """
     try:
         backend: Any = AutoTokenizer.from_pretrained(
@@ -83,7 +84,7 @@ def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | No
         )
         tokenizer = Tokenizer(backend)
         ids = tokenizer.encode(_PROBE)
-    except Exception:  # whatever is wrong with it, there is no usable tokenizer; the caller says so
+    except Exception:  # after any error there is no usable tokenizer, which the caller reports
         return None
     unknown = getattr(backend, "unk_token_id", None)
     known = [i for i in ids if i != unknown]
@@ -91,14 +92,19 @@ def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | No
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE on a text; the same text gives the same tokenizer.
+    """Train a byte-level BPE tokenizer on a text; the same text gives the same tokenizer.
 
-    At most ``vocabulary`` token ids, which is how many the model knows, and at most 8000 are made.
+    Parameters
+    ----------
+    text
+        The text.
+    vocabulary
+        The number of token ids of the model. The tokenizer has at most so many, and at most 8000.
 
     Raises
     ------
     ModelError
-        If the model knows fewer than the 256 bytes.
+        If ``vocabulary`` is less than 256, the number of bytes.
 
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

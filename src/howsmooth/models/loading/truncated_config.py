@@ -1,4 +1,4 @@
-"""Configurations of large models with fewer layers, which show the same kinds of layers."""
+"""Reduce the number of layers in the configuration of a large model, and keep every kind of layer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _KINDS = ("layer_types", "layers_block_type")
 
 
 def count_weights(config: Any) -> int:
-    """Return how many weights a model of this configuration has, without building any."""
+    """Return the number of weights of a model with this configuration, without allocating them."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
 
 
 def shorten(config: Any, most: int) -> str:
-    """Change a configuration of more than ``most`` weights to as few layers as show every kind it names.
+    """Reduce the layers of a configuration with more than ``most`` weights, in place.
 
-    At least two are left of each stack. Whether all other layers are as these is not looked at.
+    The first layers of each stack are kept: at least two, and enough for every kind of layer that the
+    configuration names. Whether the other layers are like them is not checked.
 
     Returns
     -------
     str
-        What was done, in a phrase; empty if nothing was.
+        A phrase that says what was changed; empty if nothing was changed.
 
     """
     weights = count_weights(config)

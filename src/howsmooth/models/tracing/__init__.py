@@ -1,6 +1,6 @@
-"""Tracing a forward pass: every softmax attention is seen as it runs, and the calls around it are kept.
+"""Tracing a forward pass: find every softmax attention while it runs, and keep the module calls around it.
 
-``softmax_tracer`` and ``score_tracer`` follow scores from the product of queries and keys to their use as
-probabilities, whatever code computes them; ``forward_trace`` keeps the calls of the modules around them, and
-``module_replay`` makes such a call again with other tokens.
+``softmax_tracer`` and ``score_tracer`` follow the scores from the product of queries and keys to the product
+of probabilities and values, in any PyTorch code. ``forward_trace`` keeps the calls of the modules around each
+softmax, and ``module_replay`` repeats such a call with other tokens.
 """

@@ -1,7 +1,8 @@
-"""The softmax cores of a module, seen and replaced: through transformers' attention interface, or without.
+"""Read, and if wanted replace, the softmax attentions that a module computes.
 
-A module that dispatches through the interface hands over queries, keys and values before any score is
-formed, key heads not repeated; this road is taken where there is one. All others are watched.
+A module that dispatches through transformers' attention interface hands over its queries, keys and values
+before any score is computed, and before key heads are repeated. The softmax attentions of all other modules
+are found by the :class:`~howsmooth.models.tracing.softmax_tracer.SoftmaxTracer`.
 """
 
 from __future__ import annotations
@@ -17,69 +18,82 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.measurement_mode import own_attention
-from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch, capped_scores, softmax_values, triangle
+from howsmooth.models.tracing.softmax_tracer import (
+    SoftmaxCall,
+    SoftmaxTracer,
+    capped_scores,
+    softmax_values,
+    triangle,
+)
 
-__all__ = ["OnCore", "intercepted", "plain_attention"]
+__all__ = ["OnSoftmax", "intercept_softmaxes", "plain_attention"]
 
-OnCore = Callable[[CoreCall], Tensor | None]
+OnSoftmax = Callable[[SoftmaxCall], Tensor | None]
 
-#: Keywords of attention functions that change nothing in a single pass without cache or dropout. The mask
-#: that comes with the call holds the window already.
+#: Keyword arguments of attention functions that have no effect in one forward pass without cache or dropout.
+#: ``sliding_window`` is among them because the mask of the call already contains the window.
 _WITHOUT_EFFECT = frozenset({
     "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "max_length_k",
     "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "position_ids",
     "return_dict", "sliding_window", "use_cache",
 })  # fmt: skip
 
-# Scores that are formed at a time.
+# Number of scores that are computed at a time; it bounds the memory of long sequences.
 _ENTRIES = 1 << 22
 
-#: Keywords that choose keys by the tokens.
+#: Keyword arguments that say which keys each query sees, chosen from the tokens (data-dependent sparsity).
 _SPARSE = frozenset({"block_indices", "indices"})
 
 
 @contextlib.contextmanager
-def intercepted(
-    module: nn.Module, on_core: OnCore, *, implementation: str | None, compute: bool = True
+def intercept_softmaxes(
+    module: nn.Module, on_softmax: OnSoftmax, *, implementation: str | None, compute: bool = True
 ) -> Iterator[None]:
-    """Within the context every core of ``module`` is shown to ``on_core``, which may return another output.
+    """Call ``on_softmax`` with every softmax attention that ``module`` computes within the context.
 
     Parameters
     ----------
     module
-        Anything that is called within the context.
-    on_core
-        What is told of each core, in order.
+        The module that will be called within the context.
+    on_softmax
+        Called with each softmax attention, in the order of the forward pass. A tensor that it returns
+        replaces the output of that attention.
     implementation
-        The user's attention implementation: it decides what a missing mask means. None: the module does not
-        go through the interface, and is only watched; some read the name to choose their code.
+        The name of the user's attention implementation, which decides what a missing mask means. None leaves
+        the attention interface alone and only traces the module: some modules choose their code by the name
+        of the implementation.
     compute
-        False: ``on_core`` replaces every output, so those of the interface need not be computed.
+        False if ``on_softmax`` replaces every output: the attentions of the interface are then not computed.
 
     """
-    watch = Watch(on_core, ahead=not compute)
+    tracer = SoftmaxTracer(on_softmax, ahead=not compute)
     if implementation is None:
-        with watch:
+        with tracer:
             yield
         return
 
-    # The parameters have the names of transformers' own attention functions: some layers pass them by name.
-    def attend(owner: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    # The parameters have the names that transformers' own attention functions use: some layers pass them by
+    # name.
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                scaling: float | None = None, **keywords: Any) -> tuple[Tensor, None]:  # fmt: skip
-        with torch._C.DisableTorchFunction():  # the watch is not to see what is computed here
-            core = _core(owner, query, key, value, attention_mask, scaling, keywords, implementation, compute)
-            other = on_core(core)
-        output = core.output if other is None else other
+        with torch._C.DisableTorchFunction():  # hide this computation from the tracer
+            softmax = _interface_call(
+                module, query, key, value, attention_mask, scaling, keywords, implementation, compute
+            )
+            other = on_softmax(softmax)
+        output = softmax.output if other is None else other
         if output is None:
-            raise CaptureError(f"{type(owner).__name__}: {core.obstacle or 'its output was not computed'}.")
+            raise CaptureError(
+                f"{type(module).__name__}: {softmax.obstacle or 'its output was not computed'}."
+            )
         return output.transpose(-3, -2).contiguous(), None
 
-    with own_attention(module, attend), watch:
+    with own_attention(module, attend), tracer:
         yield
 
 
-def _core(
-    owner: nn.Module,
+def _interface_call(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -88,13 +102,13 @@ def _core(
     keywords: dict[str, Any],
     implementation: str,
     compute: bool,
-) -> CoreCall:
+) -> SoftmaxCall:
     causal = keywords.pop("is_causal", None)
     bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
     sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
     obstacle = _unread(keywords) or _shapes(query, key, value)
-    # What the user's implementation would do without a mask.
-    causal = getattr(owner, "is_causal", True) if causal is None else causal
+    # Without a mask, SDPA is causal if the module says so; the eager implementation then hides nothing.
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     ordered = mask is None and implementation.startswith("sdpa") and bool(causal)
     if ordered and query.shape[-2] != key.shape[-2]:
         mask, ordered = triangle(query, key), False
@@ -103,12 +117,12 @@ def _core(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sink = sinks[0].reshape(-1) if sinks and sinks[0].numel() == query.shape[1] else None
     if sinks and sink is None:
-        obstacle = obstacle or "its sinks are not one number a head"
+        obstacle = obstacle or "its sinks are not one number for each head"
     if obstacle or not compute:
         output = query.new_zeros(*query.shape[:-1], value.shape[-1]) if compute else None
-        return CoreCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
+        return SoftmaxCall(query, key, value, scale, None, None, None, output, None, "interface", obstacle)
     output = plain_attention(query, key, value, mask, scale, cap, sink, causal=ordered)
-    return CoreCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "", ordered)
+    return SoftmaxCall(query, key, value, scale, mask, cap, sink, output, None, "interface", "", ordered)
 
 
 def _unread(keywords: dict[str, Any]) -> str:
@@ -154,22 +168,23 @@ def plain_attention(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """Softmax attention (batch, heads, m, value_dim) in the operands' own precision, nothing else.
+    """Return softmax attention (batch, heads, m, value_dim), computed in the operands' own precision.
 
-    Written out here, apart from the library's attention maps, because the two are held against each other.
-    Long sequences go through PyTorch's fused kernel, or are taken in blocks of heads and rows.
+    The formula is written out here a second time, because captured maps of the library are compared with it.
+    Long sequences use PyTorch's fused kernel, or are computed in blocks of heads and query rows.
     """
     heads, m, n = query.shape[-3], query.shape[-2], key.shape[-2]
     groups = heads // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
     batch = query.shape[:-3].numel()
+    # As many heads as fit into _ENTRIES scores, or else one head in blocks of query rows.
     together = max(1, min(heads, _ENTRIES // (batch * m * n)))
     length = max(1, min(m, _ENTRIES // (batch * together * n)))
     if together == heads and length == m:
         return _block(query, key, value, mask, scale, softcap, sinks, slice(m) if causal else None)
     plain = mask is None and softcap is None and sinks is None
     if plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which forms no matrix of n² numbers
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # it needs no (m, n) matrix
             return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
     whole = None if mask is None else mask.expand(*query.shape[:-1], n)
     out = value.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -195,7 +210,7 @@ def _block(
     sinks: Tensor | None,
     causal_rows: slice | None,
 ) -> Tensor:
-    """Attention of some rows, ``causal_rows`` their places where the order of the tokens counts."""
+    """Return attention for some query rows; for causal attention ``causal_rows`` are their positions."""
     scores = capped_scores(query, key, scale, softcap)
     if causal_rows is not None:
         order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)

@@ -1,8 +1,8 @@
-"""Which axis of a tensor is which, through reshapes and permutations.
+"""Follow the axes of a tensor through reshapes and permutations.
 
-Attention code merges, splits and swaps the axes of its scores on the way from ``q @ k.T`` to ``p @ v``.
-To read the operands in the arrangement of the last product, each axis is written as a product of
-factors: a reshape regroups them, splitting where it must, and a permutation reorders them.
+Attention code merges, splits and swaps the axes of its scores between ``q @ k.T`` and ``p @ v``. To bring
+queries and keys into the arrangement of ``p @ v``, the length of each axis is written as a product of
+factors. A reshape regroups the factors and splits them where necessary; a permutation reorders them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["Axes", "Axis", "Factor", "arrange", "broadcast", "leaves", "regroup"
 
 
 class Factor:
-    """A factor of the length of an axis. Splitting it is final: all who hold it see its parts."""
+    """A factor of the length of an axis.
+
+    A split changes the factor in place, so that every tensor whose axes contain it sees the two parts.
+    """
 
     __slots__ = ("parts", "size")
 
@@ -25,17 +28,17 @@ class Factor:
         self.parts: tuple[Factor, Factor] | None = None
 
     def split(self, first: int) -> tuple[Factor, Factor]:
-        """Split into an outer part of length ``first`` and the rest."""
+        """Split the factor into an outer factor of size ``first`` and an inner one, and return both."""
         self.parts = Factor(first), Factor(self.size // first)
         return self.parts
 
 
-Axis = tuple[Factor, ...]  # outermost factor first; an axis of length one has none
+Axis = tuple[Factor, ...]  # outermost factor first; an axis of length one has no factors
 Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the factors of an axis as far as they have been split."""
+    """Return the factors of an axis, each split factor replaced by its parts."""
     found: list[Factor] = []
     for factor in axis:
         found += (factor,) if factor.parts is None else leaves(factor.parts)
@@ -43,7 +46,7 @@ def leaves(axis: Axis) -> Axis:
 
 
 def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Axes after a reshape to ``shape``, or None where that cuts across two axes."""
+    """Return the axes after a reshape to ``shape``, or None if the reshape cuts across two factors."""
     waiting = [factor for axis in axes for factor in leaves(axis)]
     result: list[Axis] = []
     for size in shape:
@@ -65,7 +68,10 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Axes of the result, and those of a tensor of ``shape``, where it meets a tensor with ``axes``."""
+    """Return the axes after broadcasting a tensor with ``axes`` against one of ``shape``.
+
+    The first result are the axes of the broadcast tensor, the second the axes of the tensor of ``shape``.
+    """
     rank = max(len(axes), len(shape))
     mine = ((),) * (rank - len(axes)) + axes
     sizes = [1] * (rank - len(shape)) + list(shape)
@@ -79,9 +85,10 @@ def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
 
 
 def arrange(tensor: Tensor, axes: Axes, target: Sequence[Axis]) -> Tensor | None:
-    """View of the tensor with one axis for each target: of length one where it has none of its factors.
+    """Return the tensor rearranged so that its axes are the target axes, in their order.
 
-    None if it has factors that no target has. Repeated where it has some of a target's factors.
+    An axis has length one if the tensor has none of the target's factors; if it has only some of them, the
+    tensor is repeated along the others. None if the tensor has a factor that is in no target axis.
     """
     own = [factor for axis in axes for factor in leaves(axis)]
     wanted = [leaves(axis) for axis in target]

@@ -1,4 +1,4 @@
-"""Products of two tensors, however they are written: which axes they share, sum over, and keep."""
+"""Products of two tensors (``@``, ``bmm``, ``baddbmm``, ``einsum``), written with a label for each axis."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ _ROLES = {"batch1": "left", "mat1": "left", "batch2": "right", "mat2": "right"}
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A product of two tensors: for each a label of each axis, and the labels of the result."""
+    """The product ``beta * bias + alpha * left · right`` of two tensors, in the manner of ``einsum``.
+
+    Each axis has a label. A label of both tensors that is missing in the result is summed over.
+    """
 
     left: Tensor
     right: Tensor
     left_labels: tuple[Any, ...]
     right_labels: tuple[Any, ...]
-    labels: tuple[Any, ...]
+    labels: tuple[Any, ...]  # of the result
     bias: Tensor | None = None
     beta: float = 1.0
     alpha: float = 1.0
@@ -41,7 +44,7 @@ def two(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Write a product of two tensors with a label for each axis, or return None if it is none of two."""
+    """Return the contraction that a call of a torch function computes; None if it has not two operands."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         if not isinstance(args[0], str) or len(operands) != 2:
@@ -53,7 +56,7 @@ def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
         given |= {_ROLES.get(name, name): value for name, value in kwargs.items()}
         bias, left, right = given.get("input"), given.get("left"), given.get("right")
         if func in (Tensor.baddbmm_, Tensor.addmm_) and isinstance(bias, Tensor):
-            bias = bias.clone()  # written over by the result
+            bias = bias.clone()  # the function overwrites it with the result
         beta, alpha = float(given.get("beta", 1.0)), float(given.get("alpha", 1.0))
     else:
         left, right = two(args, kwargs)
@@ -78,6 +81,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
         output = ("..." if "..." in inputs else "") + "".join(
             sorted(c for c in set(letters) if letters.count(c) == 1)
         )
+    # The number of axes that the dots of each term stand for.
     hidden = [
         tensor.ndim - len(term.replace("...", "")) for term, tensor in zip(terms, (left, right), strict=True)
     ]
@@ -92,14 +96,16 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
         len(term) != tensor.ndim for term, tensor in zip(written, (left, right), strict=False)
     ):
         return None
+    # A label of one operand only that is missing in the result would be a sum before the product.
     alone = set(written[0]) ^ set(written[1])
     return None if alone - set(written[2]) else Contraction(left, right, *written)
 
 
 def product_scores(c: Contraction) -> Scores | Opaque | None:
-    """Return what is known of the product of two tensors, or None if it cannot be scores."""
+    """Return the scores that a product of two tensors computes, or None if it cannot be scores."""
     if _is_parameter(c.left) or _is_parameter(c.right):
         return None
+    # Scores are a product with exactly one label that is summed over.
     shared = [label for label in c.left_labels if label in c.right_labels and label not in c.labels]
     if len(shared) != 1 or not c.left.is_floating_point():
         return None
@@ -131,5 +137,5 @@ def product_scores(c: Contraction) -> Scores | Opaque | None:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether the tensor is a view of a parameter: its product with tokens is a layer, not scores."""
+    """Whether the tensor is a parameter or a view of one: its product with tokens is a linear layer."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,7 +1,7 @@
-"""One forward pass of a model as its user has it, noting where it computes softmax attention.
+"""Run a model once and keep the module calls around each of its softmax attentions.
 
-Nothing is replaced: the pass runs the user's own attention implementation, and everything that the capture
-needs later is kept of the layers that were asked for, and of no others.
+The forward pass runs the user's own attention implementation and replaces nothing. Arguments and outputs are
+kept only for the layers that were asked for.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from howsmooth.models.tracing.layer_trace import (
     output_of,
 )
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
-from howsmooth.models.tracing.softmax_tracer import CoreCall, Watch
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 
-__all__ = ["Call", "Passed", "attention_layers", "forward_pass", "run"]
+__all__ = ["TracedCall", "TracedLayer", "attention_layers", "run", "trace_forward_pass"]
 
 
 @dataclass(eq=False)
-class Call:
-    """A call of a module, with its arguments as they were at the time."""
+class TracedCall:
+    """A call of a module during a forward pass, with its arguments."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    last_norm: ModuleCall | None = None  # that ended before the call began
-    versions: dict[int, int] = field(default_factory=dict)
-    kept: bool = False
+    last_norm: ModuleCall | None = None  # the last norm that ended before this call began
+    versions: dict[int, int] = field(default_factory=dict)  # PyTorch's version counters, by id of the tensor
+    kept: bool = False  # whether keep() was called
     output: Any = None
 
     def keep(self) -> None:
-        """Copy the tokens among the arguments: a model may add to them in place later."""
+        """Copy the floating-point arguments, because the model may change them in place later."""
         if self.kept:
             return
         self.kept = True
         x = first_tokens(self.arguments())
-        copies: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+        copies: dict[int, Tensor] = {}  # by id: a tensor that is passed twice is copied once
 
         def copied(value: Any) -> Any:
             floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -65,7 +65,7 @@ class Call:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Whether no argument was written to since."""
+        """Whether no argument was changed in place since :meth:`keep`."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
@@ -73,27 +73,37 @@ class Call:
         return bound_arguments(self.module, self.args, self.kwargs)
 
     def _tensors(self) -> list[Tensor]:
-        # Tensors made under inference mode count no versions; the pass makes none.
+        # Tensors of inference mode have no version counter; the forward pass itself creates none.
         given = (*self.args, *self.kwargs.values())
         return [v for v in given if isinstance(v, Tensor) and not v.is_inference()]
 
 
 @dataclass(eq=False)
-class Passed:
-    """One attention layer in the pass: the calls around its cores, from the layer's to the innermost."""
+class TracedLayer:
+    """One attention layer of a forward pass, and the module calls around its softmaxes.
+
+    ``calls`` begins with the call of the whole layer and ends with the innermost module around the softmaxes.
+    """
 
     layer: AttentionLayer
-    calls: list[Call]
-    cores: int = 1
+    calls: list[TracedCall]
+    softmaxes: int = 1  # how many of them ran in the innermost call
 
 
 class _Stop(BaseException):
-    """Ends a pass once everything asked for was seen; not an Exception, so that no model catches it."""
+    """Ends a forward pass after the last wanted layer; not an Exception, so that no model catches it."""
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Run the model's forward pass; an exception of its own becomes an ArgumentError about the inputs."""
-    # Asking for hidden states would make transformers leave hooks of its own on the modules for good.
+    """Run the model's forward pass once, and discard its output.
+
+    Raises
+    ------
+    ArgumentError
+        If the model itself raises an exception; the message names the shapes of the inputs.
+
+    """
+    # If hidden states are asked for, transformers adds hooks to the modules and never removes them.
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
@@ -113,30 +123,42 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def attention_layers(model: nn.Module, inputs: Mapping[str, Any]) -> list[AttentionLayer]:
-    """List the attention layers of one forward pass, in order, cross-attention among them."""
-    return forward_pass(model, inputs, ())[0]
+    """Run the model once and list its attention layers in order, including cross-attention."""
+    return trace_forward_pass(model, inputs, ())[0]
 
 
-def forward_pass(
+def trace_forward_pass(
     model: nn.Module,
     inputs: Mapping[str, Any],
     wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
-) -> tuple[list[AttentionLayer], dict[int, Passed]]:
-    """Run a borrowed model once; return all layers that were seen, in order, and those wanted, by index.
+) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
+    """Run a model once, in measurement mode, and trace its attention layers.
 
-    Layers are counted in the order of their calls, negative from the end; None: all are wanted. The pass ends
-    with the last layer that is wanted, if that can be told. ``on_layer`` is called with each layer when it is
-    found.
+    Parameters
+    ----------
+    model, inputs
+        The model and its arguments by name.
+    wanted
+        Indices of the layers whose calls are kept, in the order of the forward pass, negative from the end;
+        None keeps all. The pass stops after the last wanted layer unless an index is negative.
+    on_layer
+        Called with each layer when its first softmax runs.
+
+    Returns
+    -------
+    tuple
+        All layers that ran, in order, and the wanted ones with their calls, by index.
+
     """
-    watcher = _Watcher(model, wanted, on_layer)
-    with watcher.hooked(), Watch(watcher.on_core):
+    tracer = _ForwardTracer(model, wanted, on_layer)
+    with tracer.hooked(), SoftmaxTracer(tracer.on_softmax):
         run(model, inputs)
-    return watcher.layers, watcher.kept
+    return tracer.layers, tracer.kept
 
 
-class _Watcher:
-    """The hooks of :func:`forward_pass`, and what they have seen."""
+class _ForwardTracer:
+    """The hooks of :func:`trace_forward_pass`, and the layers that they have found."""
 
     def __init__(
         self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
@@ -145,18 +167,18 @@ class _Watcher:
         self.wanted = wanted
         self.on_layer = on_layer
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
-        # Index after which the pass need not go on; None if only its end tells.
+        # The index of the last wanted layer, after which the pass stops; None if it must run to its end.
         self.last = None if wanted is None or self.from_end else max(wanted, default=-1)
-        self.stack: list[Call] = []
+        self.stack: list[TracedCall] = []
         self.layers: list[AttentionLayer] = []
-        self.kept: dict[int, Passed] = {}
-        self.newest_kept: deque[int] = deque()  # only because they may be wanted from the end
+        self.kept: dict[int, TracedLayer] = {}
+        self.newest_kept: deque[int] = deque()  # layers that a negative index may mean
         self.last_norm: ModuleCall | None = None
-        self.newest: tuple[Call, Passed] | None = None
+        self.newest: tuple[TracedCall, TracedLayer] | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Place the hooks, and remove them."""
+        """Register the hooks on all modules within the context."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 starts = partial(self._starts, name)
@@ -165,10 +187,10 @@ class _Watcher:
             yield
 
     def _starts(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stack.append(Call(name, module, args, kwargs, self.last_norm))
+        self.stack.append(TracedCall(name, module, args, kwargs, self.last_norm))
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # A call that ended with an exception that the model caught is still on the stack.
+        # If a module raised an exception that the model caught, its call is still on the stack.
         while self.stack and self.stack[-1].module is not module:
             self.stack.pop()
         if not self.stack:
@@ -184,13 +206,13 @@ class _Watcher:
             if ended is not None and ended.calls[0] is call:
                 raise _Stop
 
-    def on_core(self, core: CoreCall) -> None:
-        """Note a core: a further one of the call that had the last, or a new layer."""
+    def on_softmax(self, softmax: SoftmaxCall) -> None:
+        """Count a softmax of the layer that had the previous softmax, or begin a new layer."""
         if not self.stack:
             return
         innermost = self.stack[-1]
         if self.newest is not None and self.newest[0] is innermost:
-            self.newest[1].cores += 1
+            self.newest[1].softmaxes += 1
             return
         root = enclosing_layer(innermost.name)
         start = next((i for i, call in enumerate(self.stack) if call.name == root), 0)
@@ -198,20 +220,20 @@ class _Watcher:
         layer = AttentionLayer(
             index=len(self.layers),
             name=innermost.name,
-            owner=innermost.module,
+            module=innermost.module,
             root_name=calls[0].name,
             root=calls[0].module,
-            heads=output_of(core).shape[-3],
-            causal=_causal(core),
+            heads=output_of(softmax).shape[-3],
+            causal=_causal(softmax),
         )
         self.layers.append(layer)
         self.on_layer(layer)
-        passed = Passed(layer, calls)
-        self.newest = (innermost, passed)
+        traced_layer = TracedLayer(layer, calls)
+        self.newest = (innermost, traced_layer)
         if self._is_wanted(layer.index):
             for call in calls:
                 call.keep()
-            self.kept[layer.index] = passed
+            self.kept[layer.index] = traced_layer
 
     def _is_wanted(self, index: int) -> bool:
         if self.wanted is None or index in self.wanted:
@@ -225,21 +247,24 @@ class _Watcher:
 
 
 def enclosing_layer(name: str) -> str:
-    """Return the path of the nearest enclosing member of a list (``encoder.layer.3``), or nothing."""
+    """Return the path of the innermost member of a module list around a module, or "" if none.
+
+    For ``encoder.layer.3.attention.self`` the path is ``encoder.layer.3``.
+    """
     match = re.match(r"(.*\.)?\d+(?=\.|$)", name)
     return match.group(0) if match else ""
 
 
-def _causal(core: CoreCall) -> bool:
-    """Whether no query sees a later key."""
-    p = core.probabilities
-    m, n = output_of(core).shape[-2], core.value.shape[-2]
+def _causal(softmax: SoftmaxCall) -> bool:
+    """Whether the mask, or without a mask the probabilities, hide all later keys from every query."""
+    p = softmax.probabilities
+    m, n = output_of(softmax).shape[-2], softmax.value.shape[-2]
     if p is not None:
         m, n = p.shape[-2:]
     if m != n:
         return False
-    if core.causal:
+    if softmax.causal:
         return True
-    if core.mask is None:
+    if softmax.mask is None:
         return p is not None and n > 1 and not bool(p.triu(1).any())
-    return core.mask.shape[-2] == n and hides_later_keys(core.mask)
+    return softmax.mask.shape[-2] == n and hides_later_keys(softmax.mask)

@@ -1,4 +1,4 @@
-"""What is written down of a model's layers: modules called, their tokens, and their softmax cores."""
+"""What is kept of one layer of a model: its module calls, their tokens, and its softmax attentions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.tracing.softmax_tracer import CoreCall
+from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = [
     "AttentionLayer",
-    "LayerRecord",
+    "LayerTrace",
     "ModuleCall",
     "bound_arguments",
     "first_tokens",
@@ -26,62 +26,66 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module. Tensors are kept (as copies) of those only whose values tell something."""
+    """One call of a module, with copies of its input and output if the identification uses them."""
 
     name: str
     module: nn.Module
     inputs: Tensor | None = None
     output: Tensor | None = None
-    alone: bool = False  # whether the inputs are its only argument, as many numbers as the heads
+    alone: bool = False  # whether its only argument is a tensor with as many entries as the heads
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """Where a model computes attention: the module that does (owner), and the layer around that (root)."""
+    """A layer of attention: the module that computes it, and the layer of the model around that (root)."""
 
-    index: int  # in the order of the model's pass
-    name: str
-    owner: nn.Module
-    root_name: str
+    index: int  # in the order of the forward pass
+    name: str  # path of the attention module
+    module: nn.Module
+    root_name: str  # path of the layer
     root: nn.Module
     heads: int
     causal: bool
 
     def __str__(self) -> str:
-        return f"layer {self.index} ({self.name or 'the model itself'}, {type(self.owner).__name__})"
+        return f"layer {self.index} ({self.name or 'the model itself'}, {type(self.module).__name__})"
 
 
 @dataclass(eq=False)
-class LayerRecord:
-    """What happened in one layer, run by itself on one sequence, in order."""
+class LayerTrace:
+    """What one layer did when it ran by itself on one sequence: its module calls and softmaxes, in order."""
 
     layer: AttentionLayer
-    x: Tensor  # (1, n, d): the tokens that the owner works on
-    cores: list[CoreCall] = field(default_factory=list)
-    before: list[ModuleCall] = field(default_factory=list)  # from the layer's start to the owner's
-    inside: list[ModuleCall] = field(default_factory=list)  # from the owner's start to its last core
-    after: list[ModuleCall] = field(default_factory=list)  # from there to the layer's end
-    last_norm: ModuleCall | None = None  # the norm that ran last before the owner, anywhere in the model
+    x: Tensor  # (1, n, d): the tokens that the attention module is given
+    softmaxes: list[SoftmaxCall] = field(default_factory=list)
+    before: list[ModuleCall] = field(
+        default_factory=list
+    )  # calls that ended before the attention module started
+    inside: list[ModuleCall] = field(
+        default_factory=list
+    )  # calls that ended between its start and its last softmax
+    after: list[ModuleCall] = field(default_factory=list)  # calls that ended after its last softmax
+    last_norm: ModuleCall | None = None  # the last norm before the attention module, anywhere in the model
     output: Tensor | None = None  # of the layer
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the owner, by name
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the attention module, by name
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear map with a weight matrix, torch's or transformers' transposed one."""
+    """Whether the module is ``nn.Linear``, or transformers' ``Conv1D`` (a linear map, weight transposed)."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module looks like a norm over the last axis; what it computes is verified by value."""
+    """Whether the module looks like a norm over the last axis; its numbers are verified elsewhere."""
     weight = getattr(module, "weight", None)
-    # What has modules of its own, as attention with a norm in its name, is no norm.
+    # A module with children is no norm: an attention module may have "norm" in its name.
     alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
     named = isinstance(module, nn.LayerNorm | nn.RMSNorm) or alone
     return named and (weight is None or weight.ndim == 1)
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a module's call by parameter name, in the order of its signature."""
+    """Return the arguments of a module call by parameter name, in the order of the signature."""
     try:
         bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except TypeError:
@@ -90,15 +94,15 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the first floating-point tensor among a module's arguments: the tokens it works on."""
+    """Return the first floating-point tensor among a module's arguments, which holds its tokens; or None."""
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     return None
 
 
-def output_of(core: CoreCall) -> Tensor:
-    """Return the output of a core that was computed."""
-    if core.output is None:
-        raise CaptureError(f"A softmax was not computed: {core.obstacle or 'it was only looked at'}.")
-    return core.output
+def output_of(softmax: SoftmaxCall) -> Tensor:
+    """Return the output of a softmax attention; raise CaptureError if it was not computed."""
+    if softmax.output is None:
+        raise CaptureError(f"A softmax was not computed: {softmax.obstacle or 'it was only looked at'}.")
+    return softmax.output

@@ -1,4 +1,4 @@
-"""What is added to the scores of a layer: which keys each query sees, a bias on those, and words for both."""
+"""Read what is added to the scores: which keys each query sees, and finite biases; describe it in words."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from howsmooth.models.tracing.layer_trace import AttentionLayer
 
 __all__ = ["HIDDEN", "Masking", "describe_mask", "hides_later_keys", "order_and_window", "split_mask"]
 
-# Entries of a mask that are looked at together: a mask of a long sequence is not to be copied.
+# Number of entries of a mask that are compared at a time, so that a large mask is not copied as a whole.
 _ENTRIES = 1 << 22
 
-# A key whose score is lowered by so much has a weight of exactly zero, unless scores differ by hundreds:
-# models write -1e4, -1e9 or the most negative number for a key that is hidden. Verified by value.
+# A number below this, added to a score, counts as hiding the key: models write -1e4, -1e9 or the most
+# negative number. The weight of the key is then exactly zero unless scores differ by hundreds, which the
+# verification of the captured map would notice.
 HIDDEN = -1e3
 
 
 def split_mask(
     layer: AttentionLayer, mask: Tensor | None
 ) -> tuple[Bool[Tensor, "*lead m n"] | None, Float[Tensor, "*lead m n"] | None]:
-    """Return which keys are seen (None: all), and the finite numbers added to their scores (None: zeros).
+    """Split a mask into a boolean mask and the finite numbers that it adds to the scores.
+
+    Returns
+    -------
+    tuple
+        A boolean tensor, True where the query sees the key (None if every query sees all keys), and the
+        biases of these scores (None if they are all zero).
 
     Raises
     ------
     CaptureError
-        If all keys are hidden from some query.
+        If some query sees no key.
 
     """
     if mask is None:
@@ -51,18 +58,18 @@ def split_mask(
 
 
 class Masking(NamedTuple):
-    """Which keys are seen: in order, in a window, by a further mask; and a phrase for it."""
+    """The rules by which keys are hidden, and a phrase that describes them."""
 
-    causal: bool
-    window: int | None
-    mask: Bool[Tensor, "n n"] | None
+    causal: bool  # queries see no later keys
+    window: int | None  # number of keys in a sliding window
+    mask: Bool[Tensor, "n n"] | None  # a mask that the two rules above do not describe, True where visible
     words: str
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Say what a mask does; the matrix is kept only if it is neither order nor window.
+    """Describe a boolean mask; the matrix is kept only if it is neither causal nor a sliding window.
 
-    At n = 1 nothing is hidden; a mask is handed over there only to layers that are causal.
+    Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
     """
     if visible is None:
         return Masking(False, None, None, "none")
@@ -79,9 +86,9 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
 
 
 def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
-    """Return the rules, without a mask, that show exactly these keys; None if there are none.
+    """Return the causal and sliding-window rules that give exactly this mask.
 
-    Nor are there for masks that differ between leading axes, or are not square.
+    None if no such rules give it, if it differs between heads or sequences, or if it is not square.
     """
     m, n = visible.shape[-2:]
     if m != n or visible.numel() != n * n:
@@ -98,7 +105,7 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Whether a mask, boolean or additive, lets no query see a later key; always at n = 1."""
+    """Whether a boolean or additive mask hides all later keys from every query; always True at n = 1."""
     n = mask.shape[-2]
     whole = mask.expand(*mask.shape[:-2], n, n)
     for rows in _row_blocks(mask, n):
@@ -110,7 +117,7 @@ def hides_later_keys(mask: Tensor) -> bool:
 
 
 def _row_blocks(mask: Tensor, n: int) -> Iterator[slice]:
-    """Cut the rows of a mask into blocks of a bounded number of entries."""
+    """Yield slices of the rows of a mask, each of at most ``_ENTRIES`` entries or of one row."""
     length = max(1, _ENTRIES // max(1, mask.shape[:-2].numel() * n))
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))

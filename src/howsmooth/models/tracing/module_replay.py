@@ -1,4 +1,4 @@
-"""A call of a module that can be made again, with other tokens in the place of X."""
+"""Repeat a module call of the forward pass with other tokens in place of X."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError, reason
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.forward_trace import Call
+from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import bound_arguments
 
-__all__ = ["Repeated", "first_tensor", "token_arguments"]
+__all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
 
 class _Tokens:
-    """Stands where X stood among the arguments."""
+    """Placeholder for the tensor X among the arguments."""
 
 
 _X = _Tokens()
 
-# Two computations of the same differ by rounding, and those of different things by far more.
+# Largest relative difference between two computations of the same output: rounding is far below it, and
+# outputs of a call with wrongly sliced arguments are far above.
 _SAME = 1e-3
 
 
-class Repeated:
-    """The call of a module, with X wherever it *was* X.
+class ModuleReplay:
+    """A module call that can be repeated with other tokens; all other arguments stay those of the model.
 
     Parameters
     ----------
     call
         The call as the model made it.
     x
-        The tensor among its arguments that holds the tokens, of any shape (..., d).
+        The argument that holds the tokens, of any shape (..., d). Wherever the same tensor object was passed,
+        the new tokens take its place.
     batch
         Number of sequences in the call.
 
     """
 
-    def __init__(self, call: Call, x: Tensor, batch: int) -> None:
+    def __init__(self, call: TracedCall, x: Tensor, batch: int) -> None:
         self.name = call.name
         self.module = call.module
         self.x = x
@@ -56,51 +58,54 @@ class Repeated:
         ]
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with ``x``, shaped as the tokens of the call, for X."""
+        """Return positional and keyword arguments with ``x``, of the shape of X, in place of X."""
         args, kwargs = tree_unflatten([x if leaf is _X else leaf for leaf in self._leaves], self._tree)
         return args, kwargs
 
     @property
     def x_name(self) -> str:
-        """Name of the parameter that X is given for."""
+        """Name of the parameter that X was passed for; "" if X is inside another argument."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
-        """Return the arguments at X by name."""
+        """Return the original arguments, with X among them, by parameter name."""
         return bound_arguments(self.module, *self.arguments(self.x))
 
     def __call__(self, x: Tensor) -> Any:
-        """Call the module."""
+        """Call the module with ``x``, of the shape of X, in place of X."""
         args, kwargs = self.arguments(x)
         return self.module(*args, **kwargs)
 
     def tokens(self) -> Tensor:
-        """X as (batch, n, d)."""
+        """Return X in the shape (batch, n, d)."""
         return as_tokens(self.x, self.batch, self.batch_axis)
 
     def shaped(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, n, d) in the shape of X."""
+        """Return tokens (batch, n, d) in the shape of X."""
         if self.batch_axis == 1:
             return tokens.transpose(0, 1).reshape(self.x.shape)
         return tokens.reshape(self.x.shape)
 
     def rows(self, output: Tensor) -> Tensor:
-        """Return a value of the module as (batch, n_out, d_out), which may have the sequences elsewhere."""
+        """Return an output of the module in the shape (batch, n_out, d_out).
+
+        Modules with the sequence axis first may return the batch axis first; it is found by its length.
+        """
         axis = self.batch_axis
         if self.batch > 1 and output.ndim > 2 and output.shape[axis] != self.batch == output.shape[1 - axis]:
             axis = 1 - axis
         return as_tokens(output, self.batch, axis)
 
-    def of_sequence(self) -> Repeated:
-        """Return the call for the first sequence alone.
+    def of_first_sequence(self) -> ModuleReplay:
+        """Return the same call for the first sequence of the batch alone.
 
-        Which arguments hold something for each sequence is not written anywhere: those are taken as such
-        whose length is the number of sequences, then all of a multiple of it; the output decides.
+        No model says which arguments have a batch axis. First, arguments are cut whose length along the batch
+        axis is the number of sequences; if the output is then wrong, all whose length is a multiple of it.
 
         Raises
         ------
         CaptureError
-            If neither gives what the call gave for the first sequence.
+            If in neither case the output is that of the batch for its first sequence.
 
         """
         if self.batch == 1:
@@ -111,7 +116,7 @@ class Repeated:
             alone = self._sliced(multiples=multiples)
             try:
                 output = first_tensor(alone(alone.x))
-            except Exception as error:  # whatever a module raises for arguments that do not fit
+            except Exception as error:  # a module may raise any error for arguments that do not fit
                 why = reason(error)
                 continue
             if wanted is None:
@@ -124,7 +129,7 @@ class Repeated:
             f"{self.batch} alone ({why}); give one sequence at a time."
         )
 
-    def _sliced(self, *, multiples: bool) -> Repeated:
+    def _sliced(self, *, multiples: bool) -> ModuleReplay:
         lengths = {self.batch, self.x.shape[self.batch_axis]}
 
         def one(value: Any) -> Any:
@@ -139,8 +144,8 @@ class Repeated:
         alone.batch = 1
         return alone
 
-    def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Repeated:
-        """Return the same call of a copy of the module, with its numbers in another dtype and place."""
+    def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
+        """Return the same call of ``module``, a copy, with all arguments converted to a dtype and device."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -151,16 +156,16 @@ class Repeated:
         other.module = module
         return other
 
-    def _changed(self, change: Callable[[Any], Any]) -> Repeated:
-        """Return the same call with other arguments."""
+    def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
+        """Return the same call with ``change`` applied to every argument."""
         other = copy.copy(self)
         other.x, other._output = change(self.x), None
         other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]
         return other
 
 
-def token_arguments(call: Call) -> Iterator[Tensor]:
-    """Yield the arguments that may be the tokens: floating-point tensors with an axis before the last."""
+def token_arguments(call: TracedCall) -> Iterator[Tensor]:
+    """Yield the arguments that may hold the tokens: floating-point tensors of at least two axes."""
     seen: set[int] = set()
     for value in call.arguments().values():
         leaves = value if isinstance(value, tuple | list) else [value]
@@ -177,7 +182,7 @@ def token_arguments(call: Call) -> Iterator[Tensor]:
 
 
 def as_tokens(x: Tensor, batch: int, batch_axis: int) -> Tensor:
-    """Return a tensor (..., d) as (batch, n, d)."""
+    """Return a tensor (..., d), whose batch axis is axis 0 or 1, in the shape (batch, n, d)."""
     if batch_axis == 1:
         x = x.transpose(0, 1)
     return x.reshape(batch, -1, x.shape[-1])
@@ -191,12 +196,12 @@ def _batch_axis(x: Tensor, batch: int) -> int:
     if x.shape[0] % batch == 0:
         return 0
     raise CaptureError(
-        f"Tokens of shape {tuple(x.shape)} cannot be told apart by sequence; give one sequence at a time."
+        f"Tokens of shape {tuple(x.shape)} cannot be split into sequences; give one sequence at a time."
     )
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the output of a module, or the first tensor of it."""
+    """Return the first tensor of a module's output; raise CaptureError if there is none."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output

@@ -1,8 +1,8 @@
-"""What is known about the scores of an attention: the product they come from, and all that was done to it.
+"""How a tensor of attention scores was computed: the product of queries and keys, and all later operations.
 
-``Scores`` follows a tensor from ``q @ k.T`` to its softmax. Every operation that attention code applies in
-between (scalings, masks, biases, a cap, sinks) makes another ``Scores``; ``read`` turns the last one into
-the operands of the attention, in the arrangement of the product with the values.
+:class:`Scores` describes a tensor between ``q @ k.T`` and the softmax. Each operation of the attention code
+(a scaling, mask, bias, cap or sink) gives another :class:`Scores`. :func:`read_operands` turns the last of
+them into queries, keys, scale and mask, with axes ordered as in the product with the values.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ from torch import Tensor
 
 from howsmooth.models.tracing.axes import Axes, Axis, Factor, arrange, broadcast, leaves
 
-__all__ = ["SEVERAL_PRODUCTS", "Opaque", "Operand", "Reading", "Scores", "Unreadable", "holds", "read"]
+__all__ = [
+    "SEVERAL_PRODUCTS",
+    "Opaque",
+    "Operand",
+    "Scores",
+    "SoftmaxOperands",
+    "Unreadable",
+    "all_true",
+    "read_operands",
+]
 
 _CUT = "its scores are reshaped across their axes"
 SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
 
 
 class Unreadable(Exception):  # noqa: N818
-    """The scores are not those of a softmax attention; the message is one phrase that says why."""
+    """Raised if scores are not those of a softmax attention; the message says why, in one phrase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor and what its axes are."""
+    """A tensor, and its axes as products of factors."""
 
     tensor: Tensor
     axes: Axes
@@ -44,7 +53,7 @@ class _Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A tensor by which the scores were multiplied, or divided."""
+    """A tensor by which the scores were multiplied, or divided if ``inverse``."""
 
     operand: Operand
     inverse: bool
@@ -52,17 +61,17 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """A column joined to the scores before their softmax, to be cut off after it."""
+    """A column of sinks, joined to the scores before the softmax and cut off after it."""
 
     operand: Operand
-    joined: Axis  # of the scores with the column
-    keys: Axis  # of the scores without it
+    joined: Axis  # the axis of the keys with the column
+    keys: Axis  # the axis of the keys without it
     first: bool  # the column comes before the keys
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What came from a product of two tensors in a way that is not that of a softmax attention."""
+    """A tensor that was computed from a product of two tensors, but by operations that attention lacks."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -71,52 +80,55 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``cap(scale · left · rightᵀ · factors) + biases``, hidden where masks say so.
+    """A tensor of scores ``cap(scale · left · rightᵀ · factors) + biases``, hidden where ``hidden`` is True.
 
-    Each method gives what is known after one more operation.
+    ``cap`` is ``cap · tanh(· )``. Each method returns the description of the tensor after one more operation,
+    or :class:`Opaque` if softmax attention has no such operation.
     """
 
     axes: Axes
     left: Operand
     right: Operand
     contracted: Factor
-    eps: float  # of the coarsest dtype that the scores passed
+    eps: float  # machine epsilon of the coarsest dtype that the scores were converted to
     scale: float = 1.0
     factors: tuple[_Factor, ...] = ()
     cap: float | None = None
     biases: tuple[_Bias, ...] = ()
-    hidden: tuple[Operand, ...] = ()  # True where hidden
+    hidden: tuple[Operand, ...] = ()  # boolean tensors, True where the key is hidden
     sinks: _Sinks | None = None
-    approximate: bool = False  # something was left out that should make no difference: check every row
+    approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """After a change of the axes alone; None where it cannot be followed."""
+        """Return the scores with other axes; None for ``axes`` if a reshape could not be followed."""
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
-        """After a conversion to another dtype."""
+        """Return the scores after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """After something that should make no difference to the attention."""
+        """Return the scores after an operation that should not change the attention."""
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
-        """After a multiplication by a number."""
+        """Return the scores after a multiplication by a number."""
         if self.sinks is not None:
             return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
         if self.cap is None:
+            # number * (scale * product + biases); with a cap, the number multiplies the cap instead
             return replace(self, scale=self.scale * number, biases=biases)
         if number <= 0:
             return Opaque("its capped scores are multiplied by a number that is not positive")
         return replace(self, cap=self.cap * number, biases=biases)
 
     def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
-        """After a multiplication by a tensor, or a division."""
+        """Return the scores after a multiplication by a tensor, or a division if ``inverse``."""
         if self.cap is not None or self.sinks is not None:
             return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
+        # The product distributes over the biases: each is multiplied now, the factors are applied later.
         biases = []
         for bias in self.biases:
             aligned = arrange(bias.operand.tensor, bias.operand.axes, axes)
@@ -128,30 +140,30 @@ class Scores:
         return replace(self, axes=axes, biases=tuple(biases), factors=factors)
 
     def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
-        """After the addition of a tensor."""
+        """Return the scores after the addition of ``coefficient`` times a tensor."""
         axes, own = broadcast(self.axes, tensor.shape)
         bias = _Bias(Operand(tensor, own), coefficient)
         if self.sinks is not None:
             if _shares(bias.operand, self.sinks.joined):
                 return Opaque("its scores and sinks are added to together")
-            return self  # moves all scores of a row alike, and the sink with them: no softmax sees it
+            return self  # it adds one number to all scores of a row and to its sink: the softmax is the same
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
     def capped(self) -> Scores | Opaque:
-        """After a hyperbolic tangent."""
+        """Return the scores after a hyperbolic tangent."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             return Opaque("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """After scores were overwritten, where ``pairs`` is True, by a number that hides them."""
+        """Return the scores after they were masked out where ``pairs`` is True."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """After a column was joined to them."""
+        """Return the scores after a column was joined to them along ``dim``, as sinks are."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -162,8 +174,8 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """The operands of an attention, as :class:`howsmooth.models.tracing.softmax_tracer.CoreCall` has them."""
+class SoftmaxOperands:
+    """The operands of a softmax attention; the fields have the meaning they have in ``SoftmaxCall``."""
 
     query: Tensor
     key: Tensor
@@ -173,8 +185,8 @@ class Reading:
     sinks: Tensor | None
 
 
-def holds(condition: Tensor) -> bool:
-    """Whether a condition is true everywhere, as far as can be seen: inside ``torch.vmap`` nothing can."""
+def all_true(condition: Tensor) -> bool:
+    """Whether a condition is true everywhere; inside ``torch.vmap``, where values are not visible, True."""
     try:
         return bool(condition.all())
     except RuntimeError as error:
@@ -183,19 +195,19 @@ def holds(condition: Tensor) -> bool:
         return True
 
 
-def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Reading:
-    """Operands of the scores in the arrangement (*lead, rows, keys).
+def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> SoftmaxOperands:
+    """Return the operands of a softmax attention, with axes in the order (*lead, rows, keys).
 
     Parameters
     ----------
     scores
-        What is known about the argument of the softmax.
+        The description of the argument of the softmax.
     lead
-        Leading axes, the last of them those of the heads.
+        The leading axes; the last of them is the axis of the heads.
     rows
-        Axis of the queries.
+        The axis of the queries.
     keys
-        Axis over which the softmax runs.
+        The axis of the keys, over which the softmax runs.
 
     Raises
     ------
@@ -204,12 +216,15 @@ def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Readin
 
     """
     left, right = scores.left, scores.right
+    # The code may compute k @ q.T: the operand that varies along the rows holds the queries.
     if _shares(left, keys) or _shares(right, rows):
         left, right = right, left
     if _shares(left, keys) or _shares(right, rows):
         raise Unreadable("its keys differ from query to query")
     query = _arranged(left, (*lead, rows, (scores.contracted,)))
     key = _arranged(right, (*lead, keys, (scores.contracted,)))
+    # A factor that is constant along the keys belongs to the queries, one constant along the rows to the
+    # keys.
     for factor in scores.factors:
         if not _shares(factor.operand, keys):
             query = _scaled(query, _arranged(factor.operand, (*lead, rows, ())), factor.inverse)
@@ -217,8 +232,11 @@ def read(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Readin
             key = _scaled(key, _arranged(factor.operand, (*lead, keys, ())), factor.inverse)
         elif not _zero_or_one(factor.operand.tensor):
             raise Unreadable("its scores are multiplied by numbers of their own for every pair of tokens")
+    # The cap is stored as cap * tanh(scale * ...), a SoftmaxCall has softcap * tanh(scale * ... / softcap).
     scale = scores.scale if scores.cap is None else scores.scale * scores.cap
-    return Reading(query, key, scale, _mask(scores, lead, rows, keys), scores.cap, _sinks(scores, lead, rows))
+    return SoftmaxOperands(
+        query, key, scale, _mask(scores, lead, rows, keys), scores.cap, _sinks(scores, lead, rows)
+    )
 
 
 def _arranged(operand: Operand, target: Sequence[Axis]) -> Tensor:
@@ -239,19 +257,19 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
 
 
 def _zero_or_one(tensor: Tensor) -> bool:
-    return holds((tensor == 0) | (tensor == 1))
+    return all_true((tensor == 0) | (tensor == 1))
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Sum of the biases, -inf where hidden; True where visible if nothing but hidden pairs is known."""
+    """Return the sum of the biases, -inf where hidden; without biases a boolean mask, True where visible."""
     target = (*lead, rows, keys)
     total: Tensor | None = None
     for bias in scores.biases:
-        # What does not vary along the keys moves all scores of a row alike: no softmax sees it.
+        # A bias that is the same for all keys of a row does not change the softmax.
         if scores.sinks is None and not _shares(bias.operand, keys):
             continue
         tensor = _arranged(bias.operand, target)
-        # Sums of masks are taken as the code takes them: in the dtype of the scores.
+        # Masks are added in the dtype of the scores, as the model adds them.
         tensor = tensor.to(torch.promote_types(tensor.dtype, scores.left.tensor.dtype))
         tensor = tensor if bias.coefficient == 1 else bias.coefficient * tensor
         total = tensor if total is None else total + tensor
@@ -265,11 +283,11 @@ def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tenso
 
 
 def _sinks(scores: Scores, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
-    """One sink for each head."""
+    """Return the sinks (heads,), or None if there are none."""
     if scores.sinks is None:
         return None
     column = _arranged(scores.sinks.operand, (*lead, rows, ()))
     heads = column[(0,) * (len(lead) - 1)][:, 0, 0]
-    if not holds(column == heads[:, None, None]):
+    if not all_true(column == heads[:, None, None]):
         raise Unreadable("its sinks differ from query to query")
     return heads.expand(math.prod(factor.size for factor in lead[-1]))

@@ -1,8 +1,8 @@
 """Follow scores through the functions of torch, from a product of two tensors to their use as probabilities.
 
-A :class:`Follower` is a torch function mode with a rule for every function that attention code applies to
-scores and probabilities. What no rule knows is forgotten, or, where it mixes scores, remembered as the
-reason why they cannot be read.
+A :class:`ScoreTracer` is a torch function mode with a rule for every function that attention code applies to
+scores and probabilities. After a function without a rule the result is unknown. After a function that
+attention does not use, such as a sort, the result is :class:`Opaque`, with the reason.
 """
 
 from __future__ import annotations
@@ -21,77 +21,80 @@ from torch.overrides import TorchFunctionMode
 
 from howsmooth.models.tracing.axes import Axis, broadcast, leaves, regroup
 from howsmooth.models.tracing.contractions import PRODUCTS, Contraction, contraction_of, product_scores, two
-from howsmooth.models.tracing.score_provenance import SEVERAL_PRODUCTS, Opaque, Scores, holds
+from howsmooth.models.tracing.score_provenance import SEVERAL_PRODUCTS, Opaque, Scores, all_true
 
-__all__ = ["HIDES", "Follower", "Probabilities"]
+__all__ = ["HIDES", "Probabilities", "ScoreTracer"]
 
-HIDES = -9000.0  # a number at most this, written over a score or added to it, hides it
+HIDES = -9000.0  # a number at or below this, written over a score or added to it, hides the key
 
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """What is known about a tensor that came out of a softmax."""
+    """A tensor of probabilities: the softmax of scores."""
 
-    scores: Scores  # whose axes are now those of the probabilities
-    keys: Axis  # over which the softmax ran, without sinks
-    cut: bool  # the sinks' column is gone, or there was none
+    scores: Scores  # the argument of the softmax, with the axes of the probabilities
+    keys: Axis  # the axis of the keys, over which the softmax ran, without the column of the sinks
+    cut: bool  # whether the column of the sinks was cut off, or there was none
 
 
 Known = Scores | Probabilities | Opaque
-Rule = Callable[["Follower", Any, Any, Any], Any]
+Rule = Callable[["ScoreTracer", Any, Any, Any], Any]
 
 
-class Follower(TorchFunctionMode):
-    """Knows which tensors are scores or probabilities, and hands over the products that end an attention."""
+class ScoreTracer(TorchFunctionMode):
+    """A torch function mode that knows which tensors are scores or probabilities.
+
+    Subclasses implement :meth:`weighted` and :meth:`fused`, which are called where an attention ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
-        # By id, with a weak reference to tell that the id is still that of the same tensor.
+        # By the id of the tensor; the weak reference tells whether the id still belongs to that tensor.
         self._known: dict[int, tuple[ref[Tensor], Known]] = {}
 
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Run a product of probabilities with values."""
+        """Return the product of probabilities ``p`` and values; ``run`` computes it with the model's code."""
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Run ``scaled_dot_product_attention`` with these arguments."""
+        """Return ``scaled_dot_product_attention`` of the named arguments; ``run`` computes it."""
         raise NotImplementedError
 
-    def __enter__(self) -> Follower:
-        """Start to follow; the mode may be entered again inside of itself."""
+    def __enter__(self) -> ScoreTracer:
+        """Activate the mode; it may be entered again while it is active."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop following, and forget all tensors."""
+        """Deactivate the mode and, after the outermost exit, forget all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
             self._known.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, and follow what it does to scores."""
+        """Run a torch function, and describe its result if it comes from scores or probabilities."""
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None and (self._known or rule in _STARTS):
             return rule(self, func, args, kwargs)
         result = func(*args, **kwargs)
-        # Written over by a function that no rule knows: what was known of it holds no more.
+        # A function without a rule changed its first argument in place: it holds no scores any more.
         if args and id(args[0]) in self._known and (result is args[0] or result is None):
             self.note(args[0], _mixed(self.known(args[0]), f"are written over by {_name(func)}"))
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return what is known about a tensor."""
+        """Return the description of a tensor, or None if it is neither scores nor probabilities."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Remember what is known about a tensor, for as long as it lives."""
+        """Store the description of a tensor until the tensor is freed; None is ignored."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -112,7 +115,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Return what is left of the knowledge after something that attention does not do."""
+    """Return the description after an operation that attention does not use, named by ``what``."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -120,7 +123,7 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
 
 
 class _Applied(NamedTuple):
-    """A function of torch that was run on a tensor that is followed."""
+    """A call of a torch function on scores or probabilities, and its result."""
 
     func: Any
     args: Any
@@ -129,27 +132,27 @@ class _Applied(NamedTuple):
     result: Tensor
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return one of the arguments, wherever it was given."""
+        """Return an argument, passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make a rule for functions of one tensor from what is known about their result."""
+    """Make a rule for functions of one tensor; ``change`` returns the description of their result."""
 
-    def rule(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+    def rule(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs.get("input")
-        known = follower.known(tensor)
+        known = tracer.known(tensor)
         result = func(*args, **kwargs)
         if known is not None and isinstance(result, Tensor):
             applied = _Applied(func, args, kwargs, tensor, result)
-            follower.note(result, known if isinstance(known, Opaque) else change(known, applied))
+            tracer.note(result, known if isinstance(known, Opaque) else change(known, applied))
         return result
 
     return rule
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Change the scores, or the axes of probabilities."""
+    """Apply ``change`` to scores, or to the scores behind probabilities."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -158,28 +161,28 @@ def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opa
     return replace(known, scores=scores)
 
 
-# Each rule runs one function of torch, and notes what is known about its result.
+# Each rule below runs a torch function and stores the description of its result.
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor))
 
 
-def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bool = False) -> Any:
+def _multiply(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any, inverse: bool = False) -> Any:
     left, right = two(args, kwargs)
-    known, other = follower.known(left), follower.known(right)
+    known, other = tracer.known(left), tracer.known(right)
     if known is None and not inverse:
         known, other, right = other, known, left
         if known is not None and func in _IN_PLACE and isinstance(right, Tensor):
-            right = right.clone()  # written over by the result
+            right = right.clone()  # the function overwrites it with the result
     result_of = known
     if known is None:
         return func(*args, **kwargs)
     if other is not None or kwargs.get("rounding_mode") is not None:
         result_of = _mixed(known, "are multiplied by other numbers")
     elif isinstance(known, Probabilities):
-        # A mask of heads is all ones unless heads are pruned.
-        ones = right == 1 if _number(right) else isinstance(right, Tensor) and holds(right == 1)
+        # Models multiply probabilities by a mask of heads, which is all ones unless heads are pruned.
+        ones = right == 1 if _number(right) else isinstance(right, Tensor) and all_true(right == 1)
         smaller = not isinstance(right, Tensor) or right.ndim <= len(known.scores.axes)
         if not ones or not smaller:
             result_of = _mixed(known, "are multiplied by other numbers")
@@ -188,22 +191,22 @@ def _multiply(follower: Follower, func: Any, args: Any, kwargs: Any, inverse: bo
     elif isinstance(known, Scores) and isinstance(right, Tensor):
         result_of = known.times_tensor(right, inverse=inverse)
     result = func(*args, **kwargs)
-    follower.note(result, result_of)
+    tracer.note(result, result_of)
     return result
 
 
 def _add(
-    follower: Follower, func: Any, args: Any, kwargs: Any, signs: tuple[float, float] = (1.0, 1.0)
+    tracer: ScoreTracer, func: Any, args: Any, kwargs: Any, signs: tuple[float, float] = (1.0, 1.0)
 ) -> Any:
     left, right = two(args, kwargs)
-    known, other = follower.known(left), follower.known(right)
+    known, other = tracer.known(left), tracer.known(right)
     if known is None and other is None:
         return func(*args, **kwargs)
     mine, theirs = signs[0], signs[1] * float(kwargs.get("alpha", 1.0))
     if known is None:
         known, other, right, mine, theirs = other, None, left, theirs, mine
         if func in _IN_PLACE and isinstance(right, Tensor):
-            right = right.clone()  # written over by the result
+            right = right.clone()  # the function overwrites it with the result
     products = isinstance(known, Scores) or isinstance(other, Scores)
     if other is not None and products and not any(map(_after_softmax, (known, other))):
         result_of: Known | None = Opaque(SEVERAL_PRODUCTS)
@@ -216,7 +219,7 @@ def _add(
         both = isinstance(scaled, Scores) and isinstance(right, Tensor)
         result_of = scaled.plus(right, theirs) if both and isinstance(scaled, Scores) else scaled
     result = func(*args, **kwargs)
-    follower.note(result, result_of)
+    tracer.note(result, result_of)
     return result
 
 
@@ -236,21 +239,21 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Dtypes, devices and copies."""
+    """Rule for conversions of dtype or device and for copies."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Keep what is known: the function should change nothing that counts, which every row is checked for."""
+    """Rule for functions such as ``clamp`` that should change no score; every row is checked afterwards."""
     return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
 
 
 @_of_one
 def _reshape(known: Scores | Probabilities, applied: _Applied) -> Known | None:
     if applied.result.dtype != applied.tensor.dtype:
-        return None  # the same bits, read anew
+        return None  # ``view`` under another dtype reinterprets the bits
     return _each(known, lambda s: s.moved(regroup(s.axes, applied.result.shape)))
 
 
@@ -261,7 +264,7 @@ def _expand(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _permute(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    # Lengths 1, 2, 3... tell where each axis went, however the function is told.
+    # The function is applied to a meta tensor with axes of length 1, 2, 3, ..., which shows the permutation.
     lengths = torch.empty(tuple(range(1, applied.tensor.ndim + 1)), device="meta")
     marked = applied.func(lengths, *applied.args[1:], **applied.kwargs)
     return _each(known, lambda s: s.moved(tuple(s.axes[size - 1] for size in marked.shape)))
@@ -277,7 +280,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Tell what is known about some of the entries."""
+    """Return the description of a part of the entries: only a cut of the column of sinks is understood."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -294,7 +297,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Probabilities from which the column of the sinks was cut off, and nothing else."""
+    """Return the probabilities if the function cut off exactly the column of the sinks, else None."""
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
     sinks, axes = known.scores.sinks, known.scores.axes
@@ -310,129 +313,127 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
     return Probabilities(scores, sinks.keys, True)
 
 
-def _assign(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """``a[i] = b``: both what was there and what is put there is mixed."""
-    known = follower.known(args[0]) or follower.known(args[2])
+def _assign(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rule for ``a[i] = b``, after which ``a`` holds no scores any more."""
+    known = tracer.known(args[0]) or tracer.known(args[2])
     func(*args, **kwargs)
-    follower.note(args[0], _mixed(known, "are put together from pieces"))
+    tracer.note(args[0], _mixed(known, "are put together from pieces"))
 
 
-def _join(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+def _join(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if args else kwargs.get("tensors")
     result = func(*args, **kwargs)
-    found = [follower.known(t) for t in tensors] if isinstance(tensors, list | tuple) else []
+    found = [tracer.known(t) for t in tensors] if isinstance(tensors, list | tuple) else []
     which = next((i for i, known in enumerate(found) if known is not None), None)
     if which is None:
         return result
     known = found[which]
     if isinstance(known, Scores) and len(found) == 2 and found[1 - which] is None:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-        follower.note(result, known.joined(tensors[1 - which], dim % result.ndim, first=which == 1))
+        tracer.note(result, known.joined(tensors[1 - which], dim % result.ndim, first=which == 1))
     else:
-        follower.note(result, _mixed(known, "are joined to others"))
+        tracer.note(result, _mixed(known, "are joined to others"))
     return result
 
 
-def _where(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.where(condition, a, b)`` and ``a.where(condition, b)``."""
+def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rule for ``torch.where(condition, a, b)`` and ``a.where(condition, b)``."""
     result = func(*args, **kwargs)
     if len(args) != 3:
         return result
     condition, first, second = (args[1], args[0], args[2]) if func is Tensor.where else args
-    one, other = follower.known(first), follower.known(second)
+    one, other = tracer.known(first), tracer.known(second)
     if one is not None and other is not None:
-        follower.note(result, _mixed(one, "are chosen among others"))
+        tracer.note(result, _mixed(one, "are chosen among others"))
     elif one is not None:
         opaque = isinstance(one, Opaque)
-        follower.note(result, one if opaque else _overwritten(one, ~condition, second))
+        tracer.note(result, one if opaque else _overwritten(one, ~condition, second))
     elif other is not None:
         opaque = isinstance(other, Opaque)
-        follower.note(result, other if opaque else _overwritten(other, condition, first))
+        tracer.note(result, other if opaque else _overwritten(other, condition, first))
     return result
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Scores or probabilities with another number in some places."""
+    """Return the description after a number, or a tensor, replaced the entries where ``pairs`` is True."""
     if isinstance(known, Probabilities):
-        # Probabilities of hidden pairs are zero already; where that is not so the check sees it.
+        # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return _each(known, Scores.unchanged)
-    low = holds(value <= HIDES) if isinstance(value, Tensor) else _number(value) and value <= HIDES
+    low = all_true(value <= HIDES) if isinstance(value, Tensor) else _number(value) and value <= HIDES
     return known.hiding(pairs.bool()) if low else Opaque("its scores are written over by other numbers")
 
 
-def _softmax(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    known = follower.known(tensor)
+    known = tracer.known(tensor)
     result = func(*args, **kwargs)
     if isinstance(known, Opaque):
-        follower.note(
-            result, None if known.probabilities else replace(known, probabilities=True, mixed=False)
-        )
+        tracer.note(result, None if known.probabilities else replace(known, probabilities=True, mixed=False))
     elif isinstance(known, Scores) and isinstance(dim, int):
         keys = known.axes[dim]
         joined = known.sinks is not None and leaves(keys) == known.sinks.joined
         if known.sinks is not None and not joined:
-            follower.note(result, Opaque("its softmax does not run over its scores and sinks", True))
+            tracer.note(result, Opaque("its softmax does not run over its scores and sinks", True))
         else:
-            follower.note(result, Probabilities(known.rounded(result.dtype), keys, not joined))
+            tracer.note(result, Probabilities(known.rounded(result.dtype), keys, not joined))
     return result
 
 
-def _rearrange(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """Pick, shift, sort: what comes out still comes from a product."""
-    known = follower.known(args[0] if args else kwargs.get("input"))
+def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rule for functions that pick, shift or sort entries: the result still comes from a product."""
+    known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     if known is not None:
         first = result[0] if isinstance(result, tuple | list) else result
-        follower.note(first, _mixed(known, f"go through {_name(func)}"))
+        tracer.note(first, _mixed(known, f"go through {_name(func)}"))
     return result
 
 
-def _mix(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """Mix numbers: one such function may make other scores; after a second they are forgotten."""
-    known = follower.known(args[0] if args else kwargs.get("input"))
+def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rule for functions that compute other numbers: after one the result is opaque, after two unknown."""
+    known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     what = _mixed(known, f"go through {_name(func)}")
     if what is not None and not what.mixed:
-        follower.note(result, replace(what, mixed=True))
+        tracer.note(result, replace(what, mixed=True))
     return result
 
 
-def _product(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+def _product(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     contraction = contraction_of(func, args, kwargs)
     if contraction is None:
         return func(*args, **kwargs)
     for operand in (contraction.left, contraction.right):
-        known = follower.known(operand)
+        known = tracer.known(operand)
         if contraction.bias is None and isinstance(known, Probabilities | Opaque) and _after_softmax(known):
-            return follower.weighted(contraction, operand, known, lambda: func(*args, **kwargs))
+            return tracer.weighted(contraction, operand, known, lambda: func(*args, **kwargs))
     result = func(*args, **kwargs)
-    follower.note(result, product_scores(contraction))
+    tracer.note(result, product_scores(contraction))
     return result
 
 
-def _fused(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
+def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return follower.fused(given, lambda: func(*args, **kwargs))
+    return tracer.fused(given, lambda: func(*args, **kwargs))
 
 
-def _inside(follower: Follower, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the body of a function of torch under the mode.
+def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the Python body of a torch function under the mode.
 
-    Under a mode such functions hand themselves over as a whole. Their own code, run with a
-    ``has_torch_function`` that says no, goes on to functions that are handed over one by one.
+    Under a mode, functions such as ``multi_head_attention_forward`` arrive here as a whole. Their body is run
+    with a ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.
     """
     seen = {**func.__globals__, "has_torch_function": lambda _: False}
     body = types.FunctionType(func.__code__, seen, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
-    with follower:
+    with tracer:
         return body(*args, **kwargs)
 
 
 def _functions(names: str) -> set[Any]:
-    """Everything in torch that has one of the names."""
+    """Return all torch functions, tensor methods and properties that have one of the names."""
     homes = (torch, Tensor, functional, torch.special)
     found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
     return {
@@ -471,4 +472,4 @@ _NAMES: dict[Rule, str] = {
 }
 _RULES = {function: rule for rule, names in _NAMES.items() for function in _functions(names)}
 _RULES |= dict.fromkeys(PRODUCTS, _product)
-_STARTS = frozenset({_product, _fused, _inside})  # of use before anything is known
+_STARTS = frozenset({_product, _fused, _inside})  # rules that apply while no tensor has a description

@@ -1,9 +1,8 @@
-"""See every softmax attention that runs in a PyTorch module, whatever code it is written in.
+"""Find every softmax attention that runs in a PyTorch module, and read its operands.
 
-A :class:`Watch` is a torch function mode. It sees ``scaled_dot_product_attention``, and every softmax
-over scores that are a product of two tensors, once its result is multiplied by values. What was done to
-the scores in between is followed operation by operation (``score_tracer``), so that the operands of the
-attention can be handed over, and its output replaced.
+A :class:`SoftmaxTracer` is a torch function mode. It finds calls of ``scaled_dot_product_attention``, and
+products of values with a softmax whose scores come from a product of two tensors. ``score_tracer`` follows
+the scores operation by operation, so that the operands of the attention can be read and its output replaced.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.models.tracing.axes import Axis, leaves
 from howsmooth.models.tracing.contractions import Contraction
-from howsmooth.models.tracing.score_provenance import Opaque, Unreadable, holds, read
-from howsmooth.models.tracing.score_tracer import HIDES, Follower, Probabilities
+from howsmooth.models.tracing.score_provenance import Opaque, Unreadable, all_true, read_operands
+from howsmooth.models.tracing.score_tracer import HIDES, Probabilities, ScoreTracer
 
-__all__ = ["CoreCall", "Watch", "capped_scores", "softmax_values", "triangle"]
+__all__ = ["SoftmaxCall", "SoftmaxTracer", "capped_scores", "softmax_values", "triangle"]
 
-_ROWS = 32  # rows of the probabilities that are recomputed to check a reading
+_ROWS = 32  # number of output rows that are recomputed to check the operands that were read
 
 
 @dataclass(frozen=True, eq=False)
-class CoreCall:
+class SoftmaxCall:
     """One softmax attention: ``output = softmax(softcap · tanh(scale · q kᵀ / softcap) + mask) v``.
 
-    Tensors are the model's own or views of them: a model may write to them once the call is over. ``lead``
-    holds the batch and, where there are some, windows; there is always an axis of heads, of length one
-    where the code has none.
+    The tensors are the model's own, or views of them: the model may change them after the call. ``lead``
+    stands for the batch axis and, in models with windows, the axis of windows. The axis of heads has length
+    one if the model's code has no such axis.
     """
 
     query: Tensor | None  # (*lead, heads, m, key_dim)
@@ -43,48 +42,48 @@ class CoreCall:
     mask: Tensor | None  # additive, or boolean with True where visible; broadcasts to (*lead, heads, m, n)
     softcap: float | None
     sinks: Tensor | None  # (heads,)
-    output: Tensor | None  # (*lead, heads, m, value_dim); None for a watch that runs ahead
-    probabilities: Tensor | None  # (*lead, heads, m, n) where the code has them
-    kind: str  # "sdpa" or "softmax"
-    obstacle: str  # why the operands could not be read, in a phrase; "" where they were
-    causal: bool = False  # query i sees the keys j <= i only, besides what the mask says: no n² numbers
+    output: Tensor | None  # (*lead, heads, m, value_dim); None if the tracer runs ``ahead``
+    probabilities: Tensor | None  # (*lead, heads, m, n); None if the code never computes them
+    kind: str  # "sdpa", "softmax", or "interface" (see ``attention_hooks``)
+    obstacle: str  # why the operands could not be read, in a phrase; "" if they were read
+    causal: bool = False  # besides the mask, query i sees only the keys j <= i; this needs no (m, n) mask
 
 
-class Watch(Follower):
-    """Call a function at every softmax attention that runs while the watch is on.
+class SoftmaxTracer(ScoreTracer):
+    """Call a function with every softmax attention that runs while the mode is active.
 
     Parameters
     ----------
-    on_core
-        Called with each attention as it ends. A tensor that it returns, of the shape of the call's
-        ``output``, takes the place of the output; derivatives then go through that tensor.
+    on_softmax
+        Called with each attention after it was computed. A tensor that it returns, of the shape of the call's
+        ``output``, replaces the output; derivatives then go through that tensor.
     ahead
-        Whether to call ``on_core`` before the attention is computed. The call then has no ``output``, and
-        the attention runs only if ``on_core`` returns None. For replays under ``torch.func.jvp``, which
-        PyTorch's fused attention refuses.
+        Whether to call ``on_softmax`` before the attention is computed. The call then has no ``output``, and
+        the attention runs only if ``on_softmax`` returns None. This is needed under ``torch.func.jvp``, which
+        PyTorch's fused attention does not support.
     check
-        Whether to compare the output with the attention of the operands that were read, and to say so in
-        the ``obstacle`` where they differ. At most 32 rows of it are recomputed, unless something was left
-        out that should make no difference. Never done ahead, nor inside ``torch.vmap``.
+        Whether to recompute the attention from the operands that were read and compare it with the output; a
+        difference is named in ``obstacle``. At most 32 rows are recomputed, or all of them if an operation
+        was ignored that should change nothing. Nothing is compared if ``ahead``, or inside ``torch.vmap``.
 
     """
 
     def __init__(
-        self, on_core: Callable[[CoreCall], Tensor | None], *, ahead: bool = False, check: bool = True
+        self, on_softmax: Callable[[SoftmaxCall], Tensor | None], *, ahead: bool = False, check: bool = True
     ) -> None:
         super().__init__()
-        self._on_core = on_core
+        self._on_core = on_softmax
         self._ahead = ahead
         self._check = check
 
-    def _report(self, call: CoreCall) -> Tensor | None:
-        """Hand a call over, and take what is to replace its output."""
+    def _report(self, call: SoftmaxCall) -> Tensor | None:
+        """Call ``on_softmax``; return the replacement of the output, or None."""
         replacement = self._on_core(call)
         if replacement is None or call.output is None:
             return replacement
         if replacement.shape != call.output.shape:
             raise ArgumentError(
-                "on_core",
+                "on_softmax",
                 expected=f"an output of shape {tuple(call.output.shape)}",
                 got=f"one of shape {tuple(replacement.shape)}",
             )
@@ -93,7 +92,7 @@ class Watch(Follower):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Report a product of probabilities with values."""
+        """Report a product of probabilities and values, and return the output or its replacement."""
         layout = _Layout(contraction, p, known)
         output = None if self._ahead else run()
         replacement = self._report(layout.call(output, check=self._check and not self._ahead))
@@ -102,7 +101,7 @@ class Watch(Follower):
         return run() if output is None else output
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Report a call of ``scaled_dot_product_attention``, whose operands are its arguments."""
+        """Report a call of ``scaled_dot_product_attention``, and return the output or its replacement."""
         query, key, value = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:
             return run()
@@ -117,7 +116,7 @@ class Watch(Follower):
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         result = None if self._ahead else run()
         output = result if result is None or query.ndim > 2 else result[None]
-        call = CoreCall(q, k, v, scale, mask, None, None, output, None, "sdpa", "", causal)
+        call = SoftmaxCall(q, k, v, scale, mask, None, None, output, None, "sdpa", "", causal)
         if given.get("dropout_p", 0.0) > 0:
             call = _unreadable(v, output, None, "its probabilities are dropped at random")
         replacement = self._report(call)
@@ -127,7 +126,10 @@ class Watch(Follower):
 
 
 class _Layout:
-    """The product of probabilities and values, rearranged to (*lead, heads, m, n) and (..., n, value_dim)."""
+    """A product of probabilities and values, with the axes reordered as :class:`SoftmaxCall` has them.
+
+    ``lead``, ``rows``, ``keys`` and ``columns`` are the labels of the axes in the contraction.
+    """
 
     def __init__(self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque) -> None:
         self.known, self.probabilities, self.value = known, p, contraction.right
@@ -135,6 +137,8 @@ class _Layout:
         if p is not contraction.left:
             first, second, self.value = second, first, contraction.left
         self.p_labels, self.v_labels, self.labels = first, second, contraction.labels
+        # keys: summed over; lead: in both operands and the result (batch, heads); rows and columns: in one
+        # operand
         self.keys = [label for label in first if label in second and label not in self.labels]
         self.lead = [label for label in first if label in second and label in self.labels]
         self.rows = [label for label in first if label not in second]
@@ -143,8 +147,8 @@ class _Layout:
         for label, size in zip(second, self.value.shape, strict=True):
             self.sizes[label] = max(size, self.sizes.get(label, 1))
 
-    def call(self, output: Tensor | None, *, check: bool) -> CoreCall:
-        """Read the operands."""
+    def call(self, output: Tensor | None, *, check: bool) -> SoftmaxCall:
+        """Return the softmax attention, with its operands or the obstacle to reading them."""
         lead = [self.sizes[label] for label in self.lead] or [1]
         m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
         value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
@@ -162,11 +166,11 @@ class _Layout:
         scores = self.known.scores
         if check and not _agrees(call, scores.eps, every=scores.approximate):
             assert output is not None
-            finite = "that of the softmax of its scores" if holds(output.isfinite()) else "finite"
+            finite = "that of the softmax of its scores" if all_true(output.isfinite()) else "finite"
             return _unreadable(value, output, p, f"its output is not {finite}")
         return call
 
-    def _read(self, lead: list[int], value: Tensor, output: Tensor | None, p: Tensor) -> CoreCall:
+    def _read(self, lead: list[int], value: Tensor, output: Tensor | None, p: Tensor) -> SoftmaxCall:
         if isinstance(self.known, Opaque):
             raise Unreadable(self.known.reason)
         axes = dict(zip(self.p_labels, self.known.scores.axes, strict=True))
@@ -175,16 +179,16 @@ class _Layout:
             raise Unreadable("its softmax does not run over the values that are summed")
         rows: Axis = tuple(factor for label in self.rows for factor in axes[label])
         leading = [axes[label] for label in self.lead] or [()]
-        reading = read(self.known.scores, leading, rows, self.known.keys)
+        reading = read_operands(self.known.scores, leading, rows, self.known.keys)
         query = reading.query.expand(*lead, *reading.query.shape[-2:])
         kv_heads = max(reading.key.shape[-3], value.shape[-3])
         key = reading.key.expand(*lead[:-1], kv_heads, *reading.key.shape[-2:])
         value = value.expand(*lead[:-1], kv_heads, *value.shape[-2:])
-        return CoreCall(query, key, value, reading.scale, reading.mask, reading.softcap, reading.sinks,
+        return SoftmaxCall(query, key, value, reading.scale, reading.mask, reading.softcap, reading.sinks,
                         output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
-        """Bring an output back to the arrangement that the code expects."""
+        """Reorder the axes of an output (*lead, m, columns) as the model's code expects them."""
         order = [*self.lead, *self.rows, *self.columns]
         output = output.reshape([self.sizes[label] for label in order])
         return output.permute([order.index(label) for label in self.labels])
@@ -196,13 +200,13 @@ class _Layout:
 
 
 def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return the scores (..., m, n) before any mask."""
+    """Return the scores (..., m, n), scaled and capped, before any mask."""
     scores = query @ key.mT * scale
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return the values weighted by the softmax of scores, with mask and sinks as of a :class:`CoreCall`."""
+    """Return the values weighted by the softmax of the scores; mask and sinks are those of a SoftmaxCall."""
     n, dtype = scores.shape[-1], scores.dtype
     if mask is not None:
         boolean = mask.dtype == torch.bool
@@ -214,7 +218,7 @@ def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Te
 
 
 def triangle(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask of PyTorch's ``is_causal``: query i sees the keys j <= i, as many as there are."""
+    """Return the (m, n) mask of PyTorch's ``is_causal``: query i sees the keys j <= i."""
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
 
@@ -222,15 +226,15 @@ def _length(sizes: dict[Any, int], labels: Sequence[Any]) -> int:
     return math.prod(sizes[label] for label in labels)
 
 
-def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: str) -> CoreCall:
+def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: str) -> SoftmaxCall:
     kind = "sdpa" if p is None else "softmax"
-    return CoreCall(None, None, value, 1.0, None, None, None, output, p, kind, reason)
+    return SoftmaxCall(None, None, value, 1.0, None, None, None, output, p, kind, reason)
 
 
-def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
-    """Whether the output is the attention of the operands, on a sample of rows.
+def _agrees(call: SoftmaxCall, eps: float, *, every: bool) -> bool:
+    """Whether the output is the attention of the operands, on a sample of rows (on all if ``every``).
 
-    Rows that see no key are left out: whatever code does with them, it means nothing.
+    Rows that see no key are not compared: their output has no meaning.
     """
     assert call.query is not None
     assert call.key is not None
@@ -240,13 +244,13 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
     dtype = torch.float32
     for tensor in (q, k, v, output):
         dtype = torch.promote_types(dtype, tensor.dtype)
-    with torch.no_grad(), torch._C.DisableTorchFunction():  # no other watch is to see this
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # hide this computation from all tracers
         if m > _ROWS and not every:
             rows = torch.linspace(0, m - 1, _ROWS, device=q.device).round().long()
             q, output = q[..., rows, :], output[..., rows, :]
             mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
         scores = capped_scores(q.to(dtype), k.to(dtype), call.scale, call.softcap)
-        size = scores.abs().max()
+        size = scores.abs().max()  # the error of the weights grows with the size of the scores
         seen = torch.ones((), dtype=torch.bool, device=q.device)
         if mask is not None:
             seen = (mask if mask.dtype == torch.bool else mask > HIDES).any(-1)
@@ -254,4 +258,4 @@ def _agrees(call: CoreCall, eps: float, *, every: bool) -> bool:
         eps = max(eps, torch.finfo(output.dtype).eps)
         allowed = 16 * eps * (1 + size) * v.abs().max().to(dtype)
         wrong = ~((expected - output).abs() <= allowed) & seen[..., None]
-        return holds(~wrong)
+        return all_true(~wrong)

@@ -108,10 +108,10 @@ class Reading:
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
     """Return the positions of a captured layer's weights; None if one is not a block of a model's weight."""
-    f, call = read.found.map, read.owner.repeated
+    f, call = read.found.map, read.self_attention.replay
     if not isinstance(f, SelfAttention) or f.feature_names():
         return None
-    weights = _matrices(read.owner.layer.root)
+    weights = _matrices(read.self_attention.layer.root)
     blocks: dict[str, _Block] = {}
     for name, bias_name in _BIASES.items():
         matrix, bias = getattr(f, name), getattr(f, bias_name)
@@ -125,7 +125,7 @@ def reading_of(read: VerifiedLayer) -> Reading | None:
             blocks[bias_name] = found[1]
     others = {"scale": f.scale, "causal": f.causal, "window": f.window, "mask": f.mask, "rotary": f.rotary}
     return Reading(
-        name=read.owner.layer.name,
+        name=read.self_attention.layer.name,
         owner=call.module,
         x_name=call.x_name,
         batch=call.batch,

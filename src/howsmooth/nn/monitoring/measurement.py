@@ -19,7 +19,7 @@ from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
-from howsmooth.models.tracing.forward_trace import Passed, forward_pass, run
+from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
 from howsmooth.nn.monitoring.layer_cache import SCOPES, Reading, reading_of
 from howsmooth.nn.monitoring.lipschitz_layers import OwnAttention, OwnLayers
@@ -142,7 +142,7 @@ def _layers(
             names.append(layer.name)
 
     with own.hooked(names.append):
-        _, kept = forward_pass(model, given.named, None, seen)
+        _, kept = trace_forward_pass(model, given.named, None, seen)
     # Softmaxes inside layers of howsmooth.nn belong to these layers and are not captured.
     passed = [one for _, one in sorted(kept.items()) if own.outside(one.layer.name)]
     calls, others = iter(own.calls), iter(passed)
@@ -204,7 +204,7 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
     return sorted({index % count for index in layers})
 
 
-def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
+def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
     """Read a layer as a map; an exception is stored in the layer instead of being raised."""
     began = time.process_time()
     try:
@@ -215,7 +215,7 @@ def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, sc
             layer = _Layer(place.layer.name)
             _check_finite(place)
             read = read_layer(place, given.batch, implementation(model))
-            layer.name = read.owner.layer.name
+            layer.name = read.self_attention.layer.name
             layer.again = reading_of(read) if scope in SCOPES else None
             whole = read.sites(scope)[0]
             inner = whole if scope == "attention" else read.sites("attention")[0]
@@ -226,7 +226,7 @@ def _read(place: OwnAttention | Passed, model: nn.Module, given: ModelInputs, sc
     return layer
 
 
-def _check_finite(place: Passed) -> None:
+def _check_finite(place: TracedLayer) -> None:
     """Raise NonFiniteError if a layer has diverged, because later error messages would be less clear."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():

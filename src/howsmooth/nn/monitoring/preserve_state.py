@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from howsmooth.models.measurement_mode import borrowed
+from howsmooth.models.measurement_mode import measurement_mode
 
 __all__ = ["unmarked", "unwrapped"]
 
@@ -34,10 +34,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Return a context in which the model may run; afterwards all its state is restored.
 
-    ``borrowed`` sets evaluation mode in each module, disables gradients, and restores PyTorch's random states
-    on the CPU and on the model's device. This context manager also restores the random states of Python,
-    NumPy and all other CUDA devices, and the buffers, because some modules write to buffers even in
-    evaluation mode.
+    ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
+    random states on the CPU and on the model's device. This context manager also restores the random states
+    of Python, NumPy and all other CUDA devices, and the buffers, because some modules write to buffers even
+    in evaluation mode.
     """
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that others use
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -48,7 +48,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
         # Without its compiled call, a module runs its plain forward and compiles nothing.
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with borrowed(model):
+        with measurement_mode(model):
             yield
     finally:
         for module, call in compiled:

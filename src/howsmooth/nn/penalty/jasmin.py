@@ -16,7 +16,7 @@ from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 
 if TYPE_CHECKING:
-    from howsmooth.models.tracing.softmax_tracer import CoreCall
+    from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
 __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
@@ -160,13 +160,13 @@ class JasminPenalty:
 def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
     """Run a layer again and return the probabilities (..., queries, keys) of its softmaxes."""
     # The import takes seconds, since it brings transformers.
-    from howsmooth.models.tracing.softmax_tracer import Watch
+    from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 
     call.check_unchanged()
-    cores: list[CoreCall] = []
+    cores: list[SoftmaxCall] = []
     x = call.history if on_input else call.members
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False), one_backend():  # noqa: SIM117
-        with drawing_nothing(name, x.device), Watch(lambda core: cores.append(core), check=False):
+        with drawing_nothing(name, x.device), SoftmaxTracer(lambda core: cores.append(core), check=False):
             call.run(replica(call.layer, call.name), x)
     if not cores:
         raise ArgumentError(
@@ -175,7 +175,7 @@ def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
     return [_of_core(name, core) for core in cores]
 
 
-def _of_core(name: str, core: CoreCall) -> Tensor:
+def _of_core(name: str, core: SoftmaxCall) -> Tensor:
     if core.probabilities is not None:
         return core.probabilities
     if core.query is None or core.key is None or core.sinks is not None:
