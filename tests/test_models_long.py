@@ -179,18 +179,18 @@ def test_masks_are_looked_at_in_blocks(entries: int, monkeypatch: pytest.MonkeyP
         earlier[column, row] = False
         assert not mask_and_bias.hides_later_keys(later)
         assert mask_and_bias.hides_later_keys(earlier)
-        assert masking.order_and_window(later) is None
+        assert mask_and_bias.order_and_window(later) is None
         # The corner alone is what a window of n − 1 keys hides.
-        assert (masking.order_and_window(earlier) is None) == ((row, column) != (0, 6))
+        assert (mask_and_bias.order_and_window(earlier) is None) == ((row, column) != (0, 6))
         additive = torch.where(later, 0.0, -1e9)[None, None]
         assert not mask_and_bias.hides_later_keys(additive)
     assert mask_and_bias.hides_later_keys(triangle.expand(2, 3, n, n))
     assert mask_and_bias.hides_later_keys(torch.where(triangle, 0.5, -1e9)[None])
-    rules = masking.order_and_window(triangle[None, None])
+    rules = mask_and_bias.order_and_window(triangle[None, None])
     assert rules is not None
     assert rules.triangle
-    assert masking.order_and_window(triangle[:-1]) is None
-    assert masking.order_and_window(triangle.expand(2, n, n)) is None
+    assert mask_and_bias.order_and_window(triangle[:-1]) is None
+    assert mask_and_bias.order_and_window(triangle.expand(2, n, n)) is None
     assert mask_and_bias.hides_later_keys(torch.ones(1, 1, dtype=torch.bool))
     assert not mask_and_bias.hides_later_keys(torch.ones(n, 1, dtype=torch.bool))
 
