@@ -50,7 +50,7 @@ class SoftmaxCall:
 
 
 class SoftmaxTracer(ScoreTracer):
-    """Call a function with every softmax attention that runs while the mode is active.
+    """A torch function mode that calls a function with every softmax attention that runs.
 
     Parameters
     ----------
