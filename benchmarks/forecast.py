@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from howsmooth.study.forecast import forecast
+from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import Plan
-from howsmooth.study.publish import publish
 from howsmooth.study.records import Measurement
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
@@ -31,7 +31,7 @@ def compare(plan: Plan) -> list[float]:
         said = forecast(plan, folder)
         began = time.monotonic()
         run(plan, folder)
-        publish(folder)
+        write_outputs(folder)
         total = time.monotonic() - began
         with Store.open(folder, write=False) as store:
             estimates = store.table(Measurement).groupby("n")["seconds"].sum()

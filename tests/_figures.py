@@ -17,9 +17,9 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.drawing import PAPER
-from howsmooth.paper.figure import Bench, Figure, Finding, models_for
-from howsmooth.paper.request import Request
+from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.plotting import PAPER
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.progress import Silent
 
@@ -45,6 +45,8 @@ class Words(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return [3 + int(word[1:]) % (VOCABULARY - 3) for word in text.split()]
+
+    __call__ = encode  # the base class binds its own `encode` to a call
 
 
 def load_tiny(name: str, **options: Any) -> LoadedModel:
@@ -100,24 +102,24 @@ class Told(Silent):
         self.shares.append(share)
 
 
-def asked(*models: ModelSpec, **changes: Any) -> Request:
+def asked(*models: ModelSpec, **changes: Any) -> FigureOptions:
     values: dict[str, Any] = {"models": models, "texts": ("prose", OTHER), "samples": 2}
-    return Request(**(values | changes))
+    return FigureOptions(**(values | changes))
 
 
-def bench(folder: Path, request: Request, told: Told | None = None) -> Bench:
-    return Bench(request, folder, models_for(request), told or Told())
+def context(folder: Path, options: FigureOptions, told: Told | None = None) -> FigureContext:
+    return FigureContext(options, folder, models_for(options), told or Told())
 
 
 def measured(
-    measure: Callable[[Bench], Any],
+    measure: Callable[[FigureContext], Any],
     folder: Path,
-    request: Request,
+    options: FigureOptions,
     note: Note = lambda calls: None,
     told: Told | None = None,
 ) -> Any:
     """Measure a figure of tiny models."""
-    on = bench(folder, request, told)
+    on = context(folder, options, told)
     with tiny_library(note):
         found = measure(on)
     assert on.made  # says how the numbers came about

@@ -30,9 +30,9 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.study.merge import merge_stores
-from howsmooth.study.names import file_stem
+from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.publish import publish
+from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
@@ -405,7 +405,7 @@ def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str)
     # Another's store is merged with the names that are in it.
     merge_stores([Path("theirs")], Path("out"))
     shutil.rmtree("theirs")
-    publish(Path("out"))
+    write_outputs(Path("out"))
     check_names(root, "out")
     nothing_above(root)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
+from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import Plan
-from howsmooth.study.publish import publish
 from howsmooth.study.run import run
 
 plan = Plan(
@@ -25,7 +25,7 @@ plan = Plan(
 )
 with tempfile.TemporaryDirectory() as folder:
     run(plan, Path(folder))
-    published = publish(Path(folder))
+    published = write_outputs(Path(folder))
 
 # %%
 # ``howsmooth measure`` does the same from the command line. The store keeps one row a measurement:

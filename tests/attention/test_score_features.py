@@ -22,7 +22,7 @@ from howsmooth.measures import DiscreteMeasure
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.paper.published.maps import DropoutAttention, unmasked, wrong_slices
 from howsmooth.spectral import to_dense
-from howsmooth.study.sources import shortened
+from howsmooth.study.attention_sources import shortened
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 
 N = 5

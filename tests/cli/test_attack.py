@@ -19,10 +19,10 @@ from howsmooth.cli import main
 from howsmooth.errors import ModelError
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from howsmooth.study import attack_tables
+from howsmooth.study.attention_sources import Ball, Target
 from howsmooth.study.figures import draw_attacks
 from howsmooth.study.plan import AttackPlan
 from howsmooth.study.records import ATTACK_PLACE, Attack, Failure
-from howsmooth.study.sources import Ball, Target
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.attacks import AttackTask
 from howsmooth.study.tasks.task import Failed
@@ -174,7 +174,7 @@ def test_the_same_command_again_attacks_nothing_and_more_lengths_only_those(hows
     code, out, _ = howsmooth(*ONE, work=work)
     assert (code, work.ascents) == (0, [])
     assert "0 attacks made" in out
-    assert "1 were there already" in out
+    assert "1 were already there" in out
     howsmooth(*ONE, "--lengths", "4,9", work=work)
     assert [n for n, *_ in work.ascents] == [9]
     fresh = AttackWork()
@@ -189,7 +189,7 @@ def test_interrupted_it_keeps_what_is_finished_and_continues(howsmooth: Howsmoot
 
     code, out, err = howsmooth(*SMALL, "--layers", "0", "--out", "my out", work=AttackWork(interrupt))
     assert (code, out) == (130, "")
-    assert "interrupted: 2 attacks are kept in my out" in err
+    assert "interrupted: 2 attacks are saved in my out" in err
     command = err.splitlines()[-1].strip()
     work = AttackWork()
     code, out, _ = howsmooth(*shlex.split(command)[1:], work=work)
@@ -347,8 +347,8 @@ def test_the_help_gives_examples_that_can_be_typed(
         seen.append(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("howsmooth.study.attacks.open_source", stop)
-    monkeypatch.setattr("howsmooth.study.sources.open_source", stop)
+    monkeypatch.setattr("howsmooth.study.attacks.open_attention_source", stop)
+    monkeypatch.setattr("howsmooth.study.attention_sources.open_attention_source", stop)
     for command in ("attack", "bound"):
         main([command, "--help"])
         said = capsys.readouterr().out

@@ -16,7 +16,7 @@ import torch
 import howsmooth as hs
 from howsmooth.bounds import ball_upper_bound, norm_radius, table
 from howsmooth.cli import main
-from howsmooth.cli.printing import amount
+from howsmooth.cli.terminal_output import amount
 from howsmooth.models.parameter_files import save_parameters
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian

@@ -221,7 +221,7 @@ def test_the_constant_and_where_it_is_spent(howsmooth: Howsmooth, files: Any) ->
         assert re.search(rf"{row.path} +{row.kind} +{row.constant:.6g} ", out), row
     assert "3.inner" in out
     assert re.search(r"^  5 +MeanPool +1 +4 to 1 ", out, flags=re.MULTILINE)
-    assert "Weights are stored in float32; constant and outputs are those of the model in float64." in out
+    assert "Weights are stored in float32; the constant and the outputs are computed in float64." in out
     assert "half precision" not in out
     assert "accuracy" not in out
 
@@ -242,7 +242,10 @@ def test_accuracies_and_files(howsmooth: Howsmooth, files: Any) -> None:
         assert int(count) == int((radii > float(radius)).sum())
         assert float(share) == pytest.approx(int(count) / 40, abs=1e-4)
     assert 0 < int(shown[2][2]) < int(shown[1][2]) <= 37
-    assert "Moved inputs must stay within the radius; with --clip they may be anywhere." in out
+    assert (
+        "The tokens of perturbed inputs must stay within the radius; with --clip they may have any norm."
+        in out
+    )
     assert f"Written: {Path('found/modules.csv')}" in out
     assert f"Written: {Path('found/inputs.csv')}" in out
     table = pd.read_csv("found/inputs.csv")
@@ -303,7 +306,7 @@ def test_half_precision_is_said(howsmooth: Howsmooth, files: Any, tmp_path: Path
     code, out, _ = howsmooth("half.safetensors", "--data", "data.npz", "--clip")
     assert code == 0
     assert "Weights are stored in bfloat16;" in out
-    assert "A run in half precision rounds by more than margins may allow: it is not covered." in out
+    assert "The certificate does not cover a run in half precision" in out
 
 
 def test_files_of_data(howsmooth: Howsmooth, files: Any, tmp_path: Path) -> None:
@@ -330,7 +333,7 @@ def test_what_the_file_does_not_say_is_asked_for(howsmooth: Howsmooth, files: An
     code, _, err = howsmooth("bare.safetensors", "--radius", "2")
     assert code == 2
     assert (
-        "length: expected a number, got none, as the model was saved without one. Give it with --length."
+        "length: expected a number, got none, and the model was saved without one. Give it with --length."
         in err
     )
     code, _, err = howsmooth("bare.safetensors", "--length", "4")
@@ -371,8 +374,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "data of words": (["model.safetensors", "--data", "words.txt"], "words.txt is neither .npy nor .npz"),
     "pickled data": (["model.safetensors", "--data", "pickled.npy"], "pickled.npy cannot be read: "),
     "a pickled model": (["model.safetensors", "--data", "module.pt"], "Pickled formats are never read"),
-    "several arrays": (["model.safetensors", "--data", "names.npz"], "one of the name X, got a, b"),
-    "no arrays": (["model.safetensors", "--data", "nothing.npz"], "one of the name X, got none"),
+    "several arrays": (["model.safetensors", "--data", "names.npz"], "an array named X, got a, b"),
+    "no arrays": (["model.safetensors", "--data", "nothing.npz"], "an array named X, got none"),
     "NaN": (
         ["model.safetensors", "--data", "nan.npy"],
         "data: expected finite numbers, got NaN or infinity in 1 of 2",
@@ -398,8 +401,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["model.safetensors", "--data", "five.npy"],
         "data: expected tokens (batch, n, d) or vectors",
     ),
-    "labels alone": (["model.safetensors", "--labels", "data.npz"], "labels: expected it together with data"),
-    "clip alone": (["model.safetensors", "--clip"], "clip: expected it together with data, got no --data"),
+    "labels alone": (
+        ["model.safetensors", "--labels", "data.npz"],
+        "labels: expected this option together with --data",
+    ),
+    "clip alone": (
+        ["model.safetensors", "--clip"],
+        "clip: expected this option together with --data, got no --data",
+    ),
     "few labels": (
         ["model.safetensors", "--data", "data.npz", "--labels", "few.npy"],
         "one for each of 40 inputs",

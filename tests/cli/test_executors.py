@@ -20,7 +20,7 @@ QUICK = ["builtin-decoder", "--layers", "0", "--lengths", "4,8", "--samples", "2
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_processes_give_the_numbers_of_real_models_to_the_last_bit(tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--workers", "2"], "workers: expected the executor processes beside it, got no executor"),
+        (["--workers", "2"], "workers: expected it together with the executor processes, got no executor"),
         (["--executor", "processes", "--dry-run"], "executor: expected none beside --dry-run"),
         (["--executor", "mpi"], "executor: expected one of processes, dask, got 'mpi'"),
     ],
@@ -73,7 +73,7 @@ def test_a_study_that_measures_nothing_takes_no_workers(
 def test_without_dask_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "howsmooth.study.cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "howsmooth.study.dask_cluster", raising=False)
     monkeypatch.setitem(sys.modules, "distributed", None)
     words = ["--executor", "dask", "--scheduler", "tcp://127.0.0.1:9"]
     assert main(["measure", *QUICK, "--out", str(tmp_path / "out"), *words]) == 2
@@ -83,12 +83,12 @@ def test_without_dask_the_extra_is_named(
 # A study of stand-ins that take their time, on two processes.
 STUDY = """
 import sys
-import howsmooth.study.publish
+import howsmooth.study.outputs
 from howsmooth.cli import main
 from tests._spread import spread_tools, stand_ins_sent
 from tests._study import installed
 if __name__ == "__main__":
-    howsmooth.study.publish.draw_all = lambda *_: []
+    howsmooth.study.outputs.draw_all = lambda *_: []
     with installed(spread_tools()), stand_ins_sent():
         options = ["--resume", "--executor", "processes", "--workers", "2", "--quiet"]
         sys.exit(main(["study", sys.argv[1], *options]))

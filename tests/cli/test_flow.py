@@ -37,12 +37,12 @@ def howsmooth(
 ) -> Howsmooth:
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
-    publish = "howsmooth.study.flows.publish"
+    outputs = "howsmooth.study.flows.outputs"
     monkeypatch.setattr(
-        f"{publish}.draw_flow", lambda view, folder: (folder / "flow.png", folder / "flow.pdf")
+        f"{outputs}.draw_flow", lambda view, folder: (folder / "flow.png", folder / "flow.pdf")
     )
     monkeypatch.setattr(
-        f"{publish}.animate_flow",
+        f"{outputs}.animate_flow",
         lambda view, folder, kind, listener: None if kind == "none" else folder / f"flow.{kind}",
     )
 
@@ -77,7 +77,7 @@ def test_everything_is_written_and_said_and_the_same_command_again_makes_nothing
     code, out, err = howsmooth(*SMALL, "--animation", "none")
     assert code == 0
     assert "0 frames made" in out
-    assert "4 were there already" in out
+    assert "4 were already there" in out
     assert "Animation" not in out
     assert err.splitlines() == ["Reading", "Measuring clusters", "Drawing"]
     np.testing.assert_array_equal(trajectory(), before)
@@ -106,8 +106,8 @@ def test_growth_is_said_and_written(howsmooth: Howsmooth) -> None:
     options = ["--tokens", "1", "--until", "0.5", "--frames", "2", "--growth", "--method", "rk4"]
     code, out, err = howsmooth("flow", "one-direction", *options)
     assert code == 0
-    assert "Perturbations have grown 1.6487 times [1.648" in out
-    assert "the product of the steps' constants is 1.648" in out
+    assert "Perturbations have grown by a factor of 1.6487 [1.648" in out
+    assert "the product of the steps' constants is 1.648" in " ".join(out.split())
     assert "Computing 3 growths of perturbations" in err
     assert len(pd.read_csv("howsmooth-flow/growth.csv")) == 3
     _, out, err = howsmooth("flow", "one-direction", *options, "--json")
@@ -159,7 +159,7 @@ def test_interrupted_it_keeps_what_is_finished_and_continues(
         patch.setattr("howsmooth.study.flows.integration.flow", interrupt)
         code, out, err = howsmooth(*SMALL, "--out", "my out")
     assert (code, out) == (130, "")
-    assert "interrupted: 3 frames are kept in my out" in err
+    assert "interrupted: 3 frames are saved in my out" in err
     code, out, _ = howsmooth(*shlex.split(err.splitlines()[-1])[1:])
     assert code == 0
     assert "2 frames made" in out
@@ -171,7 +171,9 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(
     howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("matplotlib.animation.FFMpegWriter.isAvailable", lambda: False)
-    ffmpeg = "as there is no program ffmpeg here, got mp4. Install ffmpeg, or choose --animation gif."
+    ffmpeg = (
+        "because the program ffmpeg is not installed, got mp4. Install ffmpeg, or choose --animation gif."
+    )
     cases = (("--animation", "mp4", ffmpeg), ("--tolerance", "0", "tolerance: expected a finite number > 0"))
     for option, value, sentence in (*cases, ("--start", "text", "a source with tokens of its own for text")):
         code, out, err = howsmooth(*SMALL, option, value)
@@ -191,7 +193,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         raise KeyboardInterrupt
 
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("howsmooth.study.flows.opening.open_system", stop)
+    monkeypatch.setattr("howsmooth.study.flows.flow_system.load_system", stop)
     lines = [line.strip() for line in howsmooth("flow", "--help")[1].splitlines()]
     examples = [line.split("  ")[0] for line in lines if line.startswith("howsmooth flow")]
     assert len(examples) >= 5

@@ -65,7 +65,7 @@ def test_a_model_with_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
     radii = [norm_radius(site.norm) for site in captured()]
     assert row.endswith(f" {min(radii):.4g} to {max(radii):.4g}")
     assert "All layers: closed form, every parameter is known" in said
-    assert said[-1] == "Nothing is refused."
+    assert said[-1] == "No layer is refused."
 
 
 def test_as_decoder_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
-from howsmooth.study import publish as publishing
+from howsmooth.study import outputs
 from howsmooth.study.plan import ModelSpec, Plan
 from tests._study import FakeModel, installed, make_tools, words
 
@@ -36,10 +36,10 @@ SMALL = ["--lengths", "2,4,8", "--samples", "5"]
 @pytest.fixture
 def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Howsmooth:
     """Run the command line in this process, with stand-ins for models and texts, and few drawings."""
-    drawn = publishing.draw_all
+    drawn = outputs.draw_all
 
     def run(*arguments: str, tools: Any = None, draw: bool = False) -> Result:
-        monkeypatch.setattr(publishing, "draw_all", drawn if draw else lambda *_: [])
+        monkeypatch.setattr(outputs, "draw_all", drawn if draw else lambda *_: [])
         chosen = (
             tools
             or make_tools(
@@ -302,7 +302,7 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", folder]
     code, out, err = howsmooth(*arguments, tools=make_tools(before_measure=interrupt)[0])
     assert (code, out) == (130, "")
-    assert f"interrupted: 20 measurements are kept in {folder}. Continue with the same command" in err
+    assert f"interrupted: 20 measurements are saved in {folder}. Continue with the same command" in err
     command = err.splitlines()[-1].strip()
     assert shlex.split(command) == ["howsmooth", *arguments]
     tools, work = make_tools()
@@ -310,7 +310,7 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
     assert code == 0
     assert len(work.measured) == 25
     assert "25 measurements made" in out
-    assert "20 were there already" in out
+    assert "20 were already there" in out
 
 
 def test_interrupted_while_drawing_everything_is_kept(
@@ -319,10 +319,10 @@ def test_interrupted_while_drawing_everything_is_kept(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("howsmooth.study.publish.publish", interrupt)
+    monkeypatch.setattr("howsmooth.study.outputs.write_outputs", interrupt)
     code, _, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path))
     assert code == 130
-    assert "interrupted: 45 measurements are kept" in err
+    assert "interrupted: 45 measurements are saved" in err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file names that are not UTF-8")
@@ -375,7 +375,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
             sys.stdout = (tmp_path / "said").open("w")
             sys.stderr = os.fdopen(2, "w")
             tools = make_tools(before_measure=lambda calls: time.sleep(0.05))[0]
-            with installed(tools), patch("howsmooth.study.publish.draw_all", lambda *_: []):
+            with installed(tools), patch("howsmooth.study.outputs.draw_all", lambda *_: []):
                 main(["measure", "small", "--text", "prose", *SMALL, "--layers", "0", "--out", str(tmp_path)])
             sys.stdout.flush()
         finally:

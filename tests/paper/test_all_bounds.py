@@ -15,9 +15,9 @@ from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
 from howsmooth.paper import all_bounds
-from howsmooth.paper.all_bounds import ALL_BOUNDS, AS_CODED, KINDS, bound_table, bound_words, spoken
+from howsmooth.paper.all_bounds import ALL_BOUNDS, AS_CODED, KINDS, bound_table, bound_words, display_name
+from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.published import c_3_as_coded
-from howsmooth.paper.request import Request
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
@@ -28,9 +28,9 @@ from tests._figures import BERT, GPT2, Told, measured, shown, tiny_library
 Bounded = tuple[pd.DataFrame, list[Site], Path, Told]
 
 
-def asked(*models: ModelSpec, **changes: Any) -> Request:
+def asked(*models: ModelSpec, **changes: Any) -> FigureOptions:
     values: dict[str, Any] = {"models": models or (BERT, GPT2), "texts": ("prose",), "lengths": (3, 6)}
-    return Request(**(values | changes))
+    return FigureOptions(**(values | changes))
 
 
 @pytest.mark.slow
@@ -50,8 +50,8 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Bounded:
         return found
 
     with patch("howsmooth.models.capture", noted):
-        request = asked(BERT, lengths=(6,), as_published=True)
-        found = measured(all_bounds.measure, folder, request, told=told)
+        options = asked(BERT, lengths=(6,), as_published=True)
+        found = measured(all_bounds.measure, folder, options, told=told)
     # The last of each place: others were captured before, to see whether they can be.
     last = {(site.name, site.scope, site.head): site for site in sites if site.x.shape[1] == 6}
     return found, list(last.values()), folder, told
@@ -150,10 +150,10 @@ def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         return quick_table()
 
     monkeypatch.setattr(all_bounds, "table", stopping)
-    request = asked(BERT)
+    options = asked(BERT)
     with pytest.raises(KeyboardInterrupt):
-        measured(all_bounds.measure, tmp_path, request)
-    rows = measured(all_bounds.measure, tmp_path, replace(request, as_published=True))
+        measured(all_bounds.measure, tmp_path, options)
+    rows = measured(all_bounds.measure, tmp_path, replace(options, as_published=True))
     # Four heads and all of them together were finished at the first length, nothing at the second.
     assert len(calls) == 6 + 5
     assert len(rows[["scope", "n", "head"]].drop_duplicates()) == 8  # the stand-in gives no row
@@ -210,7 +210,9 @@ def made_up(**changes: Any) -> pd.DataFrame:
 
 def test_the_words_follow_the_numbers() -> None:
     first, second = bound_words(made_up())
-    assert first == "3 times a bound that holds was put beside a measurement: none of them was violated."
+    assert (
+        first == "3 bounds whose hypotheses hold were compared with measurements: none of them was violated."
+    )
     assert second == (
         "m, layer 0, each head (2 cases): the tightest upper bound at the tokens is certificate R, in the "
         "median 4 times the measured constant (2 to 8); the tightest over the ball is Theorem 3.3, in the "
@@ -257,9 +259,9 @@ def test_bounds_that_say_nothing_here_are_named_with_what_they_need() -> None:
         False,
         "A theorem (needs: no bias; V = I)",
     ]
-    assert (
-        bound_words(rows)[-1]
-        == "In no case are the hypotheses met of two heavy tokens lower bound (needs no bias; V = I)."
+    assert bound_words(rows)[-1] == (
+        "The hypotheses of these bounds are met in no case: two heavy tokens lower bound (needs no bias; "
+        "V = I)."
     )
 
 
@@ -267,7 +269,7 @@ def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
     rows = made_up()
     rows.loc[0, ["name", "holds", "log_value", "log_ratio"]] = [AS_CODED, False, math.log(0.5), math.log(0.5)]
     assert (
-        "lies below the measured constant in 1 of 1 cases, and is in the median 0.5 times"
+        "lies below the measured constant in 1 of 1 cases, and its median ratio to the constant is 0.5"
         in bound_words(rows)[-1]
     )
 
@@ -296,7 +298,7 @@ def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
     ],
 )
 def test_names_are_said_as_people_say_them(name: str, words: str) -> None:
-    assert spoken(name) == words
+    assert display_name(name) == words
 
 
 def test_the_pictures_and_the_published_formula(bounded: Bounded) -> None:

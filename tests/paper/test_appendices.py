@@ -25,12 +25,12 @@ from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
 from howsmooth.paper.gpt2_growth import GPT2_GROWTH
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
-from howsmooth.study.names import decimal
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run
 from howsmooth.study.store import Store
+from howsmooth.study.text_formatting import decimal
 from tests._figures import (
     BERT,
     DECODER,
@@ -56,8 +56,8 @@ from tests._tiny_models import tiny
 
 @pytest.fixture(scope="module")
 def gammas(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    request = asked(BERT, GPT2, lengths=(6,), samples=3)
-    return measured(gamma_radius.measure, tmp_path_factory.mktemp("gamma"), request)
+    options = asked(BERT, GPT2, lengths=(6,), samples=3)
+    return measured(gamma_radius.measure, tmp_path_factory.mktemp("gamma"), options)
 
 
 def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: pd.DataFrame) -> None:
@@ -126,7 +126,7 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     table = over_texts(rows)
     assert table["strength"].tolist()[0] == 4.0
     assert math.isnan(table["strength"].tolist()[1])
-    words = gamma_radius.said(table)
+    words = gamma_radius.result_sentences(table)
     assert "from 4 to 4 over its 1 heads" in words
     assert "In 1 of 1 heads" in words
     assert words.endswith("Without any real eigenvalue: 1 more.")
@@ -199,8 +199,8 @@ def few_radii(monkeypatch: pytest.MonkeyPatch) -> None:
 def growth(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
-        request = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
-        return measured(quadratic_growth.measure, tmp_path_factory.mktemp("growth"), request)
+        options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+        return measured(quadratic_growth.measure, tmp_path_factory.mktemp("growth"), options)
 
 
 def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame) -> None:
@@ -274,19 +274,19 @@ def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
 def test_an_interrupted_figure_goes_on_and_a_finished_one_measures_nothing(
     figure: Figure, tmp_path: Path
 ) -> None:
-    request = asked(BERT, lengths=(5,), layers=Ranges.parse("1", "layers"))
+    options = asked(BERT, lengths=(5,), layers=Ranges.parse("1", "layers"))
     told = Told()
-    whole = measured(figure.measure, tmp_path / "whole", request, counting(calls := []), told)
+    whole = measured(figure.measure, tmp_path / "whole", options, counting(calls := []), told)
     assert 0 <= told.shares[-1] < 1
     planned = len(calls)
     broken = tmp_path / "broken"
     if planned:
         with pytest.raises(KeyboardInterrupt):
-            measured(figure.measure, broken, request, counting([], stop=12))
-    again = measured(figure.measure, broken, request, counting(calls := []))
+            measured(figure.measure, broken, options, counting([], stop=12))
+    again = measured(figure.measure, broken, options, counting(calls := []))
     assert len(calls) <= max(planned - 8, 0)  # at least two units of the first run were kept
     pd.testing.assert_frame_equal(whole, again)
-    measured(figure.measure, broken, request, never)
+    measured(figure.measure, broken, options, never)
 
 
 # ---- GPT-2
@@ -330,15 +330,15 @@ def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
 
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
-    request = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
-    ((series, _),) = measured(gpt2_growth.measure, gpt2[1], request, never)
+    options = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
+    ((series, _),) = measured(gpt2_growth.measure, gpt2[1], options, never)
     assert [one.text for one in series] == [OTHER] * 3
     assert [one.fit.n_points for one in series] == [2] * 3
 
 
 def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
-    request = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
-    found = measured(gpt2_growth.measure, tmp_path, replace(request, as_published=True))
+    options = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
+    found = measured(gpt2_growth.measure, tmp_path, replace(options, as_published=True))
     finding = shown(GPT2_GROWTH, found, tmp_path)
     (row,) = finding.tables[0][1].to_dict("records")
     with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
@@ -350,7 +350,7 @@ def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
     assert row["published exponent"] == pytest.approx(slope, rel=1e-6)
     assert f"{row['published / corrected']:.3g} times the corrected constant" in finding.seen[0]
     # Not asked for, it is not shown.
-    finding = shown(GPT2_GROWTH, measured(gpt2_growth.measure, tmp_path, request, never), tmp_path)
+    finding = shown(GPT2_GROWTH, measured(gpt2_growth.measure, tmp_path, options, never), tmp_path)
     assert "published exponent" not in finding.tables[0][1]
     assert "published" not in finding.seen[0]
 

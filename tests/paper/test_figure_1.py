@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
-from howsmooth.paper.drawing import fit_factor
-from howsmooth.paper.figure import Bench, models_for
-from howsmooth.paper.figure_1 import FIGURE_1, measure, said
+from howsmooth.paper.figure import FigureContext, models_for
+from howsmooth.paper.figure_1 import FIGURE_1, measure, result_sentences
+from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.growth import Growth
-from howsmooth.paper.request import Request
-from howsmooth.paper.setting import columns
+from howsmooth.paper.plotting import fit_factor
+from howsmooth.paper.prepared_model import columns
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
@@ -58,26 +58,26 @@ def tools_of_figure_1(**options: Any) -> tuple[Tools, Work]:
     return replace(base, load_model=load_model, capture=capture), work
 
 
-def request(**changes: Any) -> Request:
-    return Request(**({"texts": ("prose", "verse"), "lengths": (2, 4, 8, 16), "samples": 3} | changes))
+def options(**changes: Any) -> FigureOptions:
+    return FigureOptions(**({"texts": ("prose", "verse"), "lengths": (2, 4, 8, 16), "samples": 3} | changes))
 
 
-def bench(folder: Path, told: Told | None = None, **changes: Any) -> Bench:
-    asked = request(**changes)
-    return Bench(asked, folder, models_for(asked), told or Told())
+def context(folder: Path, told: Told | None = None, **changes: Any) -> FigureContext:
+    asked = options(**changes)
+    return FigureContext(asked, folder, models_for(asked), told or Told())
 
 
 def measured(folder: Path, tools: Tools, told: Told | None = None, **changes: Any) -> Panels:
     """Measure with stand-ins."""
     with installed(tools):
-        return measure(bench(folder, told, **changes))
+        return measure(context(folder, told, **changes))
 
 
 def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.DataFrame]:
     """Measure; what is said of the figure and its table, without drawing it."""
     found = measured(folder, tools, **changes)
     panels = [panel for column in found for panel in column]
-    return said(panels), pd.DataFrame([panel.columns() for panel in panels])
+    return result_sentences(panels), pd.DataFrame([panel.columns() for panel in panels])
 
 
 # ---------------------------------------------------------------- columns
@@ -86,7 +86,7 @@ def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.D
 def test_the_columns_are_the_papers() -> None:
     tools, _ = tools_of_figure_1()
     with installed(tools):
-        found = columns(bench(Path()))
+        found = columns(context(Path()))
     assert [(one.spec.label, one.layer) for one in found] == [
         ("builtin-encoder", 0),
         ("builtin-encoder (as decoder)", 2),  # it has three layers
@@ -97,7 +97,7 @@ def test_the_columns_are_the_papers() -> None:
 def test_models_and_layers_that_are_asked_for_replace_them() -> None:
     tools, _ = tools_of_figure_1()
     with installed(tools):
-        found = columns(bench(Path(), models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers")))
+        found = columns(context(Path(), models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers")))
     assert [(one.spec.label, one.layer) for one in found] == [("other", 0), ("other", 1)]
 
 
@@ -111,7 +111,7 @@ def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_
 
 def test_the_last_layer_of_a_real_masked_model_is_shown() -> None:
     specs = (ModelSpec("builtin-encoder"), ModelSpec("builtin-decoder"))
-    found = columns(bench(Path(), models=specs, texts=("alice",)))
+    found = columns(context(Path(), models=specs, texts=("alice",)))
     assert [(one.layer, one.width) for one in found] == [(0, 256), (3, 256)]
 
 
@@ -161,7 +161,7 @@ def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
     asked = {"lengths": (2, 4, 8, 16, 32), "samples": 10}
     seen, table = said_of(tmp_path, tools, **asked)
     with installed(tools):
-        shown_columns = columns(bench(tmp_path))
+        shown_columns = columns(context(tmp_path))
     for column in shown_columns:
         with Store.open(tmp_path / "columns" / column.stem, write=False) as store:
             measurements = store.table(Measurement)
@@ -173,7 +173,7 @@ def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
             assert f"n to the power {slope:.2f} (95 % interval {row.low:.2f} to {row.high:.2f})" in words
     inside = int(((table["low"] <= 0.25) & (table["high"] >= 0.25)).sum())
     assert f"The interval contains 1/4 in {inside} of 6 panels" in seen[0]
-    # A later request shows what it asks for, and not all that is there.
+    # A later options shows what it asks for, and not all that is there.
     _, table = said_of(tmp_path, tools, lengths=(2, 4, 8), samples=2, texts=("verse",))
     assert list(table["text"].unique()) == ["verse"]
     assert list(table["sequences"]) == [6, 6, 6]
@@ -242,7 +242,7 @@ def test_the_published_quantity_stands_beside_the_corrected_one(tmp_path: Path) 
         "samples": 2,
         "as_published": True,
     }
-    said = FIGURE_1.make(bench(tmp_path, **asked))
+    said = FIGURE_1.make(context(tmp_path, **asked))
     row = said.tables[0][1].iloc[0]
     with Store.open(next(tmp_path.glob("columns/*")), write=False) as store:
         rows = store.table(PublishedValue)

@@ -14,24 +14,24 @@ import torch
 
 from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_bound
 from howsmooth.paper import crossover, two_dirac
-from howsmooth.paper.crossover import CROSSOVER, turning
+from howsmooth.paper.crossover import CROSSOVER, growth_ends
 from howsmooth.paper.figure import Figure
 from howsmooth.paper.two_dirac import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
-from tests._figures import asked, bench, dense_norm, shown
+from tests._figures import asked, context, dense_norm, shown
 
 
 @pytest.fixture(scope="module")
 def diracs(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_dirac, "_RADII", (0.8, 1.5, 8.0, 26.5))
-        return two_dirac.measure(bench(tmp_path_factory.mktemp("diracs"), asked()))
+        return two_dirac.measure(context(tmp_path_factory.mktemp("diracs"), asked()))
 
 
 @pytest.fixture(scope="module")
 def lengths(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossover, "_LENGTHS", (2, 10, *(10**power for power in range(4, 45, 4))))
-        return crossover.measure(bench(tmp_path_factory.mktemp("lengths"), asked()))
+        return crossover.measure(context(tmp_path_factory.mktemp("lengths"), asked()))
 
 
 def dense(gamma: float, points: list[float], weights: list[float]) -> float:
@@ -83,12 +83,12 @@ def test_a_constant_outside_its_bounds_would_be_said(diracs: pd.DataFrame, lengt
     rows = diracs.copy()
     rows.loc[0, "log_value"] = rows.loc[0, "log_paper"] - 0.1
     rows.loc[1, "log_value"] = rows.loc[1, "log_free"] + 0.1
-    words = two_dirac.said(rows)[-1]
+    words = two_dirac.result_sentences(rows)[-1]
     assert "1 are above the bound for every n, 1 below the proposition's form" in words
     rows = lengths.copy()
-    assert "0 are outside" in crossover.said(rows, turning(rows))[-1]
+    assert "0 are outside" in crossover.result_sentences(rows, growth_ends(rows))[-1]
     rows.loc[0, "log_value"] = rows.loc[0, "log_free"] + 0.1
-    assert "1 are outside" in crossover.said(rows, turning(rows))[-1]
+    assert "1 are outside" in crossover.result_sentences(rows, growth_ends(rows))[-1]
 
 
 def test_a_measure_of_weights_1_over_n_is_n_tokens(lengths: pd.DataFrame) -> None:
@@ -128,7 +128,7 @@ def test_the_turning_point_is_the_largest_value() -> None:
             "converged": True,
         }
     )
-    (row,) = turning(rows).to_dict("records")
+    (row,) = growth_ends(rows).to_dict("records")
     assert row["at"] == pytest.approx(4)
     assert row["largest"] == pytest.approx(2)
     assert row["last"] == pytest.approx(0)
@@ -161,9 +161,9 @@ def test_interrupted_it_goes_on_and_finished_it_measures_nothing(
 
     monkeypatch.setattr(module, "wasserstein_lipschitz", counted)
     with pytest.raises(KeyboardInterrupt):
-        figure.measure(bench(tmp_path, asked()))
-    rows = figure.measure(bench(tmp_path, asked()))
+        figure.measure(context(tmp_path, asked()))
+    rows = figure.measure(context(tmp_path, asked()))
     assert calls == 4 + len(rows) - 2  # one unit of two rows was finished, one row of the next was not kept
-    again = figure.measure(bench(tmp_path, asked()))
+    again = figure.measure(context(tmp_path, asked()))
     pd.testing.assert_frame_equal(rows, again)
     assert calls == 4 + len(rows) - 2

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from howsmooth.paper.drawing import Picture
 from howsmooth.paper.figure import Figure, Finding
 from howsmooth.paper.page import render, section
+from howsmooth.paper.plotting import Picture
 from tests._browser import Complaints, chromium, opened
 
 PNG = base64.b64decode(

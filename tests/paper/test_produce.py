@@ -11,11 +11,11 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper import produce
-from howsmooth.paper.drawing import Picture
-from howsmooth.paper.figure import Bench, Figure, Finding
-from howsmooth.paper.request import Request
-from howsmooth.paper.units import writing
+from howsmooth.paper import reproduction
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.plotting import Picture
+from howsmooth.paper.row_cache import writing
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
@@ -28,14 +28,14 @@ class Pretence:
     """Two figures that note what they are asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, Request]] = []
+        self.asked: list[tuple[str, FigureOptions]] = []
         self.before: Callable[[str], None] = lambda name: None
 
     def figure(self, name: str) -> Figure:
-        def measure(bench: Bench) -> int:
-            bench.say("half", 0.5)
+        def measure(context: FigureContext) -> int:
+            context.say("half", 0.5)
             self.before(name)
-            self.asked.append((name, bench.request))
+            self.asked.append((name, context.options))
             return len(self.asked)
 
         def show(times: int, folder: Path) -> Finding:
@@ -55,7 +55,7 @@ class Pretence:
 def pretence(monkeypatch: pytest.MonkeyPatch) -> Pretence:
     found = Pretence()
     both = tuple(found.figure(name) for name in ("one", "two"))
-    monkeypatch.setattr(produce, "FIGURES", both)
+    monkeypatch.setattr(reproduction, "FIGURES", both)
     return found
 
 
@@ -96,7 +96,7 @@ def test_what_is_asked_reaches_the_figure(pretence: Pretence, tmp_path: Path) ->
 def test_defaults_leave_the_choice_to_the_figure(pretence: Pretence, tmp_path: Path) -> None:
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 0
     ((_, asked),) = pretence.asked
-    assert asked == Request()
+    assert asked == FigureOptions()
 
 
 def test_the_result_for_machines(
@@ -130,13 +130,13 @@ def test_what_was_made_before_stays_on_the_page(
 def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     tools, work = make_tools()
 
-    def load(bench: Bench) -> int:
-        bench.models.load(ModelSpec("small"), "prose")
+    def load(context: FigureContext) -> int:
+        context.models.load(ModelSpec("small"), "prose")
         return 0
 
-    chosen = [replace(one, measure=load) for one in produce.FIGURES]
+    chosen = [replace(one, measure=load) for one in reproduction.FIGURES]
     with installed(tools):
-        produce.produce(chosen, Request(), tmp_path)
+        reproduction.produce(chosen, FigureOptions(), tmp_path)
     assert work.loads == ["small"]
 
 
@@ -182,7 +182,7 @@ def test_an_interruption_says_how_to_go_on(
     pretence.before = interrupt
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr().err
-    assert f"kept in {tmp_path}" in said
+    assert f"saved in {tmp_path}" in said
     assert f"howsmooth reproduce one -q --out {tmp_path}" in said
 
 
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [one.name for one in produce.FIGURES]
+    assert [line.split()[0] for line in lines] == [one.name for one in reproduction.FIGURES]
     assert lines[0].startswith("figure-1 ")
     assert main(["reproduce", "--list", "--json"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [line.split()[0] for line in lines]
@@ -233,14 +233,14 @@ def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_options_behind_a_name_leave_other_commas_alone() -> None:
     both = ModelSpec("a,b", random_init=True, as_decoder=True)
-    assert Request(models=["a,b,as-decoder"], random_init=True).models == (both,)
-    assert Request(models="as-decoder").models == (ModelSpec("as-decoder"),)
+    assert FigureOptions(models=["a,b,as-decoder"], random_init=True).models == (both,)
+    assert FigureOptions(models="as-decoder").models == (ModelSpec("as-decoder"),)
     with pytest.raises(ArgumentError):
-        Request(models=["a,as-decoder", "a"], as_decoder=True)
+        FigureOptions(models=["a,as-decoder", "a"], as_decoder=True)
 
 
 def test_every_figure_has_a_name_for_a_folder() -> None:
-    names = [one.name for one in produce.FIGURES]
+    names = [one.name for one in reproduction.FIGURES]
     assert len(set(names)) == len(names)
     assert all(name.replace("-", "").isalnum() and name == name.lower() for name in names)
 

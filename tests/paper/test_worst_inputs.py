@@ -38,8 +38,8 @@ def _quick() -> Iterator[None]:
 def attacked(_quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, Path]:
     """What was found in two models, and the folder."""
     folder = tmp_path_factory.mktemp("attacked")
-    request = asked(BERT, GPT2, as_published=True, **ATTACKED)
-    return measured(worst_inputs.measure, folder, request), folder
+    options = asked(BERT, GPT2, as_published=True, **ATTACKED)
+    return measured(worst_inputs.measure, folder, options), folder
 
 
 def units(folder: Path) -> pd.DataFrame:

@@ -101,7 +101,7 @@ def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
 
 
 def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.cluster._PATIENCE", 0.5)
+    monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
     with (
         pytest.raises(WorkerError, match="Start some with: dask worker"),
         opened_executor("dask", scheduler=scheduler),

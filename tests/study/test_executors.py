@@ -215,7 +215,7 @@ class Gone(Executor):
 
 
 def test_workers_that_are_gone_end_the_run_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"the workers were lost .all are gone.*run the same again"):
+    with pytest.raises(WorkerError, match=r"the workers were lost .all are gone.*run the same command again"):
         run(make_plan(bounds="none"), tmp_path, make_tools()[0], executor=Gone())
 
 
@@ -330,15 +330,15 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
     ("kind", "options", "words"),
     [
         ("ray", {}, "executor: expected one of processes, dask, got 'ray'"),
-        (None, {"workers": 2}, "workers: expected the executor processes beside it, got no executor"),
+        (None, {"workers": 2}, "workers: expected it together with the executor processes, got no executor"),
         (
             "dask",
             {"workers": 2, "scheduler": "tcp://x:1"},
-            "workers: expected the executor processes beside it, got the executor dask",
+            "workers: expected it together with the executor processes, got the executor dask",
         ),
         ("processes", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
         ("processes", {"workers": 5000}, "workers: expected a number from 1 to 1024, got 5000"),
-        ("processes", {"scheduler": "tcp://x:1"}, "scheduler: expected the executor dask beside it"),
+        ("processes", {"scheduler": "tcp://x:1"}, "scheduler: expected it together with the executor dask"),
         ("dask", {}, "scheduler: expected the address of a Dask scheduler, got none"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from howsmooth.errors import CaptureError, ModelError, NonFiniteError, StoreError, TextError
+from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.publish import publish
 from howsmooth.study.store import Store
 from tests._study import (
     FakeModel,
@@ -176,10 +176,10 @@ def test_a_store_that_cannot_be_written_stops_everything(
 
 
 def test_a_failure_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
     tools = with_bad_measure(lambda layer, n, first: layer == 1, ModelError("<No>."))
     run(make_plan(), tmp_path, tools, keep_going=True)
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     assert set(pd.read_csv(published.report.with_name("measurements.csv"))["layer"]) == {0, 2}
     assert set(published.exponents["layer"]) == {0, 2}
     page = published.report.read_text()

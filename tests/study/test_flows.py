@@ -20,13 +20,13 @@ from howsmooth.dynamics import Sphere, flow
 from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
+from howsmooth.study.flows.flow_system import load_system
 from howsmooth.study.flows.frames import frames
 from howsmooth.study.flows.integration import Integration
-from howsmooth.study.flows.opening import open_system
+from howsmooth.study.flows.named_systems import SYSTEMS, build_system
+from howsmooth.study.flows.outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
 from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.flows.publish import PublishedFlow, measure_frames, publish_flow, view_of
 from howsmooth.study.flows.run import run_flow
-from howsmooth.study.flows.systems import SYSTEMS, build_system
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.progress import Outcome, Silent
 from howsmooth.study.records import Ending, GrowthRow
@@ -41,7 +41,7 @@ def small(**changes: Any) -> FlowPlan:
 
 
 def carry_out(plan: FlowPlan, folder: Path) -> tuple[Outcome, Ending | None]:
-    return run_flow(plan, open_system(plan), folder)
+    return run_flow(plan, load_system(plan), folder)
 
 
 def states(folder: Path) -> tuple[list[float], Tensor]:
@@ -77,7 +77,7 @@ def test_frame_by_frame_is_bit_for_bit_the_flow_in_one_go(tmp_path: Path, option
     plan = small(**options)
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
-    system = open_system(plan)
+    system = load_system(plan)
     field = Sphere(system.maps[0], 1.0) if plan.sphere else system.maps[0]
     how: dict[str, Any] = {"step": plan.step} if plan.step else {"rtol": plan.rtol}
     whole = flow(field, system.x, [k / 5 for k in range(6)], method=plan.method, **how)
@@ -96,7 +96,7 @@ def test_layers_are_the_modules_of_the_model_in_a_plain_loop(
     text = str(tmp_path / "prose.txt")
     options: dict[str, Any] = {"layers": layers, "norms": norms, "text": text}
     plan = FlowPlan("builtin-decoder", tokens=12, method="residual", **options)
-    system = open_system(plan)
+    system = load_system(plan)
     assert (system.norms, system.in_order, system.text) == (norms, True, "prose")
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
@@ -127,9 +127,9 @@ def test_one_layer_of_a_model_is_a_flow_with_frozen_weights_and_norms_are_of_pre
 ) -> None:
     (tmp_path / "prose.txt").write_text(PROSE)
     options: dict[str, Any] = {"tokens": 4, "text": str(tmp_path / "prose.txt")}
-    assert open_system(FlowPlan("builtin-encoder", **options, layers="1")).layers is None
+    assert load_system(FlowPlan("builtin-encoder", **options, layers="1")).layers is None
     with pytest.raises(ArgumentError, match=r"got the post-norm layer 0 of 'builtin-encoder'.*Leave --norms"):
-        open_system(FlowPlan("builtin-encoder", norms=True, **options))
+        load_system(FlowPlan("builtin-encoder", norms=True, **options))
 
 
 def naive(x: np.ndarray, query: np.ndarray, key: np.ndarray, beta: float, *, causal: bool) -> np.ndarray:
@@ -185,7 +185,7 @@ def test_rescaled_tokens_are_those_of_the_flow_times_the_exponential(tmp_path: P
     plan = FlowPlan("one-direction", tokens=6, until=1.0, frames=2, rescale=True, rtol=1e-6)
     carry_out(plan, tmp_path)
     times, found = states(tmp_path)
-    system = open_system(plan)
+    system = load_system(plan)
     whole = flow(system.maps[0], system.x, times, rtol=1e-6, atol=1e-9)
     growth = torch.tensor([[math.exp(-t), math.exp(t / 2)] for t in times], dtype=torch.float64)
     torch.testing.assert_close(found, whole.states * growth[:, None], rtol=1e-4, atol=1e-5)
@@ -206,13 +206,25 @@ def test_frames_stand_at_whole_steps() -> None:
 @pytest.mark.parametrize(
     ("changes", "layers", "words"),
     [
-        ({"method": "rk4", "step": 0.3, "until": 1.0}, None, "step: expected a step of which a whole number"),
-        ({"method": "rk4", "step": 2.0, "until": 1.0}, None, "step: expected a step of which a whole number"),
-        ({"method": "rk4", "step": 1e-300, "until": 1.0}, None, "at most 10000000, reaches 1"),
+        (
+            {"method": "rk4", "step": 0.3, "until": 1.0},
+            None,
+            "step: expected a step that reaches 1 in a whole number",
+        ),
+        (
+            {"method": "rk4", "step": 2.0, "until": 1.0},
+            None,
+            "step: expected a step that reaches 1 in a whole number",
+        ),
+        (
+            {"method": "rk4", "step": 1e-300, "until": 1.0},
+            None,
+            "reaches 1 in a whole number of at most 10000000",
+        ),
         (
             {"until": 5.0},
             4,
-            "until: expected at most 4, as each of the 4 layers lasts one unit of time, got 5",
+            "until: expected at most 4, because each of the 4 layers lasts one unit of time, got 5",
         ),
     ],
 )
@@ -225,14 +237,14 @@ def test_times_that_cannot_be(changes: dict[str, Any], layers: int | None, words
 
 
 def test_a_second_seed_is_another_start_and_a_longer_flow_the_same() -> None:
-    x = open_system(small()).x
-    assert torch.equal(x, open_system(small(until=9.0, method="rk4")).x)
-    assert not torch.equal(x, open_system(small(seed=1)).x)
+    x = load_system(small()).x
+    assert torch.equal(x, load_system(small(until=9.0, method="rk4")).x)
+    assert not torch.equal(x, load_system(small(seed=1)).x)
     placed: tuple[dict[str, Any], ...] = ({"start": "sphere"}, {"sphere": True})
     for options in (*placed, {"start": "gaussian", "sphere": True}):
-        norms = torch.linalg.vector_norm(open_system(small(**options, radius=3.0)).x, dim=1)
+        norms = torch.linalg.vector_norm(load_system(small(**options, radius=3.0)).x, dim=1)
         torch.testing.assert_close(norms, torch.full((7,), 3.0, dtype=torch.float64))
-    assert float(open_system(small(tokens=4000, radius=3.0)).x.std()) == pytest.approx(3.0, rel=0.05)
+    assert float(load_system(small(tokens=4000, radius=3.0)).x.std()) == pytest.approx(3.0, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz"])
@@ -240,7 +252,7 @@ def test_tokens_of_a_file(tmp_path: Path, name: str) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     path = tmp_path / name
     np.save(path, x) if path.suffix == ".npy" else np.savez(path, X=x)
-    system = open_system(FlowPlan("identity", start=str(path)))
+    system = load_system(FlowPlan("identity", start=str(path)))
     np.testing.assert_array_equal(system.x.numpy(), x.astype(np.float64))
 
 
@@ -251,12 +263,12 @@ def test_tokens_of_a_parameter_file_are_put_on_the_sphere_of_their_own_size(tmp_
     carry_out(plan, tmp_path)
     torch.testing.assert_close(states(tmp_path)[1], torch.stack([x, x + 0.5 * f(x)]), rtol=1e-12, atol=0)
     placed, size = (
-        open_system(dataclasses.replace(plan, sphere=True)),
+        load_system(dataclasses.replace(plan, sphere=True)),
         float(x.square().sum(dim=1).mean().sqrt()),
     )
     assert placed.radius == pytest.approx(size)
     torch.testing.assert_close(placed.x, size * x / x.norm(dim=1, keepdim=True))
-    drawn = open_system(dataclasses.replace(plan, start="gaussian", tokens=9))
+    drawn = load_system(dataclasses.replace(plan, start="gaussian", tokens=9))
     assert drawn.x.shape == (9, 6)
 
 
@@ -270,7 +282,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"method": "heun"}, "method: expected one of dopri5, dopri8"),
     "step": ({"step": 0.1}, "step: expected none with the method dopri5"),
     "rtol": ({"rtol": 2.0}, "rtol: expected a number from 1e-13"),
-    "sinkhorn": ({"attention": "sinkhorn", "causal": True}, "as no causal weights are doubly stochastic"),
+    "sinkhorn": (
+        {"attention": "sinkhorn", "causal": True},
+        "because causal weights cannot be doubly stochastic",
+    ),
     "sphere": ({"sphere": True, "rescale": True}, "rescale: expected --rescale without --sphere"),
     "closure": ({"closure": True, "start": "sphere"}, "closure: expected tokens drawn with"),
     "given closure": ({"source": "given.npz", "closure": True}, "closure: expected tokens drawn with"),
@@ -328,10 +343,12 @@ def test_layers_in_sequence_have_a_last_time_and_are_not_rescaled(tmp_path: Path
     (tmp_path / "prose.txt").write_text(PROSE)
     options: dict[str, Any] = {"tokens": 4, "text": str(tmp_path / "prose.txt")}
     with pytest.raises(ArgumentError, match="rescale: expected one layer, got 4 layers in sequence"):
-        open_system(FlowPlan("builtin-decoder", rescale=True, **options))
+        load_system(FlowPlan("builtin-decoder", rescale=True, **options))
     plan = FlowPlan("builtin-decoder", until=5.0, **options)
-    with pytest.raises(ArgumentError, match="until: expected at most 4, as each of the 4 layers lasts one"):
-        Integration(plan, open_system(plan))
+    with pytest.raises(
+        ArgumentError, match="until: expected at most 4, because each of the 4 layers lasts one"
+    ):
+        Integration(plan, load_system(plan))
 
 
 # ---- what is kept
@@ -400,7 +417,7 @@ def test_tokens_of_a_file_that_changed_are_another_flow(tmp_path: Path) -> None:
     [
         (
             "UPDATE frames SET x = zeroblob(length(x)) WHERE place = 2",
-            "row 3 of frames is not what was written",
+            "row 3 of frames was changed after it was written",
         ),
         ("DELETE FROM frames WHERE place = 2", "frame 2 is missing"),
     ],
@@ -422,7 +439,7 @@ def test_a_flow_that_ends_early_is_kept_until_then_and_not_tried_again(
 
     plan = FlowPlan("identity", tokens=3, dimension=1, until=4.0, frames=10, rtol=1e-5)
     start = torch.tensor([[0.1], [0.5], [0.25]], dtype=torch.float64)
-    system = dataclasses.replace(open_system(plan), x=start)
+    system = dataclasses.replace(load_system(plan), x=start)
     with monkeypatch.context() as patch:
         patch.setattr(
             "howsmooth.study.flows.integration.flow",
@@ -469,9 +486,9 @@ def test_frames_of_times_when_it_had_ended_are_taken_back(
 # ---- what is measured, written and seen
 
 
-def published(plan: FlowPlan, folder: Path) -> PublishedFlow:
+def published(plan: FlowPlan, folder: Path) -> FlowOutputs:
     carry_out(plan, folder)
-    return publish_flow(folder, plan, open_system(plan))
+    return write_flow_outputs(folder, plan, load_system(plan))
 
 
 def test_metrics_of_each_frame(tmp_path: Path) -> None:
@@ -496,7 +513,7 @@ def test_growth_of_perturbations_is_measured_once_at_some_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One token is moved by V alone: the flow map is e^{tV}, V = diag(1, −1/2).
-    monkeypatch.setattr("howsmooth.study.tasks.frames._GROWTHS", 2)
+    monkeypatch.setattr("howsmooth.study.tasks.flow_frames._GROWTHS", 2)
     plan = FlowPlan("one-direction", tokens=1, until=0.375, frames=3, growth=True, animation="none")
     table = published(plan, tmp_path).growth
     assert table["time"].tolist() == [0.0, 0.25, 0.375]
@@ -606,7 +623,7 @@ def test_many_dimensions_are_shown_where_tokens_spread_most(tmp_path: Path) -> N
     scales = torch.tensor([0.1, 3, 0.1, 9, 0.1, 0.1])
     x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scales
     plan = FlowPlan("identity", tokens=60, dimension=6, until=1e-6, frames=1)
-    system = dataclasses.replace(open_system(plan), x=x)
+    system = dataclasses.replace(load_system(plan), x=x)
     run_flow(plan, system, tmp_path)
     with Store.open(tmp_path, write=False) as store:
         seen = view_of(store, plan, system, measure_frames(store, 1.0, 1.0, Silent()), 1.0)

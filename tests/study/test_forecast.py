@@ -249,10 +249,13 @@ def test_a_plan_file_is_told_with_what_cannot_be_measured(typed: Typed, tmp_path
     assert code == 0
     assert "Cannot be measured: gone: model: 'gone' is not known." in out
     assert not (tmp_path / "o").exists()
-    for also in ("--status", "--merge"):
+    for also, expected in (
+        ("--status", "--dry-run without --status"),
+        ("--merge", "--merge without --resume"),
+    ):
         code, _, err = typed("study", str(plan), "--dry-run", also)
         assert code == 2
-        assert "alone" in err
+        assert f"expected {expected}" in err
 
 
 # ---- against the clock

@@ -21,13 +21,13 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, StoreError, TextError
 from howsmooth.models import load_model
 from howsmooth.models.datasets import image_inputs
-from howsmooth.study.feeds import TextFeed, place_in
+from howsmooth.study.datasets import TextFeed, sequence_starts
 from howsmooth.study.merge import merge_stores
+from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import InputSpec, ModelSpec, Plan
-from howsmooth.study.publish import publish
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
-from howsmooth.study.sequences import arrange, overlapping
+from howsmooth.study.sequence_placement import arrange, overlapping
 from tests._study import contents_of, make_plan, make_tools, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))
@@ -51,7 +51,7 @@ def image_plan(vit: str, **changes: Any) -> Plan:
 
 
 def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
     folder = tmp_path / "out"
     outcome = run(image_plan(vit), folder)
     assert (outcome.made["measurements"], outcome.failed) == (6, 0)
@@ -73,7 +73,7 @@ def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = hs.local_lipschitz(site.map, site.x, seed=int(row["seed"]))
     assert float(wanted.lower) * (1 - 1e-4) <= row["lipschitz"] <= float(wanted.upper) * (1 + 1e-4)
 
-    page = publish(folder).report.read_text()
+    page = write_outputs(folder).report.read_text()
     for words in (
         "images builtin-images",
         "is the number of its patches",
@@ -147,7 +147,7 @@ def test_windows_stay_within_the_sequences_of_a_file_and_apart(seed: int) -> Non
 
 def test_texts_are_placed_as_ever() -> None:
     feed = TextFeed(torch.arange(400), torch.zeros(0), "", make_tools()[0].load_model("small").tokenizer, "")
-    assert place_in(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
+    assert sequence_starts(feed, (4, 8), 3, 5, {}) == arrange(400, (4, 8), 3, 5)
 
 
 # ---- the command line
@@ -164,7 +164,7 @@ def test_token_ids_and_embedded_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
     Path("ids.txt").write_text("5 6 7 8\n20 21 22 23 24\n")
     options = ["--lengths", "4", "--samples", "2", "--layers", "0", "--bounds", "none", "--json", "-q"]
     code, out, _ = measured("builtin-encoder", "--tokens", "ids.txt", *options, capsys=capsys)
@@ -196,7 +196,7 @@ def test_token_ids_and_embedded_tokens(
         (["builtin-encoder", "--embeddings", "nowhere.safetensors"], "No such file"),
         (["builtin-encoder", "--images", "builtin", "--text", "alice"], "images and text"),
         (["--images", "builtin"], "the name of a model"),
-        (["builtin-encoder", "--images", " "], "images: expected words"),
+        (["builtin-encoder", "--images", " "], "images: expected a non-empty string"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -68,8 +68,8 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
         contextlib.redirect_stderr(err),
         installed(tools),
         published_stand_ins(),
-        patch("howsmooth.study.publish.draw_all", lambda *_: []),
-        patch("howsmooth.study.publish.draw_published", lambda *_: []),
+        patch("howsmooth.study.outputs.draw_all", lambda *_: []),
+        patch("howsmooth.study.outputs.draw_published", lambda *_: []),
     ):
         code = main(["study", str(folder / "plan.toml"), "--resume", *more])
     return code, out.getvalue(), err.getvalue()
@@ -220,7 +220,7 @@ def test_control_c_keeps_what_came_and_says_how_much(study: Path, whole: set[tup
     assert (code, out) == (130, "")
     rows = kept(study)
     assert 15 <= len(rows) < TOTAL
-    assert f"interrupted: {len(rows)} measurements are kept in {study / 'out'}. Continue with" in err
+    assert f"interrupted: {len(rows)} measurements are saved in {study / 'out'}. Continue with" in err
     assert type_study(study)[0] == 0
     assert kept(study) == whole
 
@@ -309,7 +309,7 @@ def test_a_folder_that_may_only_be_read(study: Path, tmp_path_factory: pytest.Te
         assert str(out) in refusal(err)
         code, said, err = humbly("--status")
         assert code == 0, err
-        assert "All is measured." in said
+        assert "All measurements are done." in said
         code, _, err = humbly("--out", str(study / "new"))
         assert code == 2
         assert f"expected a writable folder, got {study / 'new'} (Permission denied)" in refusal(err)

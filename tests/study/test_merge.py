@@ -12,7 +12,7 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError, StoreError
-from howsmooth.study import publish as publishing
+from howsmooth.study import outputs
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
@@ -241,11 +241,13 @@ def test_a_merge_that_stops_halfway_leaves_nothing(tmp_path: Path, monkeypatch: 
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+    monkeypatch.setattr(outputs, "draw_all", lambda *_: [])
     a, b = study(tmp_path / "a", layers=layers("0")), study(tmp_path / "b", layers=layers("1"))
     out = tmp_path / "out"
     assert main(["study", "--merge", str(a), str(b), "--out", str(out)]) == 0
-    assert "30 measurements added, 0 were there already; 30 in the store" in capsys.readouterr().out
+    assert (
+        "30 measurements were added, 0 were already there. The store now holds 30" in capsys.readouterr().out
+    )
     assert (out / "report.html").exists()
     assert len(pd.read_csv(out / "measurements.csv")) == 30
     study(tmp_path / "c", seed=1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.study import publish as publishing
+from howsmooth.study import outputs
 from howsmooth.study.plan import Execution, ModelSpec, Plan
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.ranges import Ranges
@@ -139,10 +139,10 @@ BAD: dict[str, tuple[str, str]] = {
     "bounds": ('models = ["a"]\nbounds = 1', "plan.toml: bounds: expected one of auto, all, none, got 1"),
     "items": ('models = ["a"]\nas_published = ["x"]', "plan.toml: as_published: expected all, or some of"),
     "items twice": ('models = ["a"]\nas_published = "output,output"', "as_published: expected each item"),
-    "items of true": ('models = ["a"]\nas_published = true', "plan.toml: as_published: expected words"),
+    "items of true": ('models = ["a"]\nas_published = true', "as_published: expected a non-empty string"),
     "items without attention": (
         'models = ["a"]\nas_published = "all"\nscopes = ["block"]',
-        "plan.toml: as_published: expected the scope attention beside it",
+        "plan.toml: as_published: expected the scope attention among the scopes",
     ),
     "no models": ("samples = 1", "plan.toml: models: expected at least one model, got no such key"),
     "empty models": ("models = []", "models: expected at least one, got none"),
@@ -150,11 +150,11 @@ BAD: dict[str, tuple[str, str]] = {
     "model without a name": ("models = [{random_init = true}]", "models: name: expected a name"),
     "model with a flag of words": ('models = [{name = "a", as_decoder = "yes"}]', "as_decoder: expected"),
     "model twice": ('models = ["a", "a"]', "models: expected each only once, got 'a' twice"),
-    "text of a number": ('models = ["a"]\ntexts = [1]', "texts: expected words"),
-    "null in a text": ('models = ["a"]\ntexts = ["a\\u0000"]', "texts: expected words"),
-    "empty name": ('models = [" "]', "models: name: expected words"),
-    "lengths of a fraction": ('models = ["a"]\nlengths = 1.5', "lengths: expected a number, words"),
-    "lengths of true": ('models = ["a"]\nlengths = [true]', "lengths: expected a number, words"),
+    "text of a number": ('models = ["a"]\ntexts = [1]', "texts: expected a non-empty string"),
+    "null in a text": ('models = ["a"]\ntexts = ["a\\u0000"]', "texts: expected a non-empty string"),
+    "empty name": ('models = [" "]', "models: name: expected a non-empty string"),
+    "lengths of a fraction": ('models = ["a"]\nlengths = 1.5', "lengths: expected a number, a string"),
+    "lengths of true": ('models = ["a"]\nlengths = [true]', "lengths: expected a number, a string"),
     "lengths backwards": ('models = ["a"]\nlengths = "9:2"', "lengths: expected ranges that are not"),
     "lengths of all": ('models = ["a"]\nlengths = "all"', "lengths: expected numbers"),
     "layers of words": ('models = ["a"]\nlayers = "first"', "layers: expected numbers"),
@@ -173,10 +173,10 @@ BAD: dict[str, tuple[str, str]] = {
     "threads": ('models = ["a"]\nthreads = 0', "plan.toml: threads: expected a number from 1"),
     "memory": ('models = ["a"]\nmemory = 0', "plan.toml: memory: expected at least 1"),
     "memory in words": ('models = ["a"]\nmemory = "much"', "plan.toml: memory: expected a number of bytes"),
-    "workers alone": ('models = ["a"]\nworkers = 2', "plan.toml: workers: expected the executor processes"),
-    "sound and text": ('models = ["a"]\ntexts = "a"\naudio = "b"', "plan.toml: inputs: expected texts"),
-    "part": ('models = [{name = "a", part = 1}]', "plan.toml: models: part: expected words, got 1"),
-    "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected words"),
+    "workers alone": ('models = ["a"]\nworkers = 2', "workers: expected it together with the executor"),
+    "sound and text": ('models = ["a"]\ntexts = "a"\naudio = "b"', "inputs: expected only text input"),
+    "part": ('models = [{name = "a", part = 1}]', "models: part: expected a non-empty string, got 1"),
+    "out": ('models = ["a"]\nout = 3', "plan.toml: out: expected a non-empty string"),
     "syntax": ("models = [", "plan: expected a plan file in TOML, got .*plan.toml"),
     "endless number": ("samples = " + "9" * 9000, "plan: expected a plan file in TOML"),
     "huge number": ('models = ["a"]\nrtol = ' + "9" * 400, "rtol: expected a finite number"),
@@ -242,7 +242,7 @@ def howsmooth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     monkeypatch.setenv("COLUMNS", "120")
 
     def command(*arguments: str, tools: Any = None) -> Result:
-        monkeypatch.setattr(publishing, "draw_all", lambda *_: [])
+        monkeypatch.setattr(outputs, "draw_all", lambda *_: [])
         chosen = tools or make_tools()[0]
         capsys.readouterr()
         with installed(chosen):
@@ -262,12 +262,12 @@ def test_a_study_is_carried_out_and_not_begun_twice(howsmooth: Howsmooth, tmp_pa
     before = rows_of(tmp_path / "plan-out")
     code, _, err = howsmooth(plan)
     assert code == 2
-    assert "holds a study already. Add --resume" in err
+    assert "already holds a study. Add --resume" in err
     tools, work = make_tools()
     code, out, _ = howsmooth(plan, "--resume", tools=tools)
     assert code == 0
     assert work.measured == []
-    assert "45 were there already" in out
+    assert "45 were already there" in out
     assert rows_of(tmp_path / "plan-out") == before
 
 
@@ -297,7 +297,7 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     code, out, err = howsmooth(plan)
     assert code == 3
     assert "45 measurements made" in out
-    assert "1 failed, the first because of: model: 'missing' is not known." in err
+    assert "1 computation failed. Reason of the first failure: model: 'missing' is not known." in err
     assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
     code, out, _ = howsmooth(plan, "--status")
     assert code == 0
@@ -308,7 +308,7 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     code, _, err = howsmooth(plan, "--resume", "--quiet", tools=make_tools(models=models)[0])
     assert (code, err) == (0, "")
     code, out, _ = howsmooth(plan, "--status")
-    assert "All is measured." in out
+    assert "All measurements are done." in out
     assert "times" not in out
 
 
@@ -320,7 +320,7 @@ def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) 
     plan = str(written(tmp_path, SMALL))
     code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
     assert code == 130
-    assert "interrupted: 20 measurements are kept" in err
+    assert "interrupted: 20 measurements are saved" in err
     command = shlex.split(err.splitlines()[-1])
     assert command == ["howsmooth", "study", plan, "--resume"]
     code, out, _ = howsmooth(plan, "--status", "--json")
@@ -343,7 +343,7 @@ def test_status_before_during_and_after(howsmooth: Howsmooth, tmp_path: Path) ->
     models = {"small": FakeModel()}
     code, out, _ = howsmooth(str(plan), "--status")
     assert code == 0
-    assert "Not begun." in out
+    assert "Not started." in out
     assert not (tmp_path / "plan-out").exists()
 
     tries = iter(range(1000))
@@ -364,7 +364,7 @@ def test_status_before_during_and_after(howsmooth: Howsmooth, tmp_path: Path) ->
         _, out, _ = howsmooth(str(plan), "--status")
     assert "Running since 20" in out
     _, out, _ = howsmooth(str(plan), "--status")
-    assert "Not running: the run of 20" in out
+    assert "Not running: the run that started at 20" in out
     assert "5 times: too hot." in out
 
 
@@ -423,8 +423,11 @@ def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path
 
 
 MISUSES: dict[str, tuple[tuple[str, ...], str]] = {
-    "two plans": (("a.toml", "b.toml"), "plan: expected one plan file, got 2. Several stores need --merge."),
-    "merge and status": (("a", "--merge", "--status"), "merge: expected --merge alone"),
+    "two plans": (("a.toml", "b.toml"), "plan: expected one plan file, got 2. Add --merge to merge studies."),
+    "merge and status": (
+        ("a", "--merge", "--status"),
+        "merge: expected --merge without --resume, --status and --dry-run",
+    ),
     "merge without out": (("a", "--merge"), "out: expected a folder for the merged study"),
     "merge of nothing": (("a", "--merge", "--out", "b"), "merge: expected folders with a store, got a"),
     "no plan": ((), "Missing argument"),

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth.errors import StoreError
-from howsmooth.study.names import decimal, file_stem, readable
+from howsmooth.study.axis_ticks import linear_ticks, log_ticks
+from howsmooth.study.outputs import Outputs, write_outputs
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.publish import Published, publish
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.ticks import linear_ticks, log_ticks
+from howsmooth.study.text_formatting import decimal, file_stem, readable
 from tests._study import FakeModel, make_plan, make_tools, run, words
 
 FIRST = Ranges.parse("0", "layers")
@@ -55,19 +55,19 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     folder = tmp_path_factory.mktemp("published")
     tools, _ = make_tools()
     run(make_plan(scopes=("attention", "head")), folder, tools, command="howsmooth measure small")
-    return publish(folder)
+    return write_outputs(folder)
 
 
 @pytest.fixture(scope="module")
-def page(published: Published) -> Page:
+def page(published: Outputs) -> Page:
     return Page(published.report.read_text(encoding="utf-8"))
 
 
-def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Published) -> None:
+def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Outputs) -> None:
     table = pd.read_csv(published.report.with_name("measurements.csv"))
     assert tuple(table.columns) == (
         "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
@@ -81,13 +81,13 @@ def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Publishe
     assert not table["head"].astype(str).str.contains(r"\.[1-9]").any()
 
 
-def test_values_survive_the_csv_to_the_last_digit(published: Published) -> None:
+def test_values_survive_the_csv_to_the_last_digit(published: Outputs) -> None:
     table = pd.read_csv(published.report.with_name("measurements.csv"))
     np.testing.assert_array_equal(table["lipschitz"], published.contents.measurements["lipschitz"])
     assert table["seed"].tolist() == published.contents.measurements["seed"].tolist()
 
 
-def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published: Published) -> None:
+def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published: Outputs) -> None:
     shown = [(p.scope, p.layer, p.head) for p in published.pictures]
     attention = [("attention", None, None)] + [("attention", layer, None) for layer in range(3)]
     heads = [("head", None, None)] + [("head", layer, head) for layer in range(3) for head in range(2)]
@@ -101,7 +101,7 @@ def test_every_layer_and_head_has_a_figure_and_every_scope_an_overview(published
 
 def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST), tmp_path, make_tools()[0])
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     first = published.pictures[0]
     files = [
         published.report,
@@ -111,11 +111,11 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
         first.pdf,
     ]
     before = [path.read_bytes() for path in files]
-    publish(tmp_path)
+    write_outputs(tmp_path)
     assert [path.read_bytes() for path in files] == before
 
 
-def test_the_page_holds_everything_and_asks_nobody(published: Published, page: Page) -> None:
+def test_the_page_holds_everything_and_asks_nobody(published: Outputs, page: Page) -> None:
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     assert len(images) == len(published.pictures)
     prefix = "data:image/png;base64,"
@@ -154,7 +154,7 @@ def test_the_page_says_what_a_newcomer_needs(page: Page) -> None:
         assert needed in page.text, needed
 
 
-def test_the_page_gives_the_exponents_of_the_table(published: Published, page: Page) -> None:
+def test_the_page_gives_the_exponents_of_the_table(published: Outputs, page: Page) -> None:
     for slope in published.exponents["slope"]:
         assert decimal(slope, 3) in page.text
 
@@ -164,7 +164,7 @@ def test_hostile_names_are_shown_and_never_run(tmp_path: Path) -> None:
     tools, _ = make_tools(models={HOSTILE: model}, texts={HOSTILE: words(400)})
     plan = make_plan(models=(ModelSpec(HOSTILE),), texts=(HOSTILE,), layers=Ranges.parse("0,1", "layers"))
     run(plan, tmp_path, tools, command=f"howsmooth measure {HOSTILE}")
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     page = Page(published.report.read_text(encoding="utf-8"))
     assert page.open == []
     assert not [tag for tag, _ in page.elements if tag == "iframe"]
@@ -191,7 +191,7 @@ def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Pat
         return estimate
 
     run(make_plan(layers=FIRST), tmp_path, dataclasses.replace(tools, measure=sometimes))
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     text = Page(published.report.read_text(encoding="utf-8")).text
     assert "15 measurements, of which 12 converged" in text
     assert "3 measurements did not reach the tolerance" in text
@@ -201,7 +201,7 @@ def test_unconverged_measurements_are_counted_drawn_and_not_fitted(tmp_path: Pat
 
 def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> None:
     run(make_plan(lengths=(1,), layers=FIRST), tmp_path, make_tools()[0])
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     assert published.exponents["note"].tolist() == ["fewer than 3 lengths to fit"]
     assert "too few lengths for an exponent" in published.report.read_text(encoding="utf-8")
 
@@ -209,7 +209,7 @@ def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> 
 def test_zero_constants_are_published(tmp_path: Path) -> None:
     tools, _ = make_tools(slope=-math.inf)
     run(make_plan(layers=FIRST), tmp_path, tools)
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     assert published.exponents["left_out"].tolist() == [15]
     assert "15 constants are zero" in published.report.read_text(encoding="utf-8")
 
@@ -218,7 +218,7 @@ def test_untrained_and_retokenised_models_are_marked(tmp_path: Path) -> None:
     model = FakeModel(tokenizer_source="BPE trained on the text.")
     tools, _ = make_tools(models={"small": model})
     run(make_plan(models=(ModelSpec("small", random_init=True),), layers=FIRST), tmp_path, tools)
-    text = publish(tmp_path).report.read_text(encoding="utf-8")
+    text = write_outputs(tmp_path).report.read_text(encoding="utf-8")
     assert "small (random init)" in text
     assert "have untrained weights" in text
     assert "Where a tokenizer was trained on the text" in text
@@ -229,9 +229,9 @@ def test_outputs_that_cannot_be_written_are_said(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST), tmp_path, make_tools()[0])
     (tmp_path / ".report.html.partial").symlink_to("/dev/full")
     with pytest.raises(
-        StoreError, match=r"cannot be written: No space left on device. The measurements are kept"
+        StoreError, match=r"cannot be written: No space left on device. The measurements are saved"
     ):
-        publish(tmp_path)
+        write_outputs(tmp_path)
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
@@ -262,7 +262,7 @@ def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor:
 
 def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST, lengths=(2, 4, 8, 16), samples=12), tmp_path, make_tools()[0])
-    published = publish(tmp_path)
+    published = write_outputs(tmp_path)
     page = Page(published.report.read_text(encoding="utf-8"))
     (row,) = published.exponents.to_dict("records")
     assert 0.001 < row["quarter"] < 1

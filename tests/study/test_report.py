@@ -22,21 +22,21 @@ from hypothesis import strategies as st
 from howsmooth.paper.published import ITEMS
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import draw_all
-from howsmooth.study.names import decimal
 from howsmooth.study.progress import Silent
-from howsmooth.study.published_rows import compare
+from howsmooth.study.published_values import compare
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
-from howsmooth.study.report import numbers, render
-from howsmooth.study.report.numbers import (
+from howsmooth.study.report import render
+from howsmooth.study.report.chart_data import (
     MOST_ENERGIES,
     MOST_POINTS,
-    bounds_beside,
+    bounds_data,
     embedded,
     piece,
     scatter,
     sensitive,
 )
 from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
+from howsmooth.study.text_formatting import decimal
 from tests._browser import Complaints, chromium, opened
 
 UPLOT = Path(__file__).parents[2] / "src" / "howsmooth" / "study" / "templates" / "report" / "uplot"
@@ -334,7 +334,7 @@ def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Co
 
 
 def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
-    found = bounds_beside(contents.bounds, contents.measurements)
+    found = bounds_data(contents.bounds, contents.measurements)
     assert found is not None
     table = sharpest(found)
     assert len(table) == 2 * 2 * 4 * (3 + 6)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequences import overlapping
+from howsmooth.study.sequence_placement import overlapping
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.tasks.constants import batch_size
 from tests._study import (

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import howsmooth as hs
-from howsmooth.study.feeds import pieces
+from howsmooth.study.datasets import token_pieces
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.run import run as carry_out
 from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words
@@ -112,15 +112,15 @@ def test_tokens_of_odd_letters_are_pieces_of_the_text(name: str) -> None:
     ids, places = tokenizer.located(ODD)
     assert ids == tokenizer.encode(ODD)
     assert len(places) == len(ids)
-    everything = pieces(ODD, places, 0, len(ids))
+    everything = token_pieces(ODD, places, 0, len(ids))
     assert "".join(everything) == ODD[places[0] :]
     for first, n in ((3, 9), (len(ids) - 4, 4)):
-        found = pieces(ODD, places, first, n)
+        found = token_pieces(ODD, places, first, n)
         assert len(found) == n
         assert ODD[places[first] :].startswith("".join(found))
     plain = "The smooth map was measured at words that no one had read."
     ids, places = tokenizer.located(plain)
-    found = pieces(plain, places, 0, len(ids))
+    found = token_pieces(plain, places, 0, len(ids))
     assert [word.strip() for word in found] == [word.strip() for word in tokenizer.decoded(ids)]
 
 
@@ -130,7 +130,7 @@ def test_pieces_are_the_text(data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), min_size=1, max_size=12)))
     first = data.draw(st.integers(0, len(places) - 1))
     n = data.draw(st.integers(1, len(places) - first))
-    found = pieces(content, places, first, n)
+    found = token_pieces(content, places, first, n)
     after = next((place for place in places[first + n :]), len(content))
     assert len(found) == n
     assert "".join(found) == content[places[first] : after]

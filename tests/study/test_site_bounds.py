@@ -213,7 +213,7 @@ def test_all_and_none_are_taken_literally(tmp_path: Path, clock: Clock) -> None:
 def test_the_command_says_what_was_left_out_and_how_to_have_it(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.publish.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
 
     def typed(*words: str) -> str:
         command = ["measure", "small", "--text", "prose", "--lengths", "2,4,8", "--samples", "5"]

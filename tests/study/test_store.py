@@ -189,7 +189,7 @@ def test_every_column_of_every_table_is_sealed(store: Store) -> None:
         for name in (*kind.columns(), "run", "seal"):
             connection.execute("BEGIN")
             connection.execute(f"UPDATE {kind.table} SET {name} = 'changed'")
-            with pytest.raises(StoreError, match=f"row 1 of {kind.table} is not what was written"):
+            with pytest.raises(StoreError, match=f"row 1 of {kind.table} was changed after it was written"):
                 _check_seals(connection, store.path)
             connection.execute("ROLLBACK")
     _check_seals(connection, store.path)
@@ -216,7 +216,7 @@ def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     def work(stop: bool) -> None:
         with store.transaction():
             store.add([row()], 1)
-            store.take_back(Measurement, "n > ?", 8)
+            store.delete_rows(Measurement, "n > ?", 8)
             store.add([bounding()], 1)
             if stop:
                 raise KeyboardInterrupt
@@ -415,8 +415,8 @@ def make_folder(path: Path) -> None:
 BAD_FILES = {
     make_text: "not a database",
     make_other: "is not a store of howsmooth",
-    make_changed: "row 1 of measurements is not what was written",
-    make_tables: "its tables are not those that this howsmooth makes",
+    make_changed: "row 1 of measurements was changed after it was written",
+    make_tables: "its tables are not those of this version of howsmooth",
     make_damaged: "is damaged|malformed",
     make_cut: "is damaged|malformed",
     make_folder: "is not a file",

@@ -1,4 +1,4 @@
-"""The command line. Each command is a thin door to a room of the library."""
+"""The ``howsmooth`` command line: one typer application with a module for each command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from howsmooth.cli.measure import TYPED, measure
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
-from howsmooth.study.names import encodable, readable
+from howsmooth.study.text_formatting import encodable, readable
 
 __all__ = ["app", "main"]
 
@@ -61,17 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments
-        As typed after ``howsmooth``; ``None`` for those of the process.
+        The words typed after ``howsmooth``; ``None`` takes them from ``sys.argv``.
 
     Returns
     -------
     int
-        0 if all went well; 2 if something was refused, with one sentence on standard error; 3 if a study
-        or the figures went on after failures, or a flow ended early; 130 if interrupted. A traceback, and
-        exit code 1, are a mistake of ours.
+        The exit code. 0: the command succeeded. 2: it refused its arguments or inputs, with one sentence on
+        standard error. 3: some measurements or figures failed, or a flow ended early.
+        130: the user interrupted it. A traceback with exit code 1 is a bug of howsmooth.
 
     """
-    # Without a word, what there is to say is the help. What was typed is recorded with the measurements.
+    # Without arguments, show the help. TYPED is recorded in the store with each run.
     typed = tuple(sys.argv[1:] if arguments is None else arguments) or ("--help",)
     TYPED.set(typed)
     try:
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         typer.echo("interrupted: nothing had been measured yet.", err=True)
         return INTERRUPTED
     except Exception as error:
-        # Usage errors: typer has kept click's class under three names in its history, but not its method.
+        # Recognise click's usage errors by their attributes: typer has changed the name of their class
+        # several times, but not the method `format_message`.
         described = getattr(error, "format_message", None)
         if described is None or getattr(error, "exit_code", None) is None:
             raise
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    # One line, whatever a file name or a library's message held.
+    # Print a single line, even if a file name or a library's message contains line breaks.
     words = readable(encodable(" ".join(sentence.split())), longest=2000)
     typer.echo(f"error: {words}", err=True)
     return REFUSED

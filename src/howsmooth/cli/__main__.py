@@ -1,4 +1,4 @@
-"""Allow ``python -m howsmooth.cli``."""
+"""Run the command line with ``python -m howsmooth.cli``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``howsmooth bound``: every theorem's bound for the attention of a model or of a parameter file."""
+"""The command ``howsmooth bound``: evaluate all bounds for the attention of a model or a parameter file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from howsmooth.study.plan import BoundPlan, Execution
 __all__ = ["bound"]
 
 _EXAMPLES = (
-    "One table a layer: bounds at the tokens of the text, beside the measured constant; and bounds over all "
-    "sequences of n tokens in the ball of radius R.",
+    "Print one table for each attention. It lists bounds on the local constant at the tokens of the text, "
+    "beside the measured constant, and bounds over all sequences of n tokens in the ball of radius R.",
     "Examples:",
-    "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, all heads together",
+    "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, with all heads",
     "[cyan]howsmooth bound builtin-decoder --layers 0 --scope head --heads 0,1 --lengths 16,64[/]  two heads",
-    "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  parameters of your own",
-    "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  for a machine",
-    "A parameter file holds query, key, value and so on with the shapes of howsmooth.SelfAttention, or A, V "
-    "and b of the paper; and tokens X, if bounds at them are wanted.",
+    "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
+    "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
+    "A parameter file holds the arrays query, key, value and so on, with the shapes that "
+    "howsmooth.SelfAttention documents, or the matrices A and V and the vector b of the paper. It may also "
+    "hold tokens X, at which local bounds are then computed.",
 )
 
 
@@ -34,7 +35,7 @@ def bound(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Also write bounds.csv there.",
+            help="Also write bounds.csv into this folder.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -42,15 +43,15 @@ def bound(
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
-    """Bound the Lipschitz constant of attention by every theorem there is, beside the measured constant."""
-    from howsmooth.cli.tables import bounds_as_json, show_bounds
-    from howsmooth.study.bounding import bound_all, bounds_frame
-    from howsmooth.study.files import write_table
-    from howsmooth.study.sources import open_source
+    """Bound the Lipschitz constant of attention by every theorem available, beside the measured constant."""
+    from howsmooth.cli.bound_result import bounds_as_json, show_bounds
+    from howsmooth.study.attention_sources import open_attention_source
+    from howsmooth.study.bound_tables import bound_all, bounds_frame
+    from howsmooth.study.output_files import write_table
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
-        source = open_source(plan)
+        source = open_attention_source(plan)
         display.phase("Bounding")
         bounded = list(bound_all(plan, source, display))
     written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")

@@ -1,4 +1,4 @@
-"""``howsmooth certify``: the constant of a saved model, where it is spent, and what it says of data."""
+"""The command ``howsmooth certify``: certify the Lipschitz constant of a saved model, and its accuracy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from howsmooth.study.plan import CertificationPlan, Execution
 __all__ = ["certify"]
 
 _EXAMPLES = (
-    "The model is a file of howsmooth.nn.save; nothing in it is run. The constant is proved for all inputs "
-    "of so many tokens of norm at most the radius, and everything is computed in float64.",
+    "The model is a file written by howsmooth.nn.save. No code in the file is run. The constant is proved "
+    "for all inputs of --length tokens whose norms are at most --radius, and is computed in float64.",
     "Examples:",
-    "[cyan]howsmooth certify model.safetensors[/]  the constant, and where it is spent",
-    "[cyan]howsmooth certify model.safetensors --data digits.npz[/]  and accuracies, clean and certified",
-    "[cyan]howsmooth certify model.safetensors --data X.npy --labels y.npy --radii 0.1,0.5 --out found[/]  a "
-    "table of radii, one for each input",
-    "[cyan]howsmooth certify model.safetensors --radius 2 --data X.npy --clip --json[/]  for a machine",
-    "Data with labels may be one file: .npz or .safetensors with X and y.",
+    "[cyan]howsmooth certify model.safetensors[/]  the constant, and the constant of each module",
+    "[cyan]howsmooth certify model.safetensors --data digits.npz[/]  also clean and certified accuracy",
+    "[cyan]howsmooth certify model.safetensors --data X.npy --labels y.npy --radii 0.1,0.5 --out found[/]  "
+    "also a table with the certified radius of each input",
+    "[cyan]howsmooth certify model.safetensors --radius 2 --data X.npy --clip --json[/]  JSON for a program",
+    "One .npz or .safetensors file may hold both the inputs X and the labels y.",
 )
 
 
@@ -34,7 +34,8 @@ def certify(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Also write modules.csv there, and inputs.csv with a radius for each input.",
+            help="Also write modules.csv into this folder, and inputs.csv with the certified radius of each "
+            "input.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -42,10 +43,10 @@ def certify(
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
-    """Certify a saved model: its Lipschitz constant, where it is spent, and accuracy under any attack."""
+    """Certify a saved model: its Lipschitz constant, each module's share, and accuracy under attack."""
     from howsmooth.cli.certify_result import certificate_as_json, show_certificate
-    from howsmooth.study.certifying import certify_file
-    from howsmooth.study.files import write_table
+    from howsmooth.study.certification import certify_file
+    from howsmooth.study.output_files import write_table
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Certifying")

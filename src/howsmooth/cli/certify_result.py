@@ -1,4 +1,4 @@
-"""Certificates for people and for machines."""
+"""Print the result of ``howsmooth certify`` as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from howsmooth.cli.printing import as_json, counted, heading, say, show_table
+from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
 from howsmooth.nn.certificates.evaluation import Evaluation
-from howsmooth.study.certifying import Certified
-from howsmooth.study.names import readable
+from howsmooth.study.certification import Certified
 from howsmooth.study.records import plain_rows
+from howsmooth.study.text_formatting import readable
 
 __all__ = ["certificate_as_json", "show_certificate"]
 
 
 def certificate_as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
-    """Describe a certificate as one JSON object; a number that is infinite is null."""
+    """Return the certificate and the evaluation as one JSON object; an infinite number becomes null."""
     certificate, evaluation = found.certificate, found.evaluation
     return as_json(
         model=found.asked.model,
@@ -56,7 +56,7 @@ def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float])
 
 
 def show_certificate(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
-    """Print the constant, where it is spent, and the accuracies."""
+    """Print the certified constant, the constant of each module, and the accuracies."""
     certificate, evaluation = found.certificate, found.evaluation
     where = "" if math.isinf(certificate.radius) else f" of norm at most {certificate.radius:.6g}"
     where += f", clipped to norm {found.radius:.6g}" if found.asked.clip else ""
@@ -96,13 +96,14 @@ def show_certificate(found: Certified, radii: Sequence[float], written: Sequence
 
 
 def _remarks(found: Certified) -> list[str]:
-    """Say what was computed with which numbers, and which inputs the certificate is about."""
+    """List remarks on precision, and on which inputs the certificate covers."""
     remarks = []
     half = any(word in found.precision for word in ("float16", "bfloat16"))
     remarks.append(
-        f"Weights are stored in {found.precision}; constant and outputs are those of the model in float64."
+        f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
         + (
-            " A run in half precision rounds by more than margins may allow: it is not covered."
+            " The certificate does not cover a run in half precision, whose rounding errors can be larger "
+            "than the margins."
             if half
             else ""
         )
@@ -113,9 +114,11 @@ def _remarks(found: Certified) -> list[str]:
     if found.asked.clip:
         remarks.append(
             f"{counted(evaluation.clipped, 'input')} had tokens beyond the radius and "
-            f"{'was' if evaluation.clipped == 1 else 'were'} clipped. Moved inputs are clipped, too, so "
-            "that they may be anywhere."
+            f"{'was' if evaluation.clipped == 1 else 'were'} clipped. Perturbed inputs are clipped too, so "
+            "they may have tokens of any norm."
         )
     else:
-        remarks.append("Moved inputs must stay within the radius; with --clip they may be anywhere.")
+        remarks.append(
+            "The tokens of perturbed inputs must stay within the radius; with --clip they may have any norm."
+        )
     return remarks

@@ -1,4 +1,4 @@
-"""A flow for people and for machines."""
+"""Print the result of ``howsmooth flow`` as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from howsmooth.cli.printing import as_json, heading, paragraph, say, show_table
-from howsmooth.study.flows.opening import System
-from howsmooth.study.flows.publish import PublishedFlow
-from howsmooth.study.names import readable, sentence
+from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
+from howsmooth.study.flows.flow_system import System
+from howsmooth.study.flows.outputs import FlowOutputs
 from howsmooth.study.progress import Outcome
 from howsmooth.study.records import Ending, FrameRow, plain_rows
 from howsmooth.study.store import STORE_NAME
+from howsmooth.study.text_formatting import readable, sentence
 
 __all__ = ["flow_as_json", "show_flow"]
 
@@ -28,9 +28,9 @@ _COLUMNS = {
 
 
 def flow_as_json(
-    system: System, outcome: Outcome, ending: Ending | None, published: PublishedFlow, folder: Path
+    system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> str:
-    """Describe the flow as one JSON object; what is not a number is null."""
+    """Return the flow as one JSON object; a number that is NaN or infinite becomes null."""
     frames = FrameRow.table
     return as_json(
         out=folder,
@@ -60,9 +60,9 @@ def flow_as_json(
 
 
 def show_flow(
-    system: System, outcome: Outcome, ending: Ending | None, published: PublishedFlow, folder: Path
+    system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print what was measured at some of the times, how the flow ended, and where everything is."""
+    """Print the metrics at six times, how the flow ended, and the paths of the files."""
     n, d = system.x.shape
     heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
     paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")
@@ -73,7 +73,7 @@ def show_flow(
     if len(published.growth):
         paragraph(f"\n{_growth(published.growth)}")
     made, kept = (count[FrameRow.table] for count in (outcome.made, outcome.kept))
-    before = f", {kept} were there already" if kept else ""
+    before = f", {kept} were already there" if kept else ""
     paragraph(f"\n{made} frames made in {outcome.seconds:.1f} s{before}.")
     if ending is not None:
         ended = f"The {ending.what} {ending.status}: {ending.reason}"
@@ -84,15 +84,16 @@ def show_flow(
     say(f"Also in {folder}: flow.pdf, trajectory.npz, metrics.csv, {STORE_NAME}")
 
 
-def _last(published: PublishedFlow) -> float:
+def _last(published: FlowOutputs) -> float:
     return float(published.metrics["time"].iloc[-1])
 
 
 def _growth(table: pd.DataFrame) -> str:
-    """Say how much perturbations have grown in the end."""
+    """Return a sentence on how far perturbations have grown at the last time."""
     last = table.iloc[-1]
-    words = f"Perturbations have grown {last['value']:.5g} times"
+    words = f"Perturbations have grown by a factor of {last['value']:.5g}"
     words += f" [{last['lower']:.5g}, {last['upper']:.5g}]"
     if not pd.isna(last["discretisation_error"]):
-        words += f", up to about {last['discretisation_error']:.1e} by the step of {last['method']}"
+        error = last["discretisation_error"]
+        words += f", with a discretisation error of about {error:.1e} by the step of {last['method']}"
     return f"{words}; the product of the steps' constants is {last['product']:.5g}."

@@ -1,4 +1,4 @@
-"""``--dry-run``: what a plan would take, for people and for machines."""
+"""The option ``--dry-run``: predict the time and memory of a plan, and print them as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from howsmooth.cli.options import OUTPUT
-from howsmooth.cli.printing import as_json, say, show_table
 from howsmooth.cli.progress import duration, shown_progress
-from howsmooth.study.names import readable
+from howsmooth.cli.terminal_output import as_json, say, show_table
+from howsmooth.study.text_formatting import readable
 
 if TYPE_CHECKING:
     from howsmooth.study.forecast import Forecast
@@ -25,8 +25,8 @@ DryRunOption = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Measure and write nothing: load and check everything, and print the time and the memory that "
-        "each length would take.",
+        help="Load and check everything, time a few trial measurements, and print the time and the memory "
+        "that each length will take. Nothing is written.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -35,21 +35,21 @@ DryRunOption = Annotated[
 def tell_forecast(
     plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
 ) -> None:
-    """Predict what a plan takes, and print it.
+    """Predict the time and memory that a plan takes, and print them.
 
     Parameters
     ----------
     plan, execution, keep_going
-        As for a run.
+        The same values as for a run of the plan.
     as_json, quiet
-        As the options of the command.
+        Whether to print JSON, and whether to hide the progress.
 
     """
-    # Only now what takes seconds to load.
+    # Imported here because it takes seconds to load, which --help should not.
     from howsmooth.study.forecast import forecast
 
     with shown_progress(quiet=quiet or as_json) as display:
-        display.phase("Reading texts and models, and trying a little of each")
+        display.phase("Reading texts and models, and timing trial measurements")
         found = forecast(plan, execution.out, keep_going=keep_going)
     if as_json:
         typer.echo(forecast_as_json(found, execution.out, published=bool(plan.as_published)))
@@ -58,14 +58,14 @@ def tell_forecast(
 
 
 def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:
-    """Describe a forecast as one JSON object: seconds and bytes."""
+    """Return the forecast as one JSON object, with times in seconds and memory in bytes."""
     impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
     described = asdict(found) | {"impossible": impossible, "without_published_values": published}
     return as_json(out=folder, **described)
 
 
 def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
-    """Print a table for each model, text and scope, then what comes beside, and the sum."""
+    """Print a table for each model, text and scope, then the time of the other steps and the totals."""
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
         say(f"{readable(model)}, {readable(text)}, {scope}:")
         rows = [
@@ -83,7 +83,7 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
         f"Reading and loading {short(found.preparing)}, measuring {short(measuring)}, bounds "
         f"{short(found.bounds)}, tables, figures and report {short(found.drawing)}."
     )
-    kept = f"; {found.kept} measurements are in {folder} already" if found.kept else ""
+    kept = f"; {found.kept} measurements are already in {folder}" if found.kept else ""
     say(
         f"In all about {duration(found.seconds)}, {duration(found.low)} to {duration(found.high)}, and "
         f"{amount_of_memory(found.memory)} of memory{kept}."
@@ -91,11 +91,11 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
     for part in found.parts:
         if not part.fits:
             say(
-                f"{part.n} tokens do not fit in the memory that one measurement may use: they are refused. "
-                "Raise --memory."
+                f"A sequence of {part.n} tokens does not fit into the memory that one measurement may use, "
+                "so it will be refused. Raise --memory."
             )
     if published:
-        say("Published values are not part of this.")
+        say("This forecast does not include the values of the paper's published code.")
     for label, source, error in found.impossible:
         where = label if source is None else f"{label} on {source}"
         say(f"Cannot be measured: {readable(where)}: {readable(error, longest=300)}")
@@ -103,10 +103,10 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
 
 
 def short(seconds: float) -> str:
-    """Write a time with two digits, also if it is less than a second."""
+    """Format a time with two significant digits if it is below ten seconds, else as :func:`duration` does."""
     return f"{seconds:.2g} s" if seconds < 9.95 else duration(seconds)
 
 
 def amount_of_memory(size: float) -> str:
-    """Write a number of bytes."""
+    """Format a number of bytes in GB or MB."""
     return f"{size / 1e9:.1f} GB" if size >= 9.95e8 else f"{size / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""``howsmooth inspect``: the attention layers of a model, and what of them can be measured."""
+"""The command ``howsmooth inspect``: list the attention layers of a model and what can be measured."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ __all__ = ["InspectionPlan", "inspect"]
 _MOST_WEIGHTS = 10**9
 
 _EXAMPLES = (
-    "Every layer is captured once and held against the model's own numbers, in every scope. What is refused "
-    "is named with its reason: cross-attention, layers that mix tokens without a softmax, masks that depend "
-    "on the tokens. The exit code is 0 if some layer is captured; 2 if none is, or there is no such model.",
+    "Every layer is captured once in every scope, and its map is compared with the model's own output. A "
+    "layer that cannot be captured is listed with the reason, for example cross-attention, token mixing "
+    "without a softmax, or a mask that depends on the tokens. The exit code is 0 if some layer is captured, "
+    "and 2 if none is or the model is not found.",
     "Examples:",
     "[cyan]howsmooth inspect builtin-encoder[/]  a model with its weights",
     "[cyan]howsmooth inspect gpt2 --random-init[/]  an architecture, without its weights",
-    "[cyan]howsmooth inspect ./folder --random-init --as-decoder[/]  a config.json is enough",
+    "[cyan]howsmooth inspect ./folder --random-init --as-decoder[/]  a folder with only a config.json",
     "[cyan]howsmooth inspect t5 --random-init[/]  encoder and decoder",
-    "[cyan]howsmooth inspect vit --random-init[/]  a vision model, on an image made by code",
+    "[cyan]howsmooth inspect vit --random-init[/]  a vision model, on a generated image",
     "[cyan]howsmooth inspect clip --random-init --part vision[/]  one of a model's parts",
-    "[cyan]howsmooth inspect ./folder --tokens 200 --json[/]  for a machine",
+    "[cyan]howsmooth inspect ./folder --tokens 200 --json[/]  JSON for another program",
 )
 
 
 @dataclass(frozen=True)
 class InspectionPlan(Options):
-    """Which model to inspect, and how it is built."""
+    """Which model to inspect, and how to build it."""
 
     model: str = option(
         ...,
@@ -54,19 +55,19 @@ class InspectionPlan(Options):
     tokens: int | None = option(
         None,
         whole(2),
-        "Length of the input, of token ids at random; of a text model only. A window shows in the "
-        "mask if it is shorter. Default: 16, or as many as the model takes.",
+        "Length of the input of random token ids, for a text model. A sliding window is visible only if it "
+        "is shorter than the input. Default: 16, or fewer if the model takes no more.",
         metavar="N",
     )
     all_layers: bool = option(
         False,
         flag(),
-        "With --random-init: build every layer. By default a configuration of more than a billion "
-        "weights is built with as few layers as show every kind that it names, at least 2, and the "
-        "result says so.",
+        "With --random-init: build every layer. By default, a configuration of more than a billion "
+        "weights is built with at least 2 layers, and only as many as include every kind of layer that it "
+        "names; the result says so.",
         panel=HOW,
     )
-    seed: int = seed_option("Of random weights.")
+    seed: int = seed_option("Seed of the random weights.")
 
 
 @command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))

@@ -1,19 +1,19 @@
-"""The attention layers of a model for people and for machines."""
+"""Print the result of ``howsmooth inspect`` as tables or as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from howsmooth.cli.printing import as_json, counted, heading, say, show_table
+from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
 from howsmooth.models import SCOPES, InspectedSite, Inspection, LoadedModel
-from howsmooth.study.names import readable, sentence
+from howsmooth.study.text_formatting import readable, sentence
 
 __all__ = ["inspection_as_json", "show_inspection"]
 
 
 def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
-    """Describe the layers as one JSON object."""
+    """Return the model and its attention layers as one JSON object."""
     return as_json(
         name=model.name,
         source=model.source,
@@ -24,7 +24,7 @@ def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
 
 
 def show_inspection(model: LoadedModel, found: Inspection) -> None:
-    """Print what all layers share, a table of what they do not, and what is refused."""
+    """Print the properties that all layers share, a table of the properties that differ, and the refusals."""
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
@@ -42,14 +42,17 @@ def show_inspection(model: LoadedModel, found: Inspection) -> None:
         say("")
     _show_layers(found, [key for key in (facts or [{}])[0] if key not in shared])
     if found.tokens is not None:
-        say(f"\nMasks are those of {found.tokens} tokens; a longer window shows with more of them.")
+        say(
+            f"\nThe masks are those of an input of {found.tokens} tokens; a longer sliding window is visible "
+            "only with more --tokens."
+        )
     for reason in dict.fromkeys(site.path_reason for site in captured):
         of = [site for site in captured if site.path_reason == reason]
         say(f"{_sentence_of(of, found)}: {of[0].path}, {readable(str(reason), longest=600)}")
     if found.unreached:
         say(f"Not reached by this input: {', '.join(found.unreached)} (choose it with --part).")
     if not found.refusals:
-        say("Nothing is refused.")
+        say("No layer is refused.")
         return
     say("\nRefused:")
     for refusal in found.refusals:
@@ -60,13 +63,13 @@ def show_inspection(model: LoadedModel, found: Inspection) -> None:
 
 
 def _show_layers(found: Inspection, varied: list[str]) -> None:
-    """Print the layers, those that are alike in one row."""
+    """Print a table of the layers, with one row for all layers that have the same properties."""
     names = ["layer", "name", *varied]
     rows = []
     alike: dict[tuple[str, ...], list[InspectedSite]] = {}
     for site in found.sites:
         told = _facts(site) if site.scopes else {"scopes": f"refused: {site.kind}"}
-        # The radius is a number of its own in every layer.
+        # The radius differs in every layer, so it does not separate layers that are otherwise alike.
         key = (_pattern(site.name), site.kind, *(v for k, v in told.items() if k in varied and k != _RADIUS))
         alike.setdefault(key, []).append(site)
     for sites in alike.values():
@@ -108,18 +111,18 @@ def _radius(sites: Sequence[InspectedSite]) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Put a star where layers that are alike have their number."""
+    """Replace the numbers in a module path by stars, so that layers of one kind have the same pattern."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _common(sites: Sequence[InspectedSite]) -> str:
-    """Put a star only where the names of these layers differ."""
+    """Return the common module path of some layers, with a star where their paths differ."""
     parts = zip(*(site.name.split(".") for site in sites), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
-    """Name layers, by their paths if they have no index."""
+    """Name some layers by their indices, and layers without an index by their module paths."""
     layers = [site.layer for site in sites if site.layer is not None]
     if layers and len(layers) == len(found.sites):
         return "All layers" if len(layers) > 1 else "The layer"
@@ -139,7 +142,7 @@ def _scopes(scopes: Sequence[str]) -> str:
 
 
 def _runs(layers: Sequence[int]) -> str:
-    """Name layers, runs of them by their ends."""
+    """List layer indices as text, with three or more consecutive ones as "first to last"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:

@@ -1,17 +1,17 @@
-"""``howsmooth measure``: from models and texts to a store, tables, figures and a report."""
+"""The command ``howsmooth measure``: measure models on inputs; write a store, tables, figures, a report."""
 
 from __future__ import annotations
 
-from howsmooth.cli.carrying import carry_out
 from howsmooth.cli.forecast import DryRunOption, tell_forecast
 from howsmooth.cli.options import TYPED, JsonOption, QuietOption, as_typed, command, refuse_workers
+from howsmooth.cli.plan_execution import carry_out
 from howsmooth.study.plan import Execution, Plan
 
 __all__ = ["TYPED", "measure"]
 
 _EXAMPLES = (
-    "Into --out go a store with one row a measurement, measurements.csv, exponents.csv, figures, and a "
-    "report.html that says what it all means.",
+    "The folder --out receives a store with one row for each measurement, measurements.csv, exponents.csv, "
+    "figures, and report.html, which explains the results.",
     "Examples:",
     "[cyan]howsmooth measure[/]  the two built-in models on Alice's Adventures in Wonderland",
     "[cyan]howsmooth measure builtin-encoder --layers 0,-1 --lengths 4:64:4 --samples 5[/]  a quick look",
@@ -20,13 +20,13 @@ _EXAMPLES = (
     "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
     "[cyan]howsmooth measure vit --random-init --images builtin --layers 0,5[/]  images instead of a text",
     "[cyan]howsmooth measure ./model --embeddings sentences.safetensors --lengths 4,8 --samples 2[/]  "
-    "tokens that were embedded elsewhere",
-    "[cyan]howsmooth measure builtin-encoder --as-published all[/]  beside what the paper's code computes",
-    "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  how long that would take",
-    "[cyan]howsmooth measure builtin-decoder --executor processes --workers 2[/]  two processes at a time",
-    "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  for a machine",
-    "The same command again continues where it was interrupted, and repeats nothing. Lengths, samples, "
-    "layers, heads, scopes, texts and models can be added to a folder at any time.",
+    "tokens that another program embedded",
+    "[cyan]howsmooth measure builtin-encoder --as-published all[/]  also what the paper's code computes",
+    "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only predict the time",
+    "[cyan]howsmooth measure builtin-decoder --executor processes --workers 2[/]  on two processes",
+    "[cyan]howsmooth measure builtin-decoder --json --quiet > result.json[/]  JSON for another program",
+    "Run the same command again to continue after an interruption; finished measurements are not repeated. "
+    "Lengths, samples, layers, heads, scopes, texts and models can be added to a folder at any time.",
 )
 
 

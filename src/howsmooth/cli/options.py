@@ -1,4 +1,4 @@
-"""From dataclasses of options to commands: what a plan says of its fields is what can be typed."""
+"""Turn dataclasses of options into typer commands: each field becomes an option or an argument."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.names import encodable
 from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
 from howsmooth.study.plan import Execution
+from howsmooth.study.text_formatting import encodable
 
 __all__ = [
     "OUTPUT",
@@ -30,35 +30,37 @@ __all__ = [
 ]
 
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
-"""The words after ``howsmooth``, as typed."""
+"""The command-line arguments after ``howsmooth``, as the user typed them."""
 
 JsonOption = Annotated[
     bool,
-    typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=OUTPUT),
+    typer.Option("--json", help="Print only the result, as JSON.", rich_help_panel=OUTPUT),
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress and no summary.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--quiet", "-q", help="Show no progress and no summary.", rich_help_panel=OUTPUT)
 ]
-SilentOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
+SilentOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT)
+]
 
 
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a command of a function whose parameters are plans.
+    """Return a decorator that turns a function with plan parameters into a typer command.
 
-    A parameter whose annotation is a dataclass of options becomes one option, or argument, for each of its
-    fields, and the function gets the dataclass. One with the annotation ``Annotated[dict, dataclass]`` gets
-    those that were typed alone, by their names. Other parameters are as for typer.
+    A parameter annotated with a dataclass of options becomes one option or argument for each field of the
+    dataclass, and the function receives an instance. A parameter annotated ``Annotated[dict, dataclass]``
+    receives a dictionary with only the options that the user typed. Other parameters are passed to typer.
 
     Parameters
     ----------
     *examples
-        Paragraphs below the help.
+        Paragraphs to print below the help.
     without
-        Fields that cannot be typed.
+        Names of fields that become no option.
     **defaults
-        Of fields, instead of those of the dataclass.
+        Default values of fields that replace the defaults of the dataclass.
 
     """
 
@@ -86,7 +88,7 @@ def command(
                     use_threads(how.threads)
                 return function(**values)
 
-        # typer reads these two.
+        # typer reads the parameters of a command from its signature and annotations.
         typed.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         typed.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
         typed.__dict__["examples"] = "\n\n".join(examples)
@@ -96,12 +98,12 @@ def command(
 
 
 def as_typed(*more: str) -> str:
-    """Return the command as it was typed, and ``more`` behind it."""
+    """Return the command as the user typed it, followed by the arguments ``more``."""
     return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
 
 
 def use_threads(count: int | None) -> None:
-    """Let PyTorch use so many threads; ``None`` leaves it as it is."""
+    """Set the number of CPU threads of PyTorch; ``None`` leaves it unchanged."""
     if count is not None:
         import torch
 
@@ -109,12 +111,12 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` beside an option with which nothing is measured.
+    """Refuse ``--executor`` together with an option that measures nothing.
 
     Raises
     ------
     howsmooth.errors.ArgumentError
-        If there is one.
+        If ``executor`` is not ``None``.
 
     """
     if executor is not None:
@@ -124,7 +126,7 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the dataclass of options that an annotation names, if it does."""
+    """Return the dataclass of options in an annotation, or ``None`` if the annotation names none."""
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -136,7 +138,7 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a parameter in typer's sense for each field; without ``defaults`` none of them has one."""
+    """Yield a typer parameter for each field of a plan; with ``defaults=None`` no parameter has a default."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -168,6 +170,6 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Take what was typed of a dataclass out of all values; what was left out is not among it."""
+    """Remove the fields of a plan from ``values``, and return those that the user typed."""
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}

@@ -1,6 +1,6 @@
-"""How far the work is: a bar with the time left on a terminal, plain lines anywhere else.
+"""Show the progress of a command: a bar with the remaining time on a terminal, plain lines elsewhere.
 
-All of it goes to standard error, so that standard output holds results only.
+Progress goes to standard error, so that standard output holds only results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
-    """Show what the listener is told in the way that fits where standard error goes."""
+    """Yield a listener that shows progress as a bar on a terminal, as lines elsewhere, or not at all."""
     if quiet:
         yield Silent()
     elif not sys.stderr.isatty():
@@ -41,18 +41,18 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
 
 
 class _Lines:
-    """A line when a phase begins, and one every ten seconds within it."""
+    """A listener that prints a line at the start of each phase, and then one line every ten seconds."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
 
     def phase(self, words: str) -> None:
-        """Say what begins now."""
+        """Print the name of the phase that starts."""
         self._began = self._last = time.monotonic()
         print(words, file=sys.stderr, flush=True)
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Print a line if the last one is old."""
+        """Print a line if the last line is at least ten seconds old."""
         now = time.monotonic()
         if now - self._last < _SECONDS_BETWEEN_LINES or done <= 0:
             return
@@ -62,27 +62,27 @@ class _Lines:
 
 
 class _Bar:
-    """A bar with the share done, the time spent and the time left."""
+    """A listener that draws a progress bar with the share done and the remaining time."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task: TaskID | None = None
 
     def phase(self, words: str) -> None:
-        """Begin a bar; the finished ones stay above it."""
+        """Start a new bar; finished bars remain above it."""
         if self._task is not None:
             task = self._progress.tasks[-1]
             self._progress.update(self._task, total=task.total or 1, completed=task.total or 1, words="")
         self._task = self._progress.add_task(words, total=None, words="")
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Move the bar."""
+        """Update the bar."""
         if self._task is not None:
             self._progress.update(self._task, total=total, completed=done, words=words)
 
 
 def duration(seconds: float) -> str:
-    """Say a time in the unit that fits it."""
+    """Format a time in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,4 +1,4 @@
-"""``howsmooth reproduce``: the paper's figures from one command."""
+"""The command ``howsmooth reproduce``: measure and draw the paper's figures."""
 
 from __future__ import annotations
 
@@ -9,51 +9,53 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.carrying import FAILED, INTERRUPTED
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
-from howsmooth.cli.printing import as_json, heading, say
+from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
-from howsmooth.paper.request import Request
-from howsmooth.study.names import encodable, readable
+from howsmooth.cli.terminal_output import as_json, heading, say
+from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.plan import Execution
+from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.paper.figure import Figure
-    from howsmooth.paper.produce import Produced
+    from howsmooth.paper.reproduction import Reproduction
 
 __all__ = ["reproduce"]
 
 _EXAMPLES = (
-    "Into --out go reproduce.html, which puts everything together, and a folder for each figure with its "
-    "PDF, its tables and all that was measured for it.",
+    "The folder --out receives reproduce.html, the page with all figures, and a folder for each figure with "
+    "its PDF, its tables and its measurements.",
     "Examples:",
-    "[cyan]howsmooth reproduce[/]  everything, without a network",
-    "[cyan]howsmooth reproduce --list[/]  what there is",
+    "[cyan]howsmooth reproduce[/]  all figures, without a network",
+    "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
-    "[cyan]howsmooth reproduce figure-1 --as-published[/]  beside what the paper's code computes",
+    "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
     "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --model bert-base-uncased,as-decoder "
-    "--model gpt2,random-init --text alice --text ag_news[/]  the paper's own, with a network",
-    "[cyan]howsmooth reproduce --model ./my-model --text book.txt[/]  all figures of another model",
-    "The same command again continues where it was interrupted, and repeats nothing.",
+    "--model gpt2,random-init --text alice --text ag_news[/]  the paper's models and texts, with a network",
+    "[cyan]howsmooth reproduce --model ./my-model --text book.txt[/]  all figures for another model",
+    "Run the same command again to continue after an interruption; finished work is not repeated.",
 )
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-reproduced")
 def reproduce(
-    request: Request,
+    options: FigureOptions,
     execution: Execution,
     figures: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FIGURE", help="As --list names them. Default: all.", show_default=False),
+        typer.Argument(
+            metavar="FIGURE",
+            help="Names of figures, as --list prints them. Default: all.",
+            show_default=False,
+        ),
     ] = None,
-    listed: Annotated[
-        bool, typer.Option("--list", help="Say which figures there are, and do nothing else.")
-    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
-    """Reproduce the figures of the paper: measured, drawn, and put on one page with what is seen in them."""
-    from howsmooth.paper.produce import FIGURES, choose_figures, produce
+    """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
+    from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
 
     if listed:
         if json:
@@ -67,19 +69,19 @@ def reproduce(
     out, typed = execution.out, as_typed()
     try:
         with shown_progress(quiet=quiet) as display:
-            made = produce(chosen, request, out, display, typed)
+            made = produce(chosen, options, out, display, typed)
     except KeyboardInterrupt:
-        kept = f"interrupted: what was measured is kept in {encodable(str(out))}."
+        kept = f"interrupted: finished measurements are saved in {encodable(str(out))}."
         typer.echo(f"{kept} Continue with the same command:\n  {typed}", err=True)
         return INTERRUPTED
     if json:
-        typer.echo(_as_json(made, chosen, request, out))
+        typer.echo(_as_json(made, chosen, options, out))
     elif not quiet:
         _show(made, chosen)
     return FAILED if made.refused else 0
 
 
-def _show(made: Produced, figures: Sequence[Figure]) -> None:
+def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
@@ -93,13 +95,13 @@ def _show(made: Produced, figures: Sequence[Figure]) -> None:
     say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 
 
-def _as_json(made: Produced, figures: Sequence[Figure], request: Request, folder: Path) -> str:
+def _as_json(made: Reproduction, figures: Sequence[Figure], options: FigureOptions, folder: Path) -> str:
     from howsmooth.study.records import plain_rows
 
     return as_json(
         out=folder,
         page=made.page,
-        settings=request.described(),
+        settings=options.described(),
         refused=made.refused,
         figures=[
             {

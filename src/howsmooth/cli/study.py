@@ -1,4 +1,4 @@
-"""``howsmooth study``: carry out a plan file, say how far it is, and merge the stores of several machines."""
+"""The command ``howsmooth study``: run a plan file, show its status, or merge stores of several machines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.carrying import carry_out
 from howsmooth.cli.forecast import DryRunOption, tell_forecast
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers, use_threads
+from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.names import encodable
 from howsmooth.study.plan import Execution
+from howsmooth.study.text_formatting import encodable
 
 if TYPE_CHECKING:
     from howsmooth.study.plan_file import Study
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["study"]
 
 _EXAMPLES = (
-    "A plan names models, texts, lengths, samples, scopes, layers and heads; the guide explains its keys. "
-    "What is typed comes before what it says; its folder is that of the plan where --out says no other.",
+    "A plan file names models, texts, lengths, samples, scopes, layers and heads; the guide explains its "
+    "keys. Options on the command line override the file. Without --out, the output folder is beside the "
+    "plan file.",
     "Examples:",
-    "[cyan]howsmooth study sweep.toml[/]  begin",
-    "[cyan]howsmooth study sweep.toml --dry-run[/]  how long it would take",
-    "[cyan]howsmooth study sweep.toml --status[/]  how far it is, also while it runs",
-    "[cyan]howsmooth study sweep.toml --resume[/]  go on, and try again what failed",
+    "[cyan]howsmooth study sweep.toml[/]  start a study",
+    "[cyan]howsmooth study sweep.toml --dry-run[/]  only predict its time and memory",
+    "[cyan]howsmooth study sweep.toml --status[/]  show its progress, also while it runs",
+    "[cyan]howsmooth study sweep.toml --resume[/]  continue, and retry failed measurements",
     "[cyan]howsmooth study sweep.toml --executor dask --scheduler tcp://10.0.0.1:8786[/]  on a cluster",
-    "[cyan]howsmooth study --merge a-out b-out --out all[/]  put the stores of two machines together",
-    "What fails is recorded and stops nothing else; the exit code is 3 then.",
+    "[cyan]howsmooth study --merge a-out b-out --out all[/]  merge the stores of two machines",
+    "A failed measurement is recorded, the others continue, and the exit code is 3.",
 )
 
 
@@ -46,35 +47,38 @@ def study(
     execution: Annotated[dict[str, Any], Execution],
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Continue in a folder that holds measurements; without it, that is refused."
-        ),
+        typer.Option("--resume", help="Continue a study in a folder that already holds measurements."),
     ] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Measure nothing: say what is planned, done, failed and left.")
+        bool,
+        typer.Option("--status", help="Only show how many measurements are planned, done, failed and left."),
     ] = False,
     merge: Annotated[
         bool,
-        typer.Option("--merge", help="Measure nothing: put the measurements of several folders into --out."),
+        typer.Option("--merge", help="Only merge the measurements of several folders into --out."),
     ] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
-    """Carry out a study that is written down in a plan file."""
+    """Run a study that a plan file describes."""
     idle = "--merge" if merge else "--dry-run" if dry_run else "--status" if status else ""
     if idle:
         refuse_workers(execution.get("executor"), idle)
     if merge:
         if resume or status or dry_run:
-            raise ArgumentError("merge", expected="--merge alone", got="it with another of these options")
+            raise ArgumentError(
+                "merge",
+                expected="--merge without --resume, --status and --dry-run",
+                got="--merge with one of them",
+            )
         return _merge(paths, execution.get("out"), as_json=json, quiet=quiet)
     if len(paths) != 1:
         raise ArgumentError(
-            "plan", expected="one plan file", got=str(len(paths)), remedy="Several stores need --merge."
+            "plan", expected="one plan file", got=str(len(paths)), remedy="Add --merge to merge studies."
         )
     if dry_run and status:
-        raise ArgumentError("dry-run", expected="--dry-run alone", got="it with --status")
+        raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
     asked = _asked(paths[0], execution)
     if dry_run:
         tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
@@ -85,7 +89,7 @@ def study(
 
 
 def _asked(path: Path, typed: dict[str, Any]) -> Study:
-    """Read a plan file; what was typed comes before what it says of the execution."""
+    """Read a plan file; options in ``typed`` override the execution options of the file."""
     from howsmooth.study.plan_file import read_plan
 
     asked = read_plan(path)
@@ -100,7 +104,7 @@ def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int
     out = asked.execution.out
     if not resume and Store.exists(out):
         raise StoreError(
-            f"{out} holds a study already. Add --resume to continue it, --status to see how far it is, "
+            f"{out} already holds a study. Add --resume to continue it, --status to see its progress, "
             "or choose another --out."
         )
     again = as_typed() if resume else as_typed("--resume")
@@ -125,7 +129,7 @@ def _status(asked: Study, *, as_json: bool) -> int:
 def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -> int:
     from howsmooth.cli.study_result import merged_as_json, show_merged
     from howsmooth.study.merge import merge_stores
-    from howsmooth.study.publish import publish
+    from howsmooth.study.outputs import write_outputs
 
     if out is None:
         raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")
@@ -133,7 +137,7 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
         display.phase("Drawing figures")
-        written = publish(out, display).report
+        written = write_outputs(out, display).report
     if as_json:
         typer.echo(merged_as_json(merged, out))
     elif not quiet:

@@ -1,5 +1,6 @@
-"""The paper *How Smooth Is Attention?*: its figures from one command, and what its published code computes.
+"""The figures of the paper *How Smooth Is Attention?*, and the quantities that its published code computes.
 
-Each figure is a module that measures, draws and puts into words; :mod:`howsmooth.paper.published` holds what
-the code published with the paper computes, to be shown beside the corrected quantity.
+Each figure has a module that measures it, draws it and describes its results in sentences.
+:mod:`howsmooth.paper.published` computes what the code published with the paper does, to be shown beside the
+corrected quantity.
 """

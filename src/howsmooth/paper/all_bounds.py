@@ -1,4 +1,4 @@
-"""All bounds of the paper and of this library against measurements, at real tokens of each model."""
+"""Compare all bounds of the paper and of this library with measurements, at real tokens of each model."""
 
 from __future__ import annotations
 
@@ -14,29 +14,37 @@ import torch
 from matplotlib.axes import Axes
 
 from howsmooth.bounds import norm_radius, table
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import exp
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.prepared_model import PreparedModel, columns
 from howsmooth.paper.published import c_3_as_coded
-from howsmooth.paper.setting import Setting, columns
-from howsmooth.paper.units import Row
-from howsmooth.paper.words import exp
+from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.names import readable
-from howsmooth.study.subjects import Subject
+from howsmooth.study.preparation import Subject
+from howsmooth.study.text_formatting import readable
 
 __all__ = [
-    "ALL_BOUNDS", "AS_CODED", "KINDS", "WIDE", "bound_table", "bound_words", "measure", "show", "spoken",
+    "ALL_BOUNDS",
+    "AS_CODED",
+    "KINDS",
+    "WIDE",
+    "bound_table",
+    "bound_words",
+    "display_name",
+    "measure",
+    "show",
 ]  # fmt: skip
 
 _LENGTHS = (8, 32, 96)
 
 WIDE = 512
-"""From this width on, the bounds of all heads together are computed at the shortest length of one text only:
-their certificate takes minutes a sequence there."""
+"""From this token dimension on, bounds on all heads together are computed only at the shortest length of one
+text, because their certificate takes minutes for each sequence."""
 
 AS_CODED = "theorem_c_3_as_coded"
-"""The formula of the published code, which is no bound."""
+"""The name of the formula in the published code, which is not a bound."""
 
 LOCAL = "‖D_X f‖"
 
@@ -45,7 +53,7 @@ _AS_CODED: Row = {
     "side": "upper",
     "quantity": LOCAL,
     "holds": False,
-    "source": "the code published with the paper; no bound, as it leaves Aᵀx and the query bias out",
+    "source": "the code published with the paper; no bound, because it omits Aᵀx and the query bias",
 }
 
 KINDS = {
@@ -54,14 +62,14 @@ KINDS = {
     "ball lower": "lower bounds over the ball",
     "local lower": "lower bounds at the tokens",
 }
-"""What bounds can be of, in the order of the picture."""
+"""The kinds of bounds with their titles, in the order of the picture."""
 
 _OF_A_BOUND = ["name", "side", "quantity", "log_value", "holds", "source"]
 _COLUMNS = [
     "model", "layer", "head", "scope", "masking", "text", "n", "radius", "measured lower", "measured upper",
     "name", "side", "quantity", "value", "log_value", "log_ratio", "holds", "source",
 ]  # fmt: skip
-# A bound and the end of an interval are both rounded outwards; beyond that, one of them would be wrong.
+# Tolerance, in logarithms, before a bound counts as violated: rounding errors of a bound and an interval.
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
 _SPOKEN = {
@@ -81,23 +89,23 @@ _MOST_DECADES = 6.0
 _SCOPES = {"head": "one head", "attention": "all heads and the output projection"}
 
 
-def measure(bench: Bench) -> pd.DataFrame:
-    """Bound each layer at the first sequence of each text and length.
+def measure(context: FigureContext) -> pd.DataFrame:
+    """Compute all bounds of each layer, at the first sequence of each text and length.
 
     Returns
     -------
     pandas.DataFrame
-        A row a bound, sequence and head, with ``kind`` (of :data:`KINDS`) and ``log_ratio``, the logarithm of
-        bound / measured constant. The formula of the published code is among the rows only if that was asked
-        for.
+        One row for each bound, sequence and head. ``kind`` is a key of :data:`KINDS`. ``log_ratio`` is the
+        logarithm of bound / measured constant. The formula of the published code is included only if the
+        options ask for it.
 
     """
-    layers, found = columns(bench), list[Row]()
-    for column, part in bench.each(layers, [one.cost for one in layers]):
-        here = Setting(
-            bench,
+    layers, found = columns(context), list[Row]()
+    for column, part in context.each(layers, [one.cost for one in layers]):
+        here = PreparedModel(
+            context,
             column.spec,
-            lengths=bench.request.lengths or _LENGTHS,
+            lengths=context.options.lengths or _LENGTHS,
             samples=1,
             layers=column.layers,
             scopes=("head", "attention"),
@@ -115,7 +123,7 @@ def measure(bench: Bench) -> pd.DataFrame:
             key = here.key(subject, layer=column.layer, n=n, scope=scope)
             found += share.rows(key, partial(_rows, here, subject, tokens, scope))
     rows = pd.DataFrame(found)
-    if not bench.request.as_published:
+    if not context.options.as_published:
         rows = rows[rows["name"] != AS_CODED]
     where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
     measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
@@ -125,14 +133,14 @@ def measure(bench: Bench) -> pd.DataFrame:
     )
 
 
-def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Put all bounds of the chosen layer beside the measurement, head by head or all together."""
+def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
+    """Return all bounds of the chosen layer with its measured constant, for each head or for all heads."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):
         x = site.x[0].detach().cpu()
         longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
         norm = getattr(site, "norm", None)
-        # The tokens lie in this ball up to their own rounding.
+        # The radius of the norm layer can be smaller than a token's norm by a rounding error.
         radius = longest if norm is None else max(norm_radius(norm), longest)
         found = table(site.map, x, radius=radius, seed=here.plan.seed)
         found = found.reset_index().assign(log_value=found.attrs["log_values"])
@@ -157,13 +165,13 @@ def _rows(here: Setting, subject: Subject, tokens: torch.Tensor, scope: str) -> 
 
 
 def _logs(values: pd.Series) -> pd.Series:
-    """Take logarithms; that of zero is −inf, without a warning."""
+    """Return logarithms, with −inf for zero and without a warning."""
     numbers = values.to_numpy(dtype=float)
     return pd.Series(np.log(numbers, where=numbers > 0, out=np.full(len(numbers), -math.inf)), values.index)
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw all bounds of each scope, and say which are the tightest and whether any is violated."""
+    """Draw all bounds of each scope, and describe which are the tightest and whether any is violated."""
     pictures = [
         _picture(part, folder, str(scope))
         for scope, part in rows.groupby("scope", sort=False)
@@ -178,8 +186,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     return Finding(pictures, bound_words(rows), tables)
 
 
-def spoken(name: str) -> str:
-    """Say the name of a bound as people do: "Theorem 3.3", "ball upper bound"."""
+def display_name(name: str) -> str:
+    """Return the name of a bound for people, such as "Theorem C.3, sharp"."""
     found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
     if name in _SPOKEN or not found:
         return _SPOKEN.get(name, name.replace("_", " "))
@@ -187,8 +195,8 @@ def spoken(name: str) -> str:
     return f"{kind.capitalize()} {chapter.upper()}.{place}" + (f", {rest.replace('_', ' ')}" if rest else "")
 
 
-def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> drawing.Picture:
-    """Draw the ratios of each bound on a line of its own: by what it is of, within that by the median."""
+def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
+    """Draw the ratios of each bound on a line of its own, ordered by kind and median."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -196,11 +204,11 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> drawing.Picture:
     for kind, title in KINDS.items():
         own = [key for key in middle.index if key[0] == kind]
         lines |= {key: len(names) + 1 + place for place, key in enumerate(own)}
-        names += [title, *(f"    {spoken(name)}" for _, name in own)] if own else []
+        names += [title, *(f"    {display_name(name)}" for _, name in own)] if own else []
     curves = []
     families = drawn.groupby(["model", "layer"], sort=False)
     for index, ((model, layer), part) in enumerate(families):
-        colour, mark = drawing.LOOKS[index % len(drawing.LOOKS)]
+        colour, mark = plotting.LOOKS[index % len(plotting.LOOKS)]
         shift = 0.5 * ((index + 0.5) / len(families) - 0.5)
         medians = part.groupby(["kind", "name"])["decades"].median()
         for decades, label, size, alpha in (
@@ -219,13 +227,13 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> drawing.Picture:
         curves, title, label, "", ("decades", "linear"),
         (low - 0.1, high + 0.1, len(names) - 0.4, -0.6),
     )  # fmt: skip
-    canvas, axes = drawing.draw([[panel]], 1.1 + 0.165 * len(names), wide=True)
+    canvas, axes = plotting.draw([[panel]], 1.1 + 0.165 * len(names), wide=True)
     _name_lines(axes[0, 0], names)
-    return drawing.picture(canvas, folder, f"bounds-{scope}", title, legend=3)
+    return plotting.picture(canvas, folder, f"bounds-{scope}", title, legend=3)
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Write the names of the lines on the left, those of the kinds in bold, and mark a ratio of one."""
+    """Write the names of the bounds left of their lines, with the kinds in bold, and mark the ratio one."""
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
@@ -236,9 +244,9 @@ def _name_lines(axis: Axes, names: list[str]) -> None:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate for each model, scope and bound how often it holds, and its ratio to the measured constant.
+    """Tabulate for each layer, scope and bound how often it holds, and its ratio to the constant.
 
-    Layer by layer as they come, within one by kind, within a kind the tightest first.
+    The rows are ordered by layer, then by kind, then by median ratio.
     """
     layer = ["model", "layer", "scope"]
     ratios = rows.assign(ratio=rows["log_ratio"].where(rows["holds"]))
@@ -257,7 +265,7 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(
         place=table.groupby(layer, sort=False).ngroup(),
         kind=pd.Categorical(table["kind"], list(KINDS), ordered=True).rename_categories(KINDS),
-        name=table["name"].map(spoken),
+        name=table["name"].map(display_name),
         **{end: exp(table[end]) for end in ("least", "median", "largest")},
     )
     table = table.sort_values(["place", "kind", "median"], kind="stable", ignore_index=True)
@@ -269,13 +277,13 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound_words(rows: pd.DataFrame) -> list[str]:
-    """Say what is seen: whether any bound is violated, and which are the tightest, by layer and scope."""
+    """Return sentences on whether any bound is violated, and on the tightest bounds of each layer."""
     uppers = rows[rows["holds"] & (rows["side"] == "upper")]
     lowers = rows[rows["holds"] & (rows["kind"] == "local lower")]
     violated = int((uppers["log_value"] < _logs(uppers["lower"]) - _ROUNDING).sum())
     violated += int((lowers["log_value"] > _logs(lowers["upper"]) + _ROUNDING).sum())
     seen = [
-        f"{len(uppers) + len(lowers)} times a bound that holds was put beside a measurement: "
+        f"{len(uppers) + len(lowers)} bounds whose hypotheses hold were compared with measurements: "
         f"{violated or 'none'} of them {'were' if violated > 1 else 'was'} violated."
     ]
     seen += [
@@ -284,27 +292,29 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
     ]
     silent = _silent(rows[rows["name"] != AS_CODED])
     if silent:
-        seen.append(f"In no case are the hypotheses met of {'; '.join(silent)}.")
+        seen.append(f"The hypotheses of these bounds are met in no case: {'; '.join(silent)}.")
     coded = rows[rows["name"] == AS_CODED]
     if len(coded):
         below = int((coded["log_value"] < _logs(coded["lower"])).sum())
         seen.append(
-            f"The formula of the published code for Theorem C.3 is no bound; here it lies below the measured "
-            f"constant in {below} of {len(coded)} cases, and is in the median "
-            f"{_said(float(coded['log_ratio'].median()))} times the constant."
+            f"The formula of the published code for Theorem C.3 is not a bound. Here it lies below the "
+            f"measured constant in {below} of {len(coded)} cases, and its median ratio to the constant is "
+            f"{_factor_text(float(coded['log_ratio'].median()))}."
         )
     return seen
 
 
 def _silent(rows: pd.DataFrame) -> list[str]:
-    """Name the bounds that hold nowhere here, with what they need."""
+    """Return the names of the bounds whose hypotheses fail in all cases, with these hypotheses."""
     found = []
     for (name, side), part in rows.groupby(["name", "side"], sort=True):
         if not part["holds"].any():
             needs = {match[1] for words in part["source"] if (match := _NEEDS.search(str(words)))}
             upper = " as an upper bound" if side == "upper" else " as a lower bound"
             both = rows.loc[rows["name"] == name, "side"].nunique() > 1
-            found.append(f"{spoken(str(name))}{upper if both else ''} (needs {' or '.join(sorted(needs))})")
+            found.append(
+                f"{display_name(str(name))}{upper if both else ''} (needs {' or '.join(sorted(needs))})"
+            )
     return found
 
 
@@ -324,13 +334,14 @@ def _family_words(model: str, layer: str, scope: str, rows: pd.DataFrame) -> str
         name = str(medians.idxmax() if kind == "ball lower" else medians.idxmin())
         logs = here.loc[here["name"] == name, "log_ratio"]
         words.append(
-            f"{article} is {spoken(name)}, in the median {_said(float(logs.median()))} times the measured "
-            f"constant ({_said(float(logs.min()))} to {_said(float(logs.max()))})"
+            f"{article} is {display_name(name)}, in the median "
+            f"{_factor_text(float(logs.median()))} times the measured constant "
+            f"({_factor_text(float(logs.min()))} to {_factor_text(float(logs.max()))})"
         )
     return f"{words[0]}: {'; '.join(words[1:]) or 'no bound holds'}."
 
 
-def _said(log: float) -> str:
+def _factor_text(log: float) -> str:
     return f"{math.exp(log):.3g}" if abs(log) < 600 else f"e to the power {log:.3g}"
 
 
@@ -340,14 +351,14 @@ ALL_BOUNDS = Figure(
     paper="Theorems 3.3 to C.3",
     about=(
         "For the layers of Figure 1, at one sequence of each text and length: every bound of the paper and "
-        "of this library that speaks of the layer, divided by the constant measured there, for each head "
-        "alone and for all heads with the output projection. Bounds at the tokens are statements about this "
-        "sequence. Bounds over the ball speak of all sequences whose tokens have at most the largest norm "
-        "that the norm layer before the attention can give: upper ones must lie above the measured constant, "
-        "lower ones say how large the constant is at worst tokens, and may lie above it or below. A dot is a "
-        "head at a sequence, the larger mark the median; dots at the right end lie beyond it. Of models "
-        f"with {WIDE} or more numbers a token, all heads together are bounded at the shortest length of the "
-        "first text only, as that takes minutes."
+        "of this library that applies to the layer, divided by the constant measured there, for each head "
+        "alone and for all heads with the output projection. Bounds at the tokens hold for this sequence. "
+        "Bounds over the ball hold for all sequences whose tokens have at most the largest norm that the "
+        "norm layer before the attention can produce. Upper bounds must lie above the measured constant. "
+        "Lower bounds over the ball concern the worst tokens in it, and may lie above or below the measured "
+        "constant. A dot is a head at a sequence, a larger mark is the median, and dots at the right end lie "
+        f"beyond it. For models with tokens of dimension {WIDE} or more, all heads together are bounded only "
+        "at the shortest length of the first text, because this takes minutes."
     ),
     measure=measure,
     show=show,

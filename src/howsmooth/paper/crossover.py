@@ -1,4 +1,4 @@
-"""Where √n ends: two Diracs of weights 1/n and 1 − 1/n, for n far beyond any sequence of tokens."""
+"""Show where growth like √n ends, at two Diracs of weights 1/n and 1 − 1/n with very large n."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from howsmooth.bounds import (
     two_cluster_lower_bound,
 )
 from howsmooth.measures import wasserstein_lipschitz
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper import plotting
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.row_cache import Key, Row
 from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
-from howsmooth.paper.units import Key, Row
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.names import decimal
 from howsmooth.study.plan import derive_seed
+from howsmooth.study.text_formatting import decimal
 
-__all__ = ["CROSSOVER", "measure", "said", "show", "turning"]
+__all__ = ["CROSSOVER", "growth_ends", "measure", "result_sentences", "show"]
 
-# e^{2γR²} as powers of ten: the numbers of tokens at which √n ends.
+# log10 of e^{2γR²}, the number of tokens at which growth like √n ends.
 _POWERS = (4, 20, 40)
 _LENGTHS = (2, 3, 5, *(10 ** (power // 2) * (1 if power % 2 == 0 else 3) for power in range(2, 91)))
-# As many tokens are measured as tokens too.
+# Lengths that are also measured with n tokens, as a check.
 _TOKENS = (2, 10, 100, 1000)
 _DIMENSION = 2
-# The power of n is fitted where n is this far from e^{2γR²}, a factor.
+# The exponent is fitted where n is smaller than e^{2γR²} by at least this factor.
 _FAR = 100.0
 _DECADE = math.log(10)
 
 
-def measure(bench: Bench) -> pd.DataFrame:
-    """Measure every length at each radius; return a row a measure."""
-    seed = bench.request.seed
+def measure(context: FigureContext) -> pd.DataFrame:
+    """Measure the constant for every n at each radius; return one row for each n and radius."""
+    seed = context.options.seed
     rows = []
-    for power, part in bench.each(_POWERS):
+    for power, part in context.each(_POWERS):
         part.say(f"exp(2γR²) = 10^{power}")
         key: Key = {"power": power, "seed": seed}
         row = partial(_row, key, power * _DECADE / 2)
         rows += part.rows(key, partial(map, row, _LENGTHS))
-    describe(bench, "two Diracs in two dimensions, A = −I, V = I")
+    describe(context, "two Diracs in two dimensions, A = −I, V = I")
     return pd.DataFrame(rows)
 
 
@@ -80,30 +80,32 @@ def _row(key: Key, g: float, n: int) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw constant and bounds for each radius, and say where the growth ends."""
-    table = turning(rows)
+    """Draw the constant and the bounds for each radius, and describe where the growth ends."""
+    table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
-    canvas, _ = drawing.draw([panels], 2.9, sharey=True)
-    picture = drawing.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
-    return Finding([picture], said(rows, table), [("Where the growth ends; powers of ten", table)])
+    canvas, _ = plotting.draw([panels], 2.9, sharey=True)
+    picture = plotting.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
+    return Finding(
+        [picture], result_sentences(rows, table), [("Where the growth ends; powers of ten", table)]
+    )
 
 
-def turning(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate where the growth ends, for each γR².
+def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tabulate where the growth with n ends, for each γR².
 
     Parameters
     ----------
     rows
-        One a γR² and n, with logarithms of n, of the constant and of bounds.
+        One row for each γR² and n, with logarithms of n, of the constant and of the bounds.
 
     Returns
     -------
     pandas.DataFrame
-        One row a γR² (``strength``): ``exponent`` in n below e^{2γR²}, the powers of ten of e^{2γR²}
-        (``expected``), of the n at which the constant is largest (``at``), of the constant there
-        (``largest``) and at the largest n (``last``), and the ratio of the bound for every n to the largest
-        (``free``).
+        One row for each γR² (``strength``). ``exponent`` is the exponent in n below e^{2γR²}. Logarithms to
+        base ten are ``expected`` (e^{2γR²}), ``at`` (the n with the largest constant), ``largest`` (that
+        constant) and ``last`` (the constant at the largest n). ``free`` is the ratio of the bound for every n
+        to the largest constant.
 
     """
     found = []
@@ -135,15 +137,15 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
     decades = rows.filter(like="log_").astype(float) / _DECADE
     n = decades["log_n"]
     curves = [
-        Curve(n, decades["log_value"], "measure", drawing.VIOLET, "o", size=4),
-        Curve(n, decades["log_tokens"], "$n$ tokens", drawing.ORANGE, "o", size=22, filled=False),
-        *drawing.lines(
+        Curve(n, decades["log_value"], "measure", plotting.VIOLET, "o", size=4),
+        Curve(n, decades["log_tokens"], "$n$ tokens", plotting.ORANGE, "o", size=22, filled=False),
+        *plotting.lines(
             n,
             decades,
-            ("log_paper", drawing.GREY, drawing.DASHED, "Proposition 3.4"),
-            ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.3"),
-            ("log_sharp", drawing.BLACK, drawing.SOLID, "howsmooth's Theorem A"),
-            ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+            ("log_paper", plotting.GREY, plotting.DASHED, "Proposition 3.4"),
+            ("log_theorem", plotting.GREY, plotting.DASHDOT, "Theorem 3.3"),
+            ("log_sharp", plotting.BLACK, plotting.SOLID, "howsmooth's Theorem A"),
+            ("log_free", plotting.GREY, plotting.DOTTED, "howsmooth's bound for every $n$"),
         ),
     ]
     power, radius = rows["power"].iloc[0], rows["radius"].iloc[0]
@@ -151,8 +153,8 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
     return Panel(curves, title, "$n$", "constant", ("decades", "decades"), (0, 1.01 * n.max(), -1, top))
 
 
-def said(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Say where the growth ends for each radius, and whether any bound is violated."""
+def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """Return sentences on where the growth ends for each radius, and on whether any bound is violated."""
     seen = []
     for row in table.to_dict("records"):
         power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "

@@ -1,6 +1,6 @@
-"""What a figure is: it measures on a bench, and shows what it found in pictures, sentences and tables.
+"""Define a figure: it measures in a context, and shows its findings as pictures, sentences and tables.
 
-Each figure is a module of its own, which :data:`howsmooth.paper.produce.FIGURES` lists.
+Each figure has its own module; :data:`howsmooth.paper.reproduction.FIGURES` lists them.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any, TypeVar
 import pandas as pd
 from matplotlib import rc_context
 
-from howsmooth.paper.drawing import PAPER, Picture
-from howsmooth.paper.request import Request
-from howsmooth.paper.units import Key, Row, kept_rows
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.plotting import PAPER, Picture
+from howsmooth.paper.row_cache import Key, Row, kept_rows
 from howsmooth.study.plan import Plan
+from howsmooth.study.preparation import Models
 from howsmooth.study.progress import Listener, Silent
-from howsmooth.study.subjects import Models
 
-__all__ = ["Bench", "Figure", "Finding", "models_for"]
+__all__ = ["Figure", "FigureContext", "Finding", "models_for"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Where a figure is measured: what is asked, and what was finished before.
+class FigureContext:
+    """The context in which a figure is measured: the user's options, the folder, the models and the listener.
 
     Attributes
     ----------
-    request
-        What the user asks.
+    options
+        The options of the user.
     folder
-        The figure's own, in which finished work is kept.
+        The folder of the figure, in which finished work is kept.
     models
-        Loads models, and keeps the last one, also for the next figure.
+        The loader of models, which keeps the last model for the next figure.
     listener
-        Told how far the figure is.
+        The listener that is told the progress.
     command
-        As typed, to be recorded with the measurements.
+        The command that the user typed, to be recorded with the measurements.
     begin, end
-        The shares of the figure's time between which this bench works.
+        The shares of the figure's time at which the work in this context begins and ends.
     made
-        How the numbers come about, by name, for the page: models, texts with their digests, settings. One
-        dictionary for all parts of a bench; whoever measures adds to it.
+        How the numbers were made, for the page: models, texts with their digests, and settings, by name. All
+        contexts of a figure share this dictionary, and measuring functions add to it.
 
     """
 
-    request: Request
+    options: FigureOptions
     folder: Path
     models: Models
     listener: Listener = field(default_factory=Silent)
@@ -60,57 +60,57 @@ class Bench:
     made: dict[str, str] = field(default_factory=dict)
 
     def say(self, words: str, share: float = 0.0) -> None:
-        """Tell that this share of the bench's own time is over."""
+        """Report that a share of the time of this context has passed."""
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
-    def parts(self, costs: Sequence[float]) -> list[Bench]:
-        """Divide the bench's time in proportion to some costs: one bench for each."""
+    def parts(self, costs: Sequence[float]) -> list[FigureContext]:
+        """Divide the time of this context in proportion to some costs, and return a context for each."""
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
-    def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, Bench]]:
-        """Give every item with a bench of its share of the time: all the same, or in proportion to costs."""
+    def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
+        """Yield each item with a context for its share of the time, in proportion to costs or equally."""
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Return the rows of a unit of work, which is measured unless it is kept; its key stands in each row.
+        """Return the rows of a unit of work from its cache file, or measure them and write the file.
 
         Parameters
         ----------
         key
-            All that the rows depend on.
+            All values on which the rows depend. They are added to each row.
         measure
-            Gives the rows.
+            A function that computes the rows.
 
         Raises
         ------
         StoreError
-            If rows cannot be written, or are not as they were written.
+            If the file cannot be written, or is damaged.
 
         """
         return [{**key, **row} for row in kept_rows(self.folder / "units", key, measure)]
 
 
-def models_for(request: Request) -> Models:
-    """Return what loads models as a request asks: with its seed, device and precision."""
-    return Models(Plan(seed=request.seed, device=request.device, dtype=request.dtype))
+def models_for(options: FigureOptions) -> Models:
+    """Return a loader of models with the seed, device and precision of the options."""
+    return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """What a figure shows.
+    """The results that a figure shows.
 
     Attributes
     ----------
     pictures
-        Drawn into the figure's folder.
+        The pictures in the folder of the figure.
     seen
-        What is seen, in sentences that are written from the numbers.
+        Sentences that describe the results; their numbers come from the measurements.
     tables
-        Captions with their tables.
+        Pairs of a caption and a table.
     made
-        How the numbers came about, as the bench has it.
+        How the numbers were made, as in the context.
 
     """
 
@@ -122,22 +122,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the paper's figures, or a table that belongs to it.
+    """A figure of the paper, or a table that belongs to it.
 
     Attributes
     ----------
     name
-        As typed: ``figure-1``.
+        The name on the command line, such as ``figure-1``.
     title
-        For people.
+        The title.
     paper
-        Where it stands in the paper: ``Figure 1``.
+        Its place in the paper, such as ``Figure 1``.
     about
-        What it shows, how that is measured, and how it is drawn, in a few sentences.
+        A few sentences on what it shows, how it is measured, and how it is drawn.
     measure
-        Measures what the bench's folder lacks, and returns what is to be shown.
+        A function that measures what the folder of the context lacks, and returns what to show.
     show
-        Draws what ``measure`` returned into a folder, and says what is seen; never measures.
+        A function that draws the result of ``measure`` into a folder and describes it. It never measures.
 
     """
 
@@ -145,19 +145,19 @@ class Figure:
     title: str
     paper: str
     about: str
-    measure: Callable[[Bench], Any]
+    measure: Callable[[FigureContext], Any]
     show: Callable[[Any, Path], Finding]
 
-    def make(self, bench: Bench) -> Finding:
-        """Measure, and show what was found in the look of the paper.
+    def make(self, context: FigureContext) -> Finding:
+        """Measure the figure, draw it in the style of the paper, and return its findings.
 
         Raises
         ------
         howsmooth.errors.HowsmoothError
-            If the figure cannot be made of what is asked for, or something cannot be written.
+            If the options are impossible for this figure, or a file cannot be written.
 
         """
-        found = self.measure(bench)
-        bench.say("", 1.0)
+        found = self.measure(context)
+        context.say("", 1.0)
         with rc_context(PAPER):
-            return replace(self.show(found, bench.folder), made=bench.made)
+            return replace(self.show(found, context.folder), made=context.made)

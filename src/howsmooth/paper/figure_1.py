@@ -1,4 +1,4 @@
-"""Figure 1: the local Lipschitz constant against the length on two texts, for three models."""
+"""Draw Figure 1: the local Lipschitz constant against the length, on texts, for three models."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ import pandas as pd
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel, fitted
-from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import power_label
+from howsmooth.paper.figure import Figure, FigureContext, Finding
 from howsmooth.paper.growth import Growth, growths
-from howsmooth.paper.setting import Setting, columns
-from howsmooth.paper.words import power_label
+from howsmooth.paper.plotting import Curve, Panel, fitted
+from howsmooth.paper.prepared_model import PreparedModel, columns
 from howsmooth.study.exponents import QUARTER, Exponent
 from howsmooth.study.figures.style import COLOURS, literal, set_bar_ticks
-from howsmooth.study.names import readable
+from howsmooth.study.text_formatting import readable
 
-__all__ = ["FIGURE_1", "measure", "said", "show"]
+__all__ = ["FIGURE_1", "measure", "result_sentences", "show"]
 
 _LENGTHS = tuple(range(4, 101, 4))
 _SAMPLES = 10
 _MOST_ACROSS = 3
 
 
-def measure(bench: Bench) -> list[list[Growth]]:
-    """Measure each column, a layer of a model, as a study; return for each column one panel a text."""
-    request = bench.request
-    lengths, samples = request.lengths or _LENGTHS, request.samples or _SAMPLES
-    found = columns(bench)
+def measure(context: FigureContext) -> list[list[Growth]]:
+    """Measure each column (a layer of a model) as a study; return for each column one panel per text."""
+    options = context.options
+    lengths, samples = options.lengths or _LENGTHS, options.samples or _SAMPLES
+    found = columns(context)
     panels = []
-    for column, part in bench.each(found, [one.cost for one in found]):
-        here = Setting(bench, column.spec, lengths=lengths, samples=samples, layers=column.layers)
-        studied = here.study(f"columns/{column.stem}", part, published=request.as_published)
+    for column, part in context.each(found, [one.cost for one in found]):
+        here = PreparedModel(context, column.spec, lengths=lengths, samples=samples, layers=column.layers)
+        studied = here.study(f"columns/{column.stem}", part, published=options.as_published)
         panels.append(growths(here, studied))
     return panels
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
-    """Draw the panels, three columns a picture, and say what is seen in them."""
+    """Draw the panels, with three columns in a picture, and describe the results."""
     pictures = [
-        _picture(part, folder, f"figure-1{end}") for end, part in drawing.sheets(panels, _MOST_ACROSS)
+        _picture(part, folder, f"figure-1{end}") for end, part in plotting.sheets(panels, _MOST_ACROSS)
     ]
     every = [panel for column in panels for panel in column]
     table = pd.DataFrame([panel.columns() for panel in every])
-    return Finding(pictures, said(every), [("Exponents of the panels", table)])
+    return Finding(pictures, result_sentences(every), [("Exponents of the panels", table)])
 
 
-def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> drawing.Picture:
-    canvas, axes = drawing.draw(
+def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plotting.Picture:
+    canvas, axes = plotting.draw(
         [list(map(_panel, row)) for row in zip(*panels, strict=True)],
         1.15 + 1.75 * len(panels[0]),
         sharex=True,
@@ -63,7 +63,7 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> drawing
                 rows["n"], rows["lipschitz"], c=rows["radius_mean"], cmap=COLOURS, norm=norm, s=6,
                 linewidths=0, alpha=0.85, zorder=4, rasterized=len(rows) > 5000,
             )  # fmt: skip
-            axis.scatter([], [], s=6, color=drawing.GREY, label="a sequence")
+            axis.scatter([], [], s=6, color=plotting.GREY, label="a sequence")
         name = f"{literal(readable(column[0].model, 34))}\nlayer {column[0].layer}"
         below[0].set_title(f"{name}\n{below[0].get_title()}")
         bar = canvas.colorbar(
@@ -73,27 +73,30 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> drawing
         bar.set_label("mean radius")
         bar.ax.tick_params(width=0.5, length=2)
     title = f"Figure 1: {'; '.join(column[0].name for column in panels)}"
-    return drawing.picture(canvas, folder, stem, title, above=True)
+    return plotting.picture(canvas, folder, stem, title, above=True)
 
 
 def _panel(panel: Growth) -> Panel:
-    """Give the panel with room for its measurements, whose dots have no one colour and are drawn apart."""
+    """Return the panel of a layer on a text, with an invisible curve of its measurements.
+
+    The dots are drawn later, because each has the colour of its radius.
+    """
     rows, theirs = panel.drawn, panel.published
     title = power_label(panel.fit)
     if len(theirs):
         title += f"\nas published {power_label(panel.published_fit)}"
     curves = [
         Curve(rows["n"], rows["lipschitz"]),
-        *fitted(panel.fit, drawing.RED, "fitted power"),
-        *drawing.with_slope(rows, "n", "lipschitz", QUARTER, r"$c\,n^{1/4}$, $c$ fitted", "black"),
-        Curve(theirs["n"], theirs["lipschitz"], "as published", drawing.ORANGE, "^", size=7, filled=False),
-        *fitted(panel.published_fit, drawing.ORANGE),
+        *fitted(panel.fit, plotting.RED, "fitted power"),
+        *plotting.with_slope(rows, "n", "lipschitz", QUARTER, r"$c\,n^{1/4}$, $c$ fitted", "black"),
+        Curve(theirs["n"], theirs["lipschitz"], "as published", plotting.ORANGE, "^", size=7, filled=False),
+        *fitted(panel.published_fit, plotting.ORANGE),
     ]
     return Panel(curves, title, y=f"{literal(readable(panel.text, 30))}\nlocal Lipschitz constant")
 
 
 def _radius_norm(radii: pd.Series) -> Normalize:
-    """Span the radii, at least 2 %: those of a norm layer differ by rounding, which is no colour."""
+    """Return the colour scale of the radius, at least 2 % wide, so that rounding errors look alike."""
     if radii.empty:
         return Normalize(0.0, 1.0)
     low, high = float(radii.min()), float(radii.max())
@@ -101,11 +104,11 @@ def _radius_norm(radii: pd.Series) -> Normalize:
     return Normalize(middle - half, middle + half)
 
 
-def said(panels: list[Growth]) -> list[str]:
-    """Say what is seen in the panels: how many exponents may be 1/4, and then of each panel what it shows."""
+def result_sentences(panels: list[Growth]) -> list[str]:
+    """Return sentences on the panels: first how many exponents may be 1/4, then the results of each panel."""
     seen = [_quarters("The", [panel.fit for panel in panels])]
     seen += [_quarters("As published, the", [panel.published_fit for panel in panels])]
-    return [words for words in seen if words] + [panel.said() for panel in panels]
+    return [words for words in seen if words] + [panel.result_sentences() for panel in panels]
 
 
 def _quarters(beginning: str, fits: list[Exponent]) -> str:

@@ -1,4 +1,4 @@
-"""Appendix C.5: γR² of every head, which decides how long the worst inputs go on growing like √n."""
+"""Appendix C.5: measure γR² of every head, which decides up to which n the worst inputs grow like √n."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import pandas as pd
 import torch
 from matplotlib.ticker import MaxNLocator
 
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
-from howsmooth.paper.setting import MODELS, Setting, bilinear, usual_length
-from howsmooth.paper.units import Row
-from howsmooth.paper.words import between
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import between
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usual_length
+from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.names import decimal, readable
+from howsmooth.study.head_eigenvalues import head_eigenvalues
+from howsmooth.study.preparation import Subject
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.strengths import strengths
-from howsmooth.study.subjects import Subject
+from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["GAMMA_RADIUS", "measure", "over_texts", "said", "show"]
+__all__ = ["GAMMA_RADIUS", "measure", "over_texts", "result_sentences", "show"]
 
 _SAMPLES = 8
-# The length at which the growth of the worst inputs is asked about; and γR² at which the heavy one of as many
-# tokens has half of the weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
+# The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
+# attention weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
 _LONG = 100
 _HALF = math.log(_LONG - 1) / 2
 _MOST_ACROSS = 3
@@ -40,19 +40,19 @@ _NAMES = {
 }  # fmt: skip
 
 
-def measure(bench: Bench) -> pd.DataFrame:
-    """Measure every model; return a row a model, text, length, layer and head."""
-    request = bench.request
-    specs = request.models or MODELS
+def measure(context: FigureContext) -> pd.DataFrame:
+    """Measure every model; return one row for each model, text, length, layer and head."""
+    options = context.options
+    specs = options.models or MODELS
     rows: list[Row] = []
-    for spec, part in bench.each(specs):
+    for spec, part in context.each(specs):
         part.say(spec.label)
-        here = Setting(
-            bench,
+        here = PreparedModel(
+            context,
             spec,
-            lengths=request.lengths or (usual_length(bench, spec),),
-            samples=request.samples or _SAMPLES,
-            layers=request.layers or Ranges.parse("all", "layers"),
+            lengths=options.lengths or (usual_length(context, spec),),
+            samples=options.samples or _SAMPLES,
+            layers=options.layers or Ranges.parse("all", "layers"),
         )
         for subject in here.subjects:
             for n, tokens in here.sequences(subject):
@@ -61,8 +61,8 @@ def measure(bench: Bench) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _rows(here: Setting, subject: Subject, tokens: torch.Tensor) -> list[Row]:
-    """Take the radius of every layer at the sequences, and the eigenvalues of its heads."""
+def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
+    """Return the radius of every layer at the sequences, and the eigenvalues of its heads."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens):
         radius = site.radius_mean.numpy()
@@ -72,27 +72,27 @@ def _rows(here: Setting, subject: Subject, tokens: torch.Tensor) -> list[Row]:
             "radius_from": float(radius.min()),
             "radius_to": float(radius.max()),
         }
-        for head, strength in enumerate(strengths(bilinear(site, subject.model.label))):
+        for head, strength in enumerate(head_eigenvalues(bilinear(site, subject.model.label))):
             rows.append({**of_layer, "head": head, **asdict(strength)})
     return rows
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Take the radius over all texts and lengths, and γR² with it.
+    """Compute the radius over all texts and lengths, and γR² for it.
 
     Parameters
     ----------
     rows
-        One a model, text, length, layer and head: the eigenvalues, ``radius`` (root mean square norm of the
-        tokens), ``radius_from`` and ``radius_to`` (that of single sequences, the smallest and the largest),
-        ``n`` and ``samples``.
+        One row for each model, text, length, layer and head, with the eigenvalues; ``radius``, the root mean
+        square norm of the tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
+        single sequences; ``n`` and ``samples``.
 
     Returns
     -------
     pandas.DataFrame
-        One row a model, layer and head: the eigenvalues, ``radius``, ``radius_from``, ``radius_to``, and
-        ``strength``, ``strength_from`` and ``strength_to``, γR² with each. NaN where A has no real
-        eigenvalue.
+        One row for each model, layer and head, with the eigenvalues, ``radius``, ``radius_from`` and
+        ``radius_to``. ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A
+        has no real eigenvalue.
 
     """
     found = []
@@ -111,34 +111,34 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw every head, three models a picture, and say in how many γR² is large."""
+    """Draw γR² of every head, with three models in a picture, and describe in how many heads it is large."""
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
     pictures = [
-        _picture(part, folder, f"gamma-r2{end}") for end, part in drawing.sheets(families, _MOST_ACROSS)
+        _picture(part, folder, f"gamma-r2{end}") for end, part in plotting.sheets(families, _MOST_ACROSS)
     ]
     caption = "γR² of every head, R the root mean square norm of its tokens over all texts"
     shown = table[list(_NAMES)].rename(columns=_NAMES)
-    return Finding(pictures, [said(part) for part in families], [(caption, shown)])
+    return Finding(pictures, [result_sentences(part) for part in families], [(caption, shown)])
 
 
 def _negative(rows: pd.DataFrame) -> pd.Series:
     return pd.Series(-rows["gamma_min"] > rows["gamma_max"] / 8)
 
 
-def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> drawing.Picture:
+def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> plotting.Picture:
     values = pd.concat(families)[["strength_from", "strength_to"]]
     low, high = float(values.min().min()), float(values.max().max())
     wide = low > 0 and high > 20 * low
     panels = [_panel(part, "log" if wide else "linear") for part in families]
-    canvas, axes = drawing.draw([panels], 2.3, sharey=True)
+    canvas, axes = plotting.draw([panels], 2.3, sharey=True)
     for axis in axes[0]:
-        axis.axhline(_HALF, color=drawing.RED, linestyle=drawing.DASHED, label=rf"$\log({_LONG - 1})/2$")
+        axis.axhline(_HALF, color=plotting.RED, linestyle=plotting.DASHED, label=rf"$\log({_LONG - 1})/2$")
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     if not wide:
         axes[0, 0].set_ylim(min(0.0, 1.05 * low), 1.08 * max(_HALF, high))
     names = "; ".join(readable(str(part["model"].iloc[0])) for part in families)
-    return drawing.picture(canvas, folder, stem, f"Appendix C.5: {names}")
+    return plotting.picture(canvas, folder, stem, f"Appendix C.5: {names}")
 
 
 def _panel(rows: pd.DataFrame, scale: str) -> Panel:
@@ -148,8 +148,8 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
     curves = [
         Curve(across, rows["strength"].where(which), label, colour, mark, size=7, spread=spread)
         for which, label, colour, mark in (
-            (negative, r"$\gamma = -\gamma_{\min}$", drawing.VIOLET, "o"),
-            (~negative, r"$\gamma = \gamma_{\max}/8$", drawing.TEAL, "^"),
+            (negative, r"$\gamma = -\gamma_{\min}$", plotting.VIOLET, "o"),
+            (~negative, r"$\gamma = \gamma_{\max}/8$", plotting.TEAL, "^"),
         )
     ]
     return Panel(
@@ -158,8 +158,8 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
     )  # fmt: skip
 
 
-def said(rows: pd.DataFrame) -> str:
-    """Say what is seen of a model in the rows that :func:`over_texts` gives."""
+def result_sentences(rows: pd.DataFrame) -> str:
+    """Return a sentence on a model, from the rows that :func:`over_texts` returns."""
     name = readable(str(rows["model"].iloc[0]))
     there = rows[rows["strength"].notna()]
     if there.empty:

@@ -1,4 +1,4 @@
-"""Appendix E.2: an untrained GPT-2 of full size, its constant and the norm of its tokens."""
+"""Appendix E.2: measure an untrained GPT-2 of full size, its constant and the norm of its tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.errors import CaptureError
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel, fitted
-from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import power_label
+from howsmooth.paper.figure import Figure, FigureContext, Finding
 from howsmooth.paper.growth import Growth, growths
-from howsmooth.paper.setting import Setting, loaded
-from howsmooth.paper.units import Row
-from howsmooth.paper.words import power_label
+from howsmooth.paper.plotting import Curve, Panel, fitted
+from howsmooth.paper.prepared_model import PreparedModel, loaded
+from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.names import decimal, encodable, file_stem, readable
 from howsmooth.study.plan import ModelSpec
+from howsmooth.study.preparation import Subject, layer_and_head_counts
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequences import Sequences
-from howsmooth.study.subjects import Subject, counted
+from howsmooth.study.sequence_placement import Sequences
+from howsmooth.study.text_formatting import decimal, encodable, file_stem, readable
 
 __all__ = ["GPT2_GROWTH", "measure", "show"]
 
@@ -31,31 +31,31 @@ _MODELS = (ModelSpec("gpt2", random_init=True),)
 _LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SAMPLES = 4
 _MOST_ACROSS = 4
-# Of all time: the norms of the layers' inputs need no more than forward passes.
+# Shares of the time: the norms of the layers' inputs need only forward passes.
 _MEASURED, _NORMS = 9.0, 1.0
 
 
-def measure(bench: Bench) -> list[tuple[list[Growth], str]]:
-    """Measure each model as a study, and take the norms of what enters its layers at the same sequences.
+def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
+    """Measure each model as a study, and the norms of the tokens that enter its layers at the same sequences.
 
     Returns
     -------
     list of tuple
-        For each model, its layers on its texts, and why the tokens that enter them are not shown, if so.
+        For each model its layers on its texts, and the reason if the norms of entering tokens are missing.
 
     """
     found = []
-    for spec, part in bench.each(bench.request.models or _MODELS):
+    for spec, part in context.each(context.options.models or _MODELS):
         studying, norming = part.parts((_MEASURED, _NORMS))
-        here = Setting(
-            bench,
+        here = PreparedModel(
+            context,
             spec,
-            lengths=bench.request.lengths or _LENGTHS,
-            samples=bench.request.samples or _SAMPLES,
-            layers=bench.request.layers or _layers(bench, spec),
+            lengths=context.options.lengths or _LENGTHS,
+            samples=context.options.samples or _SAMPLES,
+            layers=context.options.layers or _layers(context, spec),
         )
         folder = f"studies/{file_stem(spec.label)}"
-        studied = here.study(folder, studying, published=bench.request.as_published)
+        studied = here.study(folder, studying, published=context.options.as_published)
         norms, reason = _norms(here, studied.held, norming)
         of_model = []
         for one in growths(here, studied):
@@ -65,17 +65,19 @@ def measure(bench: Bench) -> list[tuple[list[Growth], str]]:
     return found
 
 
-def _layers(bench: Bench, spec: ModelSpec) -> Ranges:
-    """Choose the first, the middle and the last layer."""
-    count, _ = counted(loaded(bench, spec), spec.label)
+def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
+    """Return the first, the middle and the last layer of a model."""
+    count, _ = layer_and_head_counts(loaded(context, spec), spec.label)
     return Ranges.parse(f"0,{count // 2},{count - 1}", "layers")
 
 
-def _norms(here: Setting, held: dict[str, Sequences], bench: Bench) -> tuple[pd.DataFrame, str]:
-    """Take the norms of the tokens that enter the layers; and the reason if they cannot be captured."""
+def _norms(
+    here: PreparedModel, held: dict[str, Sequences], context: FigureContext
+) -> tuple[pd.DataFrame, str]:
+    """Return the norms of the tokens that enter the layers, and the reason if they cannot be captured."""
     rows, reason = [], ""
     for subject in here.subjects:
-        bench.say(f"{subject.model.label}, {subject.text.name}")
+        context.say(f"{subject.model.label}, {subject.text.name}")
         places = held[subject.text.name]
         key = here.key(
             subject,
@@ -85,14 +87,14 @@ def _norms(here: Setting, held: dict[str, Sequences], bench: Bench) -> tuple[pd.
             sequences=repr(sorted(places.items())),
         )
         try:
-            rows += bench.rows(key, partial(_entering, here, subject, places))
+            rows += context.rows(key, partial(_entering, here, subject, places))
         except CaptureError as error:
             reason = f"{readable(here.label)}: the tokens that enter a layer are not shown. {error}"
     return pd.DataFrame(rows, columns=["text", "layer", "n", "sample", "radius"]), encodable(reason)
 
 
-def _entering(here: Setting, subject: Subject, held: Sequences) -> list[Row]:
-    """Take the norm of the tokens that enter each layer, before its norm layer, at the study's sequences."""
+def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Row]:
+    """Return the norms of the tokens that enter each layer, before its norm layer, at given sequences."""
     return [
         {"layer": site.layer, "n": n, "sample": sample, "radius": radius}
         for n, tokens in here.sequences(subject, held)
@@ -102,32 +104,32 @@ def _entering(here: Setting, subject: Subject, held: Sequences) -> list[Row]:
 
 
 def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
-    """Draw four layers a picture, and say what is seen in each layer on each text."""
+    """Draw the layers, with four in a picture, and describe the results of each layer on each text."""
     pictures, seen = [], list[str]()
     for series, reason in models:
         layers = list(dict.fromkeys(each.layer for each in series))
-        for _, some in drawing.sheets(layers, _MOST_ACROSS):
+        for _, some in plotting.sheets(layers, _MOST_ACROSS):
             pictures.append(
                 _picture([[each for each in series if each.layer == one] for one in some], folder)
             )
-        seen += [*(each.said() for each in series), *([reason] if reason else [])]
+        seen += [*(each.result_sentences() for each in series), *([reason] if reason else [])]
     table = pd.DataFrame([each.columns() for series, _ in models for each in series])
     return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)])
 
 
-def _picture(layers: list[list[Growth]], folder: Path) -> drawing.Picture:
+def _picture(layers: list[list[Growth]], folder: Path) -> plotting.Picture:
     panels = list(map(_constants, layers)), list(map(_radii, layers))
-    canvas, _ = drawing.draw(panels, 4.3, sharex=True, sharey=True)
+    canvas, _ = plotting.draw(panels, 4.3, sharex=True, sharey=True)
     name = readable(layers[0][0].model)
     canvas.suptitle(literal(name))
     numbers = [each[0].layer for each in layers]
     stem = file_stem("gpt2", layers[0][0].model, *(f"layer-{layer:02d}" for layer in numbers))
     title = f"Appendix E.2: {name}, layers {', '.join(map(str, numbers))}"
-    return drawing.picture(canvas, folder, stem, title, legend=5)
+    return plotting.picture(canvas, folder, stem, title, legend=5)
 
 
 def _constants(series: Sequence[Growth]) -> Panel:
-    """Give the panel of a layer's constants, with a colour for each text."""
+    """Return the panel of a layer's constants, with a colour for each text."""
     curves, titles = [], [f"layer {series[0].layer}"]
     for each, (colour, mark) in zip(series, _looks(series), strict=True):
         rows, theirs, text = each.rows, each.published, _short(each.text)
@@ -136,14 +138,14 @@ def _constants(series: Sequence[Growth]) -> Panel:
             Curve(rows["n"], values, text, colour, mark, filled=rows["converged"]),
             Curve(theirs["n"], theirs["lipschitz"], "as published", colour, "+"),
             *fitted(each.fit, colour),
-            *fitted(each.published_fit, colour, dashes=drawing.DOTTED),
+            *fitted(each.published_fit, colour, dashes=plotting.DOTTED),
         ]
         titles.append(f"{text}: {power_label(each.fit)}")
     return Panel(curves, "\n".join(titles))
 
 
 def _radii(series: Sequence[Growth]) -> Panel:
-    """Give the panel of the norms of a layer's tokens."""
+    """Return the panel of the norms of a layer's tokens."""
     curves, titles = [], []
     for each, (colour, mark) in zip(series, _looks(series), strict=True):
         curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))
@@ -158,7 +160,7 @@ def _radii(series: Sequence[Growth]) -> Panel:
 
 
 def _looks(series: Sequence[Growth]) -> list[tuple[str, str]]:
-    return [drawing.LOOKS[place % len(drawing.LOOKS)] for place in range(len(series))]
+    return [plotting.LOOKS[place % len(plotting.LOOKS)] for place in range(len(series))]
 
 
 def _short(text: str) -> str:
@@ -170,13 +172,14 @@ GPT2_GROWTH = Figure(
     title="The constant and the norm of the tokens, against the length",
     paper="Appendix E.2",
     about=(
-        "By default of a GPT-2 of full size with untrained weights. Above, the local Lipschitz constant of "
-        "attention, all heads and the output projection, without residual and norm, against the length, with "
-        "the fitted exponent and its 95 % interval. Below, the root mean square norm of a sequence's tokens: "
-        "filled, of those that attention is given, behind the norm layer; hollow, of those that enter the "
-        "layer, before it, with the correlation of its logarithm with that of n. Where norm and length go "
-        "together, an exponent in the length holds a part that belongs to the norm. As published, dropout "
-        "stays on in an untrained model, and the output is taken for the tangent."
+        "By default, a GPT-2 of full size with untrained weights is measured. Above: the local Lipschitz "
+        "constant of attention, with all heads and the output projection, without residual and norm, "
+        "against the length, with the fitted exponent and its 95 % interval. Below: the root mean square "
+        "norm of a sequence's tokens. Filled dots are the tokens that attention receives, after the norm "
+        "layer; hollow dots are the tokens that enter the layer, before the norm layer, with the correlation "
+        "of log norm and log n. Where the norm grows with the length, the exponent in the length includes an "
+        "effect of the norm. As published, dropout stays on in an untrained model, and the output is used in "
+        "place of the tangent."
     ),
     measure=measure,
     show=show,

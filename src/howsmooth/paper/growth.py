@@ -1,4 +1,4 @@
-"""The constant of a layer on a text against the length, and what the published code gives beside it."""
+"""The growth of a layer's constant with the length on a text, beside the values of the published code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from howsmooth.paper.drawing import fit_factor
-from howsmooth.paper.setting import Setting, Studied
-from howsmooth.paper.words import power
+from howsmooth.paper.exponent_text import power
+from howsmooth.paper.plotting import fit_factor
+from howsmooth.paper.prepared_model import PreparedModel, StudyRows
 from howsmooth.study.exponents import LEVEL, QUARTER, Exponent, fit_exponent
-from howsmooth.study.names import decimal, readable
-from howsmooth.study.published_rows import CORRECTED, PUBLISHED
-from howsmooth.study.radius import Correlation, radius_correlation
+from howsmooth.study.published_values import CORRECTED, PUBLISHED
+from howsmooth.study.radius_statistics import Correlation, radius_correlation
+from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["Growth", "growths"]
 
@@ -25,20 +25,20 @@ _STEADY = 1.001
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """A layer of a model on a text.
+    """The measurements of a layer of a model on a text, with their fits.
 
     Attributes
     ----------
     model, layer, text
-        What it is.
+        The names of the model and the text, and the index of the layer.
     rows
-        Its measurements.
+        The measurements.
     published
-        What the published code computes at the same sequences, with columns ``n``, ``lipschitz`` and
-        ``ratio`` (to the corrected constant); empty if it was not asked for.
+        The values of the published code at the same sequences, with columns ``n``, ``lipschitz`` and
+        ``ratio`` (to the corrected constant); empty if they were not asked for.
     entering
-        Norms of the tokens that enter the layer, before its norm layer, with columns ``n`` and ``radius``;
-        empty if they could not be captured, and None if they were not asked for.
+        The norms of the tokens that enter the layer, before its norm layer, with columns ``n`` and
+        ``radius``; empty if they could not be captured, and None if they were not asked for.
 
     """
 
@@ -51,38 +51,38 @@ class Growth:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The model and the layer in words."""
         return f"{readable(self.model)}, layer {self.layer}"
 
     @property
     def drawn(self) -> pd.DataFrame:
-        """The rows that have a place on log axes and an interval as narrow as asked."""
+        """The converged measurements with positive constants, which are drawn on log axes."""
         return self.rows[self.rows["converged"] & (self.rows["lipschitz"] > 0)]
 
     @cached_property
     def fit(self) -> Exponent:
-        """The power of n fitted to the measurements that converged."""
+        """The power of n fitted to the converged measurements."""
         return _fit(self.rows, self.rows["converged"])
 
     @cached_property
     def published_fit(self) -> Exponent:
-        """The power of n fitted to the published values, where they are numbers."""
+        """The power of n fitted to the published values that are not NaN."""
         return _fit(self.published, self.published["lipschitz"].notna())
 
     @cached_property
     def attended_correlation(self) -> Correlation:
-        """Correlation of log norm and log n, for the tokens that attention is given."""
+        """The correlation of log norm and log n, for the tokens that attention receives."""
         return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """Correlation of log norm and log n, for the tokens that enter the layer; NaN without these."""
+        """The correlation of log norm and log n, for the tokens that enter the layer; NaN without them."""
         if self.entering is None:
             return Correlation(math.nan, math.nan, math.nan)
         return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
-        """Give what a table says of it."""
+        """Return the row of a table: exponents and correlations."""
         fit = self.fit
         row = {
             "model": self.model, "layer": self.layer, "text": self.text, "exponent": fit.slope,
@@ -104,8 +104,8 @@ class Growth:
             }  # fmt: skip
         return row
 
-    def said(self) -> str:
-        """Say what is seen: the exponent, the norms of the tokens, and what the published quantity does."""
+    def result_sentences(self) -> str:
+        """Return sentences on the exponent, the norms of the tokens, and the published quantity."""
         fit, rows = self.fit, self.drawn
         words = f"{self.name}, on {readable(self.text)}: "
         if fit.note:
@@ -118,10 +118,10 @@ class Growth:
                 f"around this line, and of {math.exp(around):.2f} around n to the power 1/4."
             )
         attended = self.rows["radius_mean"], self.attended_correlation
-        words += f" The norm of the tokens that attention is given {_norms(*attended)}."
+        words += f" The norm of the tokens that attention receives {_norms(*attended)}."
         if self.entering is not None and len(self.entering):
             entering = self.entering["radius"], self.entering_correlation
-            words += f" That of the tokens that enter the layer {_norms(*entering)}."
+            words += f" The norm of the tokens that enter the layer {_norms(*entering)}."
         if fit.left_out:
             words += f" {fit.left_out} measurements are left out, as they did not converge or are zero."
         if len(self.published):
@@ -138,7 +138,7 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
 
 
 def _norms(radius: pd.Series, found: Correlation) -> str:
-    """Say how large norms are, and whether they go together with the length."""
+    """Return words on how large norms are, and how they correlate with the length."""
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
@@ -151,8 +151,8 @@ def _norms(radius: pd.Series, found: Correlation) -> str:
     )
 
 
-def growths(here: Setting, studied: Studied) -> list[Growth]:
-    """Divide what was measured by layer, and by text within it."""
+def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
+    """Split the measurements of a study by layer and text."""
     found = []
     for layer in here.subjects[0].layers:
         for text in here.texts:
@@ -165,7 +165,7 @@ def growths(here: Setting, studied: Studied) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Put the published values of one layer and text beside the corrected ones of the same sequences."""
+    """Return the published values of one layer and text, with their ratios to the corrected constants."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

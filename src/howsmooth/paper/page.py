@@ -1,4 +1,4 @@
-"""The page that puts all pictures together, with what is seen and how it was made; nothing here measures."""
+"""Write the HTML page with all pictures, their results, and how they were made. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -12,34 +12,29 @@ import jinja2
 import pandas as pd
 
 from howsmooth.paper.figure import Figure, Finding
-from howsmooth.study.names import readable
-from howsmooth.study.pages import digest, style_sheet, templates_of
+from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.text_formatting import readable
 
 __all__ = ["PAGE", "render", "section"]
 
 PAGE = "reproduce.html"
-"""The name of the page's file."""
+"""The file name of the page."""
 
 _ROWS_SHOWN = 12
 _MOST_ROWS = 300
 
 
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
-    """Write the page.
+    """Return the page as HTML that needs no other file; its links lead to PDF and CSV files beside it.
 
     Parameters
     ----------
     sections
-        In the order of the page: a figure, and what :func:`section` gave for it.
+        Pairs of a figure and the HTML that :func:`section` returned for it, in the order of the page.
     command
-        That made it.
+        The command that made the page.
     environment
-        As :func:`howsmooth.study.environment.environment`.
-
-    Returns
-    -------
-    str
-        HTML that needs nothing outside; its links lead to the PDF and CSV files beside it.
+        The result of :func:`howsmooth.study.environment.environment`.
 
     """
     own = files("howsmooth.paper").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
@@ -54,16 +49,16 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
 
 
 def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -> str:
-    """Write a figure's section of the page.
+    """Return the section of a figure as HTML.
 
     Parameters
     ----------
     figure, finding
-        What was asked, and what was found.
+        The figure and its results.
     folder
-        Where the page will lie: links to files within it are relative.
+        The folder of the page; links to files in it are relative.
     refused
-        Why the figure could not be made, in a sentence; empty if it was.
+        The reason why the figure could not be made; empty if it was made.
 
     """
     return _template("section.html.jinja").render(
@@ -83,7 +78,7 @@ def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -
                 "caption": caption,
                 "open": len(table) <= _ROWS_SHOWN,
                 "count": len(table),
-                # Thousands of rows would make the page heavy, and are for a program.
+                # Leave large tables out of the page; the CSV file has them.
                 **_cells(table if len(table) <= _MOST_ROWS else table.head(0)),
                 "file": f"{figure.name}/table-{number}.csv",
             }
@@ -108,7 +103,7 @@ def _cells(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """Write a value in as many digits as a reader can use; what is missing as nothing."""
+    """Format a value of a table with three significant digits; a missing value is empty."""
     if pd.isna(value):
         return ""
     if isinstance(value, bool):
@@ -120,5 +115,5 @@ def _cell(value: Any) -> str:
 
 
 def _plain(value: object, longest: int = 300) -> str:
-    """Names and sentences as they can be shown: no control or direction characters, not endless."""
+    """Return a name or sentence without control or direction characters, shortened if it is long."""
     return readable(str(value), longest=longest)

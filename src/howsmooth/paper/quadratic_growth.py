@@ -1,4 +1,4 @@
-"""Appendix C.7: tokens at which the constant of attention grows like the square of their radius."""
+"""Appendix C.7: measure at tokens where the constant of attention grows like the square of their radius."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ from howsmooth.bounds import (
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
-from howsmooth.paper.request import Request
-from howsmooth.paper.setting import Column, Setting, bilinear, columns, usual_length
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import between, exp
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, usual_length
+from howsmooth.paper.row_cache import Key, Row
 from howsmooth.paper.two_dirac import identity_head
-from howsmooth.paper.units import Key, Row
-from howsmooth.paper.words import between, exp
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures.style import literal
-from howsmooth.study.names import decimal, readable
 from howsmooth.study.plan import derive_seed
+from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = [
     "FAR", "IDENTITY", "QUADRATIC_GROWTH", "Balanced", "balanced", "exponents_in_radius", "measure", "show",
 ]  # fmt: skip
 
 IDENTITY = "A = V = I"
-"""The model of the first panel: one head of four dimensions."""
+"""The name of the first panel's model, which is one head in four dimensions."""
 
 FAR = 300.0
-"""‖A‖R² from which on the growth is fitted."""
+"""The smallest ‖A‖R² in the fits of the growth."""
 
 _LENGTHS = (3, 11, 101)
 _MOST_LENGTHS = 4
 _SAMPLES = 8
-# ‖A‖R² at the radii: the constant is quadratic in R from about 10 on, with a causal mask from about 100.
+# The values of ‖A‖R². The constant is quadratic in R from about 10 on, or from about 100 with a causal mask.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
 _RTOL = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: one or two zeros, the last token among them, and ±Ru in pairs.
+    """The tokens of Appendix C.7 for one head: one or two zeros, of which one is last, and pairs ±Ru.
 
-    The last row of the attention sees all tokens alike, with or without a causal mask, and whatever the
-    query bias, to which u is orthogonal.
+    The last token is zero. Its attention weights are equal with or without a causal mask, and for every query
+    bias, because u is orthogonal to the bias.
     """
 
     head: Head
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return X, (n, d)."""
+        """Return the tokens X, of shape (n, d)."""
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, m the number of tokens ±Ru: the last block of the Jacobian.
+        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, the norm of the Jacobian's last block; m tokens are ±Ru.
 
-        A lower bound of ‖D_X f‖; for A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
+        It is a lower bound on ‖D_X f‖. For A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
         """
         head, m = self.head, 2 * ((n - 1) // 2)
         form = (self.u @ head.left) @ head.right
@@ -87,12 +87,12 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose u for a head: the best of singular vectors of A and V, made orthogonal to the query bias.
+    """Choose u for a head: the best of some singular vectors of A and V, made orthogonal to the query bias.
 
     Raises
     ------
     ArgumentError
-        If scores or values are zero along all of them.
+        If scores or values are zero along all of these vectors.
 
     """
     left, right = torch.linalg.qr(head.left), torch.linalg.qr(head.right.mT)
@@ -111,7 +111,7 @@ def balanced(head: Head) -> Balanced:
     return Balanced(head, candidates[int(gains.argmax())])
 
 
-def measure(bench: Bench) -> pd.DataFrame:
+def measure(context: FigureContext) -> pd.DataFrame:
     """Measure the identity at every length, and every head of each layer at the longest.
 
     Returns
@@ -120,22 +120,22 @@ def measure(bench: Bench) -> pd.DataFrame:
         A row a model, head, length and radius.
 
     """
-    lengths, found = _lengths(bench.request), columns(bench)
+    lengths, found = _lengths(context.options), columns(context)
     # Heads take more time the wider they are; only shares matter.
-    parts = bench.parts([512.0, *(column.cost for column in found)])
+    parts = context.parts([512.0, *(column.cost for column in found)])
     parts[0].say(IDENTITY)
     rows: list[Row] = []
     for n in lengths:
-        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": bench.request.seed}
-        rows += bench.rows(key, partial(_rows, identity_head(1.0), key, None))
+        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": context.options.seed}
+        rows += context.rows(key, partial(_rows, identity_head(1.0), key, None))
     for column, part in zip(found, parts[1:], strict=True):
         rows += _of_column(column, part, max(lengths))
     return pd.DataFrame(rows)
 
 
-def _lengths(request: Request) -> list[int]:
-    """Choose lengths that have room for a zero and a pair ±Ru; a few of many, as they hardly differ."""
-    asked = sorted(request.lengths or _LENGTHS)
+def _lengths(options: FigureOptions) -> list[int]:
+    """Return at most four lengths, each with room for a zero and a pair ±Ru."""
+    asked = sorted(options.lengths or _LENGTHS)
     there = [n for n in asked if n >= 3]
     if not there:
         raise ArgumentError(
@@ -145,13 +145,13 @@ def _lengths(request: Request) -> list[int]:
     return [there[place] for place in places]
 
 
-def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
-    """Measure every head of a layer at n tokens; return its rows."""
-    here = Setting(
-        bench,
+def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
+    """Measure every head of a layer at n tokens, and return the rows."""
+    here = PreparedModel(
+        context,
         column.spec,
-        lengths=(usual_length(bench, column.spec),),
-        samples=bench.request.samples or _SAMPLES,
+        lengths=(usual_length(context, column.spec),),
+        samples=context.options.samples or _SAMPLES,
         layers=column.layers,
     )
     sites = [
@@ -161,7 +161,7 @@ def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
     rows: list[Row] = []
-    for h, part in bench.each(range(f.heads)):
+    for h, part in context.each(range(f.heads)):
         part.say(f"{column.spec.label}, head {h}")
         key: Key = {
             "model": column.spec.label,
@@ -179,7 +179,7 @@ def _of_column(column: Column, bench: Bench, n: int) -> list[Row]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
-    """Measure one head at its radii, and at the norm of real tokens if there is one."""
+    """Measure one head at its radii, and at the norm of real tokens if it is given."""
     parameters = parameters_of(f)
     head = parameters.one_head("quadratic growth")
     tokens, n = balanced(head), int(key["n"] or 0)
@@ -199,7 +199,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
 
 
 def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
-    """Give logarithms of upper bounds on the ball: the sharpest, the paper's, and one for every n."""
+    """Return logarithms of upper bounds on the ball: the sharpest one, the paper's, and one for every n."""
     causal = parameters.masking == "causal"
     sharp, paper, free = (
         (causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound)
@@ -214,7 +214,7 @@ def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer, fit its exponents in R, and say what is seen."""
+    """Draw each layer, fit the exponents in R, and describe the results."""
     table = exponents_in_radius(rows)
     parts, panels, seen = [], [], []
     for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
@@ -225,8 +225,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
         seen.append(say(part, fits))
     across = min(2, len(panels))
     sheet = [panels[place : place + across] for place in range(0, len(panels), across)]
-    canvas, _ = drawing.draw(sheet, 0.7 + 2.1 * len(sheet))
-    picture = drawing.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
+    canvas, _ = plotting.draw(sheet, 0.7 + 2.1 * len(sheet))
+    picture = plotting.picture(canvas, folder, "quadratic-growth", f"Appendix C.7: {'; '.join(parts)}")
     return Finding([picture], seen, [(f"Exponents in R, where ‖A‖R² is at least {FAR:g}", table)])
 
 
@@ -236,8 +236,8 @@ def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     rows
-        One a model, layer, head, n and radius, with ``strength`` (‖A‖R²), ``value``, ``converged`` and
-        ``real``, whether the radius is that of real tokens (these are no part of the fit).
+        One row for each model, layer, head, n and radius, with ``strength`` (‖A‖R²), ``value``, ``converged``
+        and ``real``, which marks the radius of real tokens. Rows at this radius are not fitted.
 
     Returns
     -------
@@ -261,17 +261,17 @@ def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
     bounds = longest.filter(like="log_").apply(exp)
     top = 3 * float(bounds["log_sharp"].max())
     n = longest["n"].iloc[0]
-    curves = drawing.lines(
+    curves = plotting.lines(
         longest["radius"],
         bounds[bounds <= 1e3 * top],
-        ("log_sharp", drawing.BLACK, drawing.SOLID, f"howsmooth's bound, $n = {n}$"),
-        ("log_paper", drawing.GREY, drawing.DASHDOT, f"Theorem 3.3, $n = {n}$"),
-        ("log_free", drawing.GREY, drawing.DOTTED, "bound for every $n$"),
+        ("log_sharp", plotting.BLACK, plotting.SOLID, f"howsmooth's bound, $n = {n}$"),
+        ("log_paper", plotting.GREY, plotting.DASHDOT, f"Theorem 3.3, $n = {n}$"),
+        ("log_free", plotting.GREY, plotting.DOTTED, "bound for every $n$"),
     )
     curves.append(Curve(longest["radius"], [top] * len(longest)))  # room for the bounds
-    for (length, part), (colour, mark) in zip(rows.groupby("n"), drawing.LOOKS, strict=False):
+    for (length, part), (colour, mark) in zip(rows.groupby("n"), plotting.LOOKS, strict=False):
         label, radius = f"measured, and formula, $n = {length}$", part["radius"]
-        curves.append(Curve(radius, part["formula"], "", colour, dashes=drawing.DASHED, spans=False))
+        curves.append(Curve(radius, part["formula"], "", colour, dashes=plotting.DASHED, spans=False))
         curves.append(Curve(radius, part["value"], label, colour, mark, filled=part["converged"]))
     return Panel(curves, title, "radius $R$", scales=("log", "log"))
 
@@ -280,17 +280,19 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
     free = rows[~rows["real"].astype(bool)]
     far = free[(free["strength"] >= FAR) & free["converged"]]
     curves = [
-        Curve(part["radius"], part["value"], "a head", drawing.VIOLET, "o", drawing.SOLID, size=2, alpha=0.75)
+        Curve(
+            part["radius"], part["value"], "a head", plotting.VIOLET, "o", plotting.SOLID, size=2, alpha=0.75
+        )
         for _, part in free.groupby("head")
     ]
-    curves += drawing.with_slope(far, "radius", "value", 2, "$c\\,R^2$, $c$ fitted", drawing.RED)
+    curves += plotting.with_slope(far, "radius", "value", 2, "$c\\,R^2$, $c$ fitted", plotting.RED)
     real = rows["radius"][rows["real"].astype(bool)].unique()
     title += f", n = {rows['n'].iloc[0]}"
     return Panel(curves, title, "radius $R$", scales=("log", "log"), verticals=real.tolist())
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Write the smallest and the largest exponent, once if they are the same; nothing without a fit."""
+    """Format the smallest and the largest exponent, or one if they are equal; empty without a fit."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

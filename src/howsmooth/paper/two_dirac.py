@@ -1,4 +1,4 @@
-"""Proposition 3.6: two Diracs at which the constant of mean-field attention grows like g e^g, g = γR²."""
+"""Proposition 3.6: two Diracs where the constant of mean-field attention grows like g e^g, with g = γR²."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ from howsmooth.bounds.mean_field_lower_bounds import (
     weighted_two_atom_lower_bound,
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
-from howsmooth.paper.units import Key, Row
+from howsmooth.paper import plotting
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.row_cache import Key, Row
 from howsmooth.study.plan import derive_seed
 
 __all__ = [
     "BETTER", "HALF", "OPPOSITE", "PAPER_WEIGHT", "RTOL", "TWO_DIRAC", "describe", "identity_head", "measure",
-    "said", "show", "two_diracs",
+    "result_sentences", "show", "two_diracs",
 ]  # fmt: skip
 
 OPPOSITE, HALF = "A = −I, heavy Dirac at −Ru", "A = 8I, heavy Dirac at Ru/2"
-"""The two families."""
+"""The names of the two families of measures."""
 
 PAPER_WEIGHT, BETTER = "e^(−2g)", "1/(1 + 3e^(2g))"
-"""The two weights of the light Dirac."""
+"""The names of the two weights of the light Dirac."""
 
 RTOL = 1e-8
-"""Relative tolerance of the constants at measures."""
+"""The relative tolerance of constants measured at measures."""
 
 _DIMENSION = 4
-# γ and the place of the heavy Dirac over that of the light one, so that g = R² for both.
+# γ, and the position of the heavy Dirac divided by the position of the light one. Both have g = R².
 _FAMILIES = {OPPOSITE: (-1.0, -1.0), HALF: (8.0, 0.5)}
-# At R = 26.5, g = 702, the constant is near the largest float64; e^{2g} is not one from R = 18.9 on.
+# At R = 26.5, where g = 702, the constant is near the largest float64. From R = 18.9 on, e^{2g} overflows.
 _RADII = (*(0.25 * step for step in range(2, 32)), *(0.5 * step for step in range(16, 54)))
-# Beyond this radius the ratios hardly move.
+# Beyond this radius the ratios hardly change.
 _NEAR = 10.0
-# Where e^{2γR²} is no float64 number any more.
+# The radius from which on e^{2γR²} overflows in float64.
 _OVERFLOW = math.sqrt(math.log(np.finfo(np.float64).max) / 2)
 
-_COLOURS = {PAPER_WEIGHT: drawing.VIOLET, BETTER: drawing.ORANGE}
+_COLOURS = {PAPER_WEIGHT: plotting.VIOLET, BETTER: plotting.ORANGE}
 _MARKS = {OPPOSITE: "o", HALF: "^"}
 _LABELS = {
     OPPOSITE: "$A=-I$", HALF: "$A=8I$", PAPER_WEIGHT: "light mass $e^{-2g}$",
     BETTER: "light mass $1/(1+3e^{2g})$",
 }  # fmt: skip
 _BOUNDS = (
-    ("log_asymptotic", drawing.RED, drawing.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
-    ("log_free", drawing.GREY, drawing.DOTTED, "howsmooth's bound for every $n$"),
+    ("log_asymptotic", plotting.RED, plotting.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
+    ("log_free", plotting.GREY, plotting.DOTTED, "howsmooth's bound for every $n$"),
 )
 
 
 def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
-    """Return A = γI, V = I on R^d."""
+    """Return the head with A = γI and V = I on R^d."""
     eye = torch.eye(d, dtype=torch.float64)[None]
     return SelfAttention(gamma * eye, eye, eye, scale=1.0)
 
@@ -72,30 +72,30 @@ def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
 def two_diracs(
     radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
 ) -> DiscreteMeasure:
-    """Return the measure on Ru and ratio · Ru, u the first unit vector, with these weights."""
+    """Return the measure on Ru and ratio · Ru with these weights, where u is the first unit vector."""
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)
 
 
-def describe(bench: Bench, measures: str) -> None:
-    """Say how numbers at some measures come about."""
-    bench.made["Measures"] = f"{measures}; no model and no text."
-    bench.made["Settings"] = (
-        f"seed {bench.request.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
+def describe(context: FigureContext, measures: str) -> None:
+    """Record in the context how numbers at measures are made."""
+    context.made["Measures"] = f"{measures}; no model and no text."
+    context.made["Settings"] = (
+        f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
     )
 
 
-def measure(bench: Bench) -> pd.DataFrame:
-    """Measure both families with both weights; return a row a measure."""
-    seed = bench.request.seed
+def measure(context: FigureContext) -> pd.DataFrame:
+    """Measure both families with both weights; return one row for each measure."""
+    seed = context.options.seed
     pairs = [(family, weight) for family in _FAMILIES for weight in (PAPER_WEIGHT, BETTER)]
     rows = []
-    for (family, weight), part in bench.each(pairs):
+    for (family, weight), part in context.each(pairs):
         part.say(f"{family}, {weight}")
         key: Key = {"family": family, "weight": weight, "seed": seed}
         rows += part.rows(key, partial(map, partial(_row, key), _RADII))
-    describe(bench, "two Diracs in four dimensions, A = −I or 8I, V = I")
+    describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
     return pd.DataFrame(rows)
 
 
@@ -120,7 +120,7 @@ def _row(key: Key, radius: float) -> Row:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Logarithms of the mass p of the light Dirac and of 1 − p: e^{−2g}, or 1/(1 + 3e^{2g})."""
+    """Return the logarithms of p and 1 − p, with p the light Dirac's weight e^{−2g} or 1/(1 + 3e^{2g})."""
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))
     else:
@@ -130,27 +130,27 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the growth and its ratio to the paper's rate, and say what is seen."""
+    """Draw the growth and its ratio to the rate of the proposition, and describe the results."""
     logs = rows.filter(like="log_").astype(np.float64)
     ratios = logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp).join(rows["radius"])
     decades = (logs / math.log(10)).join(rows["radius"])
     opposite, better = rows["family"] == OPPOSITE, rows["weight"] == BETTER
     near = (rows["g"] >= 1) & (rows["radius"] <= _NEAR)
     top = 1.35 * float(decades["log_value"].max())
-    theorem = ("log_theorem", drawing.GREY, drawing.DASHDOT, "Theorem 3.5")
+    theorem = ("log_theorem", plotting.GREY, plotting.DASHDOT, "Theorem 3.5")
     here = decades[opposite & better]
-    growth = drawing.lines(here["radius"], here, *_BOUNDS, theorem)
+    growth = plotting.lines(here["radius"], here, *_BOUNDS, theorem)
     for place, weight in enumerate(_COLOURS):
-        # Every other radius for each weight: in logarithms they lie upon each other.
+        # Draw every other radius for each weight, because their logarithms nearly coincide.
         some = decades[opposite & (rows["weight"] == weight)].iloc[place::2]
         growth.append(Curve(some["radius"], some["log_value"], "", _COLOURS[weight], "o", size=7))
     here = ratios[near & opposite & better]
-    shares = drawing.lines(
+    shares = plotting.lines(
         here["radius"],
         here,
         *_BOUNDS,
-        ("log_better", drawing.ORANGE, drawing.SOLID, ""),
-        ("log_paper", drawing.VIOLET, drawing.SOLID, "its forms for finite $R$, by mass"),
+        ("log_better", plotting.ORANGE, plotting.SOLID, ""),
+        ("log_paper", plotting.VIOLET, plotting.SOLID, "its forms for finite $R$, by mass"),
     )
     for family, weight in product(_FAMILIES, _COLOURS):
         part = ratios[near & (rows["family"] == family) & (rows["weight"] == weight)]
@@ -164,16 +164,18 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
         shares, "Over the rate of the proposition", "radius $R$", r"divided by $(g/2)\,e^g$",
         ("linear", "linear"), (0, 1.02 * _NEAR, 0, 4.2),
     )  # fmt: skip
-    canvas, _ = drawing.draw([[left, right]], 3.0)
-    picture = drawing.picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
+    canvas, _ = plotting.draw([[left, right]], 3.0)
+    picture = plotting.picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
     table = rows.assign(ratio=ratios["log_value"])[
         ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
     ]
-    return Finding([picture], said(rows), [("Logarithms of the constant, and its ratio to (g/2) e^g", table)])
+    return Finding(
+        [picture], result_sentences(rows), [("Logarithms of the constant, and its ratio to (g/2) e^g", table)]
+    )
 
 
-def said(rows: pd.DataFrame) -> list[str]:
-    """Say what is seen: each family at its largest radius, the bounds there, and whether any is violated."""
+def result_sentences(rows: pd.DataFrame) -> list[str]:
+    """Return sentences on each family at its largest radius, and on whether any bound is violated."""
     rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
     last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
     seen = []

@@ -1,4 +1,4 @@
-"""Section 5.2: the constant of one head at the paper's worst inputs, at ours, and on real text."""
+"""Section 5.2: measure one head at the paper's worst inputs, at the worst found here, and on real text."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from howsmooth.adversarial import ascend, two_cluster
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import drawing
-from howsmooth.paper.drawing import Curve, Panel
-from howsmooth.paper.figure import Bench, Figure, Finding
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import between, exp, power, power_label
+from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, loaded, usual_length
 from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
-from howsmooth.paper.setting import Column, Setting, bilinear, columns, loaded, usual_length
-from howsmooth.paper.units import Key, Row
-from howsmooth.paper.words import between, exp, power, power_label
+from howsmooth.paper.row_cache import Key, Row
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures.style import literal
-from howsmooth.study.names import file_stem, readable
+from howsmooth.study.head_eigenvalues import head_eigenvalues
 from howsmooth.study.plan import derive_seed
-from howsmooth.study.strengths import strengths
+from howsmooth.study.text_formatting import file_stem, readable
 
 __all__ = ["RADII", "WORST_INPUTS", "measure", "show", "side_by_side"]
 
 RADII = (15.5, 21.5, 100.0)
-"""The paper's radii; that of real tokens is added for each layer."""
+"""The paper's radii. For each layer, the norm of its longest real token is added."""
 
 _LENGTHS = (12, 24, 64, 160, 392)
 _SAMPLES = 4
 _HEAD = 0
 _RTOL = 1e-4
-# Of the search, which begins at all constructions: here it adds less than 1 % to the best of them.
+# A short search, which starts from all constructions: longer ones improve the best by less than 1 % here.
 _STEPS, _RESTARTS, _ATOM_STEPS = 1, 8, 40
-# Of the time of one model, what its text needs.
+# Shares of the time of one model: its text, and the balls.
 _TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
 _NAMES = {
@@ -53,18 +53,18 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of one model.
+    """One layer of one model, with its measurements on text.
 
     Attributes
     ----------
     column
-        What it is.
+        The model and the layer.
     attention
-        All its heads with their output; the head 0 is the one that is attacked.
+        All its heads with the output projection; head 0 is attacked.
     fingerprint
-        Of the model.
+        The fingerprint of the model.
     fused
-        Whether its weights are fused and transposed.
+        Whether its queries, keys and values are in one transposed weight.
     text
         The converged measurements of every head on text.
     radius
@@ -80,22 +80,22 @@ class _Layer:
     radius: float
 
 
-def measure(bench: Bench) -> pd.DataFrame:
+def measure(context: FigureContext) -> pd.DataFrame:
     """Measure each layer on text, and one head of it in every ball.
 
     Returns
     -------
     pandas.DataFrame
-        A row a model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`; ``real``,
-        whether the radius is the norm of the longest real token; and ``fused``, whether the layer's weights
-        are.
+        One row for each model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`.
+        ``real`` says whether the radius is the norm of the longest real token, and ``fused`` whether the
+        layer's weights are fused.
 
     """
-    lengths = tuple(n for n in bench.request.lengths or _LENGTHS if n >= 2)
+    lengths = tuple(n for n in context.options.lengths or _LENGTHS if n >= 2)
     if not lengths:
         raise ArgumentError("lengths", expected="some of at least 2, for two clusters", got="1")
-    layers, found = columns(bench), []
-    for column, part in bench.each(layers, [one.cost for one in layers]):
+    layers, found = columns(context), []
+    for column, part in context.each(layers, [one.cost for one in layers]):
         reading, searching = part.parts((_TEXT, _BALLS))
         layer = _on_text(column, reading)
         jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in lengths]
@@ -108,25 +108,25 @@ def measure(bench: Bench) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _on_text(column: Column, bench: Bench) -> _Layer:
-    """Measure every head on text; return the layer."""
-    longest = loaded(bench, column.spec).max_length
-    asked = bench.request.lengths or _LENGTHS
+def _on_text(column: Column, context: FigureContext) -> _Layer:
+    """Measure every head of a layer on text, and return the layer."""
+    longest = loaded(context, column.spec).max_length
+    asked = context.options.lengths or _LENGTHS
     lengths = tuple(n for n in asked if longest is None or n <= longest)
-    here = Setting(
-        bench,
+    here = PreparedModel(
+        context,
         column.spec,
-        lengths=lengths or (usual_length(bench, column.spec),),
-        samples=bench.request.samples or _SAMPLES,
+        lengths=lengths or (usual_length(context, column.spec),),
+        samples=context.options.samples or _SAMPLES,
         layers=column.layers,
         scopes=("head",),
     )
     subject = here.subjects[0]
     _, tokens = next(here.sequences(subject))
     (site,) = here.sites(subject, tokens[:1])
-    model = getattr(bench.models.load_for(subject), "model", None)
+    model = getattr(context.models.load_for(subject), "model", None)
     fused = model is not None and has_fused_weight(model.get_submodule(site.name))
-    rows = here.study(f"studies/{column.stem}", bench).rows
+    rows = here.study(f"studies/{column.stem}", context).rows
     return _Layer(
         column,
         bilinear(site, column.spec.label),
@@ -137,10 +137,10 @@ def _on_text(column: Column, bench: Bench) -> _Layer:
     )
 
 
-def _in_ball(layer: _Layer, radius: float, n: int, bench: Bench) -> list[Row]:
-    """Measure one head in a ball at one length, as published too if that is asked for."""
+def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
+    """Return the rows of one head in a ball at one length, including published values if asked for."""
     rows: list[Row] = []
-    for kind in (_rows, _published_rows) if bench.request.as_published else (_rows,):
+    for kind in (_rows, _published_rows) if context.options.as_published else (_rows,):
         key: Key = {
             "model": layer.column.spec.label,
             "fingerprint": layer.fingerprint,
@@ -149,15 +149,15 @@ def _in_ball(layer: _Layer, radius: float, n: int, bench: Bench) -> list[Row]:
             "n": n,
             "published": int(kind is _published_rows),
             "search": f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}",
-            "seed": bench.request.seed,
-            "dtype": bench.request.dtype,
+            "seed": context.options.seed,
+            "dtype": context.options.dtype,
         }
-        rows += bench.rows(key, partial(kind, layer, radius, n, derive_seed(purpose="adversarial", **key)))
+        rows += context.rows(key, partial(kind, layer, radius, n, derive_seed(purpose="adversarial", **key)))
     return rows
 
 
 def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Give the paper's tokens for every head; for one head ours and the bounds besides."""
+    """Yield the constant at the paper's tokens for every head, and for one head a search and upper bounds."""
     f = layer.attention
     for h in _real(f):
         x = two_cluster(f.head(h), n, radius).x
@@ -181,9 +181,10 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
 
 
 def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Give the published tokens, measured right and as the published code does.
+    """Yield the constant at the published code's tokens, measured correctly and as the published code does.
 
-    They are the paper's, but for weights that are fused and transposed: then of slices along the wrong axis.
+    These tokens are the paper's, except for fused and transposed weights. From these, the published code
+    takes slices along the wrong axis.
     """
     f = layer.attention
     sliced = wrong_slices(f) if layer.fused else f
@@ -197,8 +198,8 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """List the heads whose A has a real eigenvalue: the others have no clusters."""
-    return [h for h, strength in enumerate(strengths(f)) if strength.gamma is not None]
+    """Return the heads whose A has a real eigenvalue; other heads have no two-cluster tokens."""
+    return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
 
 
 def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
@@ -207,26 +208,27 @@ def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
-    """Put what was measured in one ball at one length side by side.
+    """Combine the measurements in one ball at one length in one row.
 
     Parameters
     ----------
     rows
-        Of the units: ``n, kind, name, head``, and ``value`` with ``converged``, or ``log_value`` of a bound.
+        The rows of the units, with ``n, kind, name, head``, and ``value`` with ``converged`` or, for a bound,
+        ``log_value``.
     text
-        Converged measurements on text at this length: ``head, lipschitz``.
+        The converged measurements on text at this length, with ``head, lipschitz``.
     head
-        The one that is attacked.
+        The attacked head.
 
     Returns
     -------
     dict
-        Constants of that head at the paper's tokens (``paper``), at the worst that were found (``found``, by
-        ``found by``), at the published tokens (``wrong slices``) and as the published code computes it (``as
-        published``); logarithms of bounds (``upper``, ``theirs``, by ``theorem``); over all heads ``paper
-        median``, ``paper low``, ``paper high``, and on text ``text median``, ``text low``, ``text high``
-        (``text own``: the median of that head alone); ``unsettled``, how many values did not converge and
-        are left out. NaN where there is none.
+        Constants of the head: at the paper's tokens (``paper``), at the worst tokens found (``found``, with
+        their source ``found by``), at the published tokens (``wrong slices``), and as the published code
+        computes it (``as published``). Logarithms of bounds: ``upper`` and ``theirs``, the latter by
+        ``theorem``. Over all heads: ``paper median``, ``paper low``, ``paper high``; on text ``text median``,
+        ``text low``, ``text high``. ``text own`` is the median of the head on text. ``unsettled`` counts
+        values that did not converge, which are left out. Missing values are NaN.
 
     """
     values = rows[rows["converged"] == True]  # noqa: E712
@@ -254,7 +256,7 @@ def _span(name: str, values: pd.Series) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer, and say what is seen in each ball."""
+    """Draw each layer, and describe the results in each ball."""
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
@@ -263,7 +265,9 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     table = shown[names].dropna(axis=1, how="all")
     caption = "Constants and bounds at every radius and length; medians are over all heads of the layer"
     pictures = [_picture(part, folder) for part in layers]
-    return Finding(pictures, [words for part in layers for words in _said(part)], [(caption, table)])
+    return Finding(
+        pictures, [words for part in layers for words in _result_sentences(part)], [(caption, table)]
+    )
 
 
 def _balls(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -275,48 +279,48 @@ def _name(rows: pd.DataFrame) -> str:
 
 
 def _fit(rows: pd.DataFrame, name: str) -> Exponent:
-    """Fit the power of n to a column."""
+    """Fit a power of n to a column."""
     values = rows[name].to_numpy(np.float64)
     return fit_exponent(rows["n"].to_numpy(), values, np.isfinite(values))
 
 
-def _picture(rows: pd.DataFrame, folder: Path) -> drawing.Picture:
-    canvas, _ = drawing.draw([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
+def _picture(rows: pd.DataFrame, folder: Path) -> plotting.Picture:
+    canvas, _ = plotting.draw([list(map(_panel, _balls(rows)))], 3.0, sharey=True)
     canvas.suptitle(literal(_name(rows)))
     stem = file_stem("adversarial", str(rows["model"].iloc[0]), f"layer-{rows['layer'].iloc[0]:02d}")
-    return drawing.picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
+    return plotting.picture(canvas, folder, stem, f"Section 5.2: {_name(rows)}")
 
 
 def _panel(rows: pd.DataFrame) -> Panel:
     n, bounds = rows["n"], rows[["upper", "theirs"]].apply(exp)
-    # Bounds far above all constants would leave these no room, and may overflow.
+    # Let the limits of the axis include bounds only if they are not far above all constants.
     near = bounds[bounds < 1e3 * rows[["found", "paper high", "text high"]].max().max()]
     curves = [
-        Curve(n, rows["found"], "largest found", drawing.VIOLET, "o", size=13),
-        *drawing.with_slope(
-            rows, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", drawing.VIOLET, drawing.DOTTED
+        Curve(n, rows["found"], "largest found", plotting.VIOLET, "o", size=13),
+        *plotting.with_slope(
+            rows, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", plotting.VIOLET, plotting.DOTTED
         ),
-        Curve(n, rows["paper"], "the paper's tokens", drawing.TEAL, "^", size=16),
-        Curve(n, rows["paper median"], "their median over heads", drawing.TEAL, dashes=drawing.DASHED,
+        Curve(n, rows["paper"], "the paper's tokens", plotting.TEAL, "^", size=16),
+        Curve(n, rows["paper median"], "their median over heads", plotting.TEAL, dashes=plotting.DASHED,
               spread=(rows["paper low"], rows["paper high"])),
-        Curve(n, rows["text median"], "on text", drawing.GREY, "s", size=11,
+        Curve(n, rows["text median"], "on text", plotting.GREY, "s", size=11,
               spread=(rows["text low"], rows["text high"])),
         *(Curve(n, near[name]) for name in near),  # room for these bounds
-        *drawing.lines(
+        *plotting.lines(
             n, bounds.where(np.isfinite(bounds)),
-            ("upper", drawing.BLACK, drawing.SOLID, "howsmooth's bound"),
-            ("theirs", drawing.GREY, drawing.DASHDOT, rows["theorem"].iloc[0]),
+            ("upper", plotting.BLACK, plotting.SOLID, "howsmooth's bound"),
+            ("theirs", plotting.GREY, plotting.DASHDOT, rows["theorem"].iloc[0]),
         ),
-        Curve(n, rows["wrong slices"], "published tokens", drawing.ORANGE, "x", size=16),
-        Curve(n, rows["as published"], "as published", drawing.ORANGE, "+", size=16),
+        Curve(n, rows["wrong slices"], "published tokens", plotting.ORANGE, "x", size=16),
+        Curve(n, rows["as published"], "as published", plotting.ORANGE, "+", size=16),
     ]  # fmt: skip
     found, paper = (power_label(_fit(rows, name), ends=False) for name in ("found", "paper"))
     title = f"$R = {rows['R'].iloc[0]:.4g}$" + (", real tokens" if rows["real"].all() else "")
     return Panel(curves, f"{title}\nfound {found}\npaper's {paper}")
 
 
-def _said(rows: pd.DataFrame) -> list[str]:
-    """Say what is seen in each ball of a layer."""
+def _result_sentences(rows: pd.DataFrame) -> list[str]:
+    """Return sentences on each ball of a layer."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     if rows["as published"].notna().any():
         said.append(_published_words(rows))

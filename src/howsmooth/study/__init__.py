@@ -1,3 +1,3 @@
-"""Studies: a plan, a store that survives interruption, exponents, figures and a report."""
+"""Run studies: read a plan, measure into a store, fit exponents, and write figures and a report."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables, fits and figures of attacks. Nothing here measures."""
+"""Write the tables and figures of attacks from a store, and fit exponents. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ import pandas as pd
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures import draw_attacks
 from howsmooth.study.figures.style import Files
-from howsmooth.study.files import write_table, written_beside
+from howsmooth.study.output_files import write_table, written_beside
 from howsmooth.study.progress import SILENT, Listener
-from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadStrength
+from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadRecord
 from howsmooth.study.store import Store
 
-__all__ = ["SERIES", "SUMMARY_COLUMNS", "PublishedAttacks", "fits", "publish_attacks", "summary"]
+__all__ = ["SERIES", "SUMMARY_COLUMNS", "AttackOutputs", "fits", "summary", "write_attack_outputs"]
 
 SUMMARY_COLUMNS = (
     "layer", "head", "scope", "masking", "n", "radius", "tokens", "paper", "construction", "construction_by",
     "ascent", "found", "found_by", "converged", "upper", "upper_by", "found_to_paper", "found_to_upper",
     "log_upper", "file",
 )  # fmt: skip
-"""The columns of ``summary.csv``: constants at one attention and length, and their ratios."""
+"""The columns of ``summary.csv``, which has one row for each attention and length."""
 
 SERIES = ("found", "paper", "upper")
-"""What an exponent in n is fitted to."""
+"""The columns of ``summary.csv`` whose growth in n is fitted by a power law."""
 
-# The hypothesis that the exponent is 1/4 is about text.
+# The p value for the exponent 1/4 is left out: that hypothesis is about text, not about attacks.
 _FIT_COLUMNS = ("layer", "head", "series", *(f.name for f in fields(Exponent) if f.name != "quarter"))
 
 
 @dataclass(frozen=True)
-class PublishedAttacks:
-    """What was written, and what it was written from.
+class AttackOutputs:
+    """The files written by :func:`write_attack_outputs`, and the tables in them.
 
     Attributes
     ----------
     identity
-        What the attacks have in common.
-    summary, exponents, heads
-        As :func:`summary` and :func:`fits` give them, and the rows of
-        :class:`~howsmooth.study.records.HeadStrength`.
+        What all attacks in the store have in common: the source, its fingerprint and the settings.
+    summary, exponents
+        The results of :func:`summary` and :func:`fits`.
+    heads
+        The rows of :class:`~howsmooth.study.records.HeadRecord`.
     figures
-        Each as PNG and PDF.
+        The paths of each figure as PNG and PDF.
     files
-        The tables written, by name.
+        The path of each table, by its name.
 
     """
 
@@ -61,7 +62,7 @@ class PublishedAttacks:
 
 
 def summary(attacks: pd.DataFrame) -> pd.DataFrame:
-    """Put the rows of each attention and length side by side.
+    """Summarise the attacks in one row for each attention and length.
 
     Parameters
     ----------
@@ -71,9 +72,9 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        With :data:`SUMMARY_COLUMNS`. ``paper`` is the paper's construction, the best over heads if there are
-        several; ``found`` the largest constant in the ball that was found by any means; NaN where there is
-        none. ``upper`` is inf where it overflows.
+        A table with :data:`SUMMARY_COLUMNS`. ``paper`` is the constant at the paper's two-cluster tokens, for
+        several heads the largest of them. ``found`` is the largest constant found in the ball by any
+        method. Values that were not computed are NaN. ``upper`` is infinite if the bound overflows.
 
     """
     rows = [
@@ -84,7 +85,7 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
 
 
 def _beside(group: pd.DataFrame) -> dict[str, Any]:
-    """Put the rows of one attention and length side by side."""
+    """Return the row of ``summary.csv`` for the attacks on one attention at one length."""
     tokens, built, ascent, uppers = (group[group["kind"] == kind] for kind in ATTACK_KINDS)
     kept = group[group["file"].notna()].iloc[0]
     log_upper = float(uppers["log_value"].max())
@@ -112,12 +113,13 @@ def _beside(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit the growth with n of every series of a summary.
+    """Fit the growth of each column in :data:`SERIES` with n.
 
     Returns
     -------
     pandas.DataFrame
-        Columns ``layer, head, series`` and those of :class:`~howsmooth.study.exponents.Exponent`.
+        A table with the columns ``layer``, ``head`` and ``series``, and the fields of
+        :class:`~howsmooth.study.exponents.Exponent` except ``quarter``.
 
     """
     rows = []
@@ -133,15 +135,15 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
 
 
-def publish_attacks(folder: Path, listener: Listener = SILENT) -> PublishedAttacks:
-    """Write the tables and figures beside a store with attacks.
+def write_attack_outputs(folder: Path, listener: Listener = SILENT) -> AttackOutputs:
+    """Write the tables and figures of attacks into the folder of their store.
 
     Parameters
     ----------
     folder
-        That holds the store.
+        The folder with the store.
     listener
-        Told how many figures are drawn, of how many.
+        The listener that is told how many figures are drawn.
 
     Raises
     ------
@@ -153,14 +155,14 @@ def publish_attacks(folder: Path, listener: Listener = SILENT) -> PublishedAttac
     with Store.open(folder, write=False) as store:
         identity = store.identity(ATTACK)
         rows = store.table(Attack, (*ATTACK_PLACE, "kind", "name")).drop(columns="run")
-        heads = store.table(HeadStrength, ("layer", "head")).drop(columns="run")
+        heads = store.table(HeadRecord, ("layer", "head")).drop(columns="run")
     table = summary(rows)
     exponents = fits(table)
     tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
     files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
     with written_beside(folder, "attacks"):
         figures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", listener)
-    return PublishedAttacks(identity, table, exponents, heads, figures, files)
+    return AttackOutputs(identity, table, exponents, heads, figures, files)
 
 
 def _exp(log: float) -> float:

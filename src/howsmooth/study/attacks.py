@@ -1,4 +1,4 @@
-"""Look for the worst inputs of every attention asked for, at every length, and keep what is found."""
+"""Run the attacks of a plan: each attention at each length, with the results written to a store."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError
+from howsmooth.study.attention_sources import AttentionSource, Ball, Target, open_attention_source, shortened
+from howsmooth.study.head_eigenvalues import head_eigenvalues
 from howsmooth.study.plan import AttackPlan, derive_seed
 from howsmooth.study.progress import Outcome
-from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, HeadStrength
+from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, HeadRecord
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.sources import Ball, Source, Target, open_source, shortened
 from howsmooth.study.store import PendingStore
-from howsmooth.study.strengths import strengths
 from howsmooth.study.tasks.attacks import AttackTask
 from howsmooth.study.tasks.task import Work
 
@@ -22,36 +22,37 @@ __all__ = ["run_attack"]
 
 
 def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Outcome:
-    """Attack what the plan asks for and the store in ``folder`` does not have.
+    """Run the attacks that a plan asks for and that the store in ``folder`` does not have.
 
     Parameters
     ----------
     plan
-        What to attack.
+        The attentions and lengths to attack, and how hard.
     folder
-        Of the store; made, with the store, once every check has passed.
+        The folder of the store. Folder and store are created after all checks have passed.
     means
-        How; by default here, in silence, ending at the first failure.
+        The listener, the workers and the behaviour after failures. By default the attacks run in this
+        process, without progress, and the first failure ends the run.
 
     Raises
     ------
     WorkerError
-        If the workers of the executor are lost.
+        If the executor loses its workers.
     howsmooth.errors.HowsmoothError
-        If the plan is impossible, before anything is attacked; if the store cannot be written; or without
-        ``keep_going`` if attacking fails, after what was found has been written.
+        If the plan is impossible, before any attack runs; if the store cannot be written; or, without
+        ``keep_going``, if an attack fails. Finished attacks are in the store then.
 
     """
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading")
-    # An existing store is opened first: if it cannot be used, no model need be loaded to say so.
+    # Open an existing store before loading a model: an unusable store is then reported at once.
     with PendingStore(folder, ATTACK) as pending:
-        source = open_source(plan)
+        source = open_attention_source(plan)
         origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
         identity = origin | plan.settings()
         pending.check(identity)
-        tasks, heads = list(_tasks(plan, source, folder)), list(_strengths(plan, source))
+        tasks, heads = list(_tasks(plan, source, folder)), list(_head_records(plan, source))
         store = pending.begin(identity)
         store.add(heads)
         known = store.keys(Attack, ATTACK_PLACE)
@@ -61,8 +62,8 @@ def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Ou
         return replace(runner.finish(), seconds=time.monotonic() - began)
 
 
-def _tasks(plan: AttackPlan, source: Source, folder: Path) -> Iterator[AttackTask]:
-    """List all attentions at all lengths, from short to long."""
+def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
+    """Yield a task for each attention at each length, from short to long."""
     usual = source.attentions(source.usual_length or max(plan.lengths))
     balls = [_ball(plan, one) for one in usual]
     for n in sorted(plan.lengths):
@@ -79,12 +80,13 @@ def _tasks(plan: AttackPlan, source: Source, folder: Path) -> Iterator[AttackTas
             yield AttackTask(plan, source.label, source.text, target, n, ball, seed, folder.absolute())
 
 
-def _at(source: Source, usual: list[Target], n: int) -> Iterator[Target]:
-    """Put maps and tokens of a length together, sharing the parameters that do not depend on it."""
-    # Beyond the model's positions there are no tokens, but the map is the same.
+def _at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
+    """Yield the attentions at a length, sharing the parameters that do not depend on the length."""
+    # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
-        # Short tokens do not show a window, which is then not in the map of the usual length either.
+        # A mask, a window or rotary positions can depend on the length, so take them from this length. A
+        # short sequence does not show a window; then the map of the usual length has none either.
         parts = (own.attention.mask, own.attention.rotary, own.attention.window)
         if there and any(part is not None for part in parts):
             yield own
@@ -95,14 +97,18 @@ def _at(source: Source, usual: list[Target], n: int) -> Iterator[Target]:
 def _ball(plan: AttackPlan, one: Target) -> Ball:
     ball = one.ball(plan.radius)
     if ball.radius == 0:
-        raise ArgumentError("radius", expected="a number, as all tokens are zero", got=repr(plan.radius))
+        raise ArgumentError(
+            "radius",
+            expected="a number, because all tokens are zero and give no radius",
+            got=repr(plan.radius),
+        )
     return ball
 
 
-def _strengths(plan: AttackPlan, source: Source) -> Iterator[HeadStrength]:
-    """Say of every head of every layer how strong its scores are, whether or not it is attacked."""
+def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
+    """Yield the eigenvalues of each head of each layer, including heads that are not attacked."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius
-            for h, strength in enumerate(strengths(one.attention)):
-                yield HeadStrength(one.layer, h, radius, **asdict(strength))
+            for h, strength in enumerate(head_eigenvalues(one.attention)):
+                yield HeadRecord(one.layer, h, radius, **asdict(strength))

@@ -1,4 +1,4 @@
-"""What numbers were computed with: versions, machine, commit. For the record of a run."""
+"""Describe the software and hardware of a run: versions, machine and commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Describe what numbers are computed with on a device, and by which workers."""
+    """Return the versions, hardware, threads and workers with which numbers are computed.
+
+    Parameters
+    ----------
+    device
+        The PyTorch device of the computation.
+    executor
+        The executor whose workers compute; ``None`` if this process does.
+    threads
+        The CPU threads of each worker; ``None`` if the workers choose.
+
+    """
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
         try:
@@ -36,7 +47,7 @@ def environment(device: str, executor: Executor | None = None, threads: int | No
     if executor is not None:
         workers = getattr(executor, "workers", None)
         found["executor"] = type(executor).__name__ + (f" of {workers} workers" if workers else "")
-        found["threads"] = "as the workers have" if threads is None else f"{threads} a worker"
+        found["threads"] = "chosen by the workers" if threads is None else f"{threads} for each worker"
     return found
 
 
@@ -50,9 +61,9 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Commit of this very source: of the checkout that it lies in, or the one that pip installed it from."""
+    """Return the commit of this source: of its git checkout, or the one that pip installed it from."""
     try:
-        # An environment inside somebody's repository is not part of it.
+        # Check that git tracks this file: a virtual environment inside another repository is not part of it.
         _git("ls-files", "--error-unmatch", "environment.py")
         return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since")
     except (OSError, subprocess.SubprocessError):

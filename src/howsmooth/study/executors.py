@@ -1,4 +1,4 @@
-"""Workers for a study: processes of this machine, or a Dask cluster."""
+"""Start the workers of a study: processes on this machine, or the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 def opened_executor(
     kind: str | None, *, workers: int | None = None, scheduler: str | None = None
 ) -> Iterator[Executor | None]:
-    """Start workers, and end them; after an error those that are at work too.
+    """Start workers, and stop them when the context ends; after an error, also workers that are still busy.
 
     Parameters
     ----------
     kind
         ``processes`` or ``dask``; ``None`` for no workers.
     workers
-        How many processes; by default one a CPU core.
+        The number of processes; by default one for each CPU core.
     scheduler
-        Address of a Dask scheduler, such as ``tcp://10.0.0.1:8786``.
+        The address of a Dask scheduler, such as ``tcp://10.0.0.1:8786``.
 
     Yields
     ------
     Executor or None
+        The executor, or ``None`` without workers.
 
     Raises
     ------
     ArgumentError
-        If these do not fit together, or Dask is not installed.
+        If the arguments contradict each other, or Dask is not installed.
     WorkerError
         If the scheduler cannot be reached, or has no workers.
 
     """
-    how = Execution(executor=kind, workers=workers, scheduler=scheduler)  # refuses what does not go together
+    # Execution checks that the three arguments fit together.
+    how = Execution(executor=kind, workers=workers, scheduler=scheduler)
     if how.executor is None:
         yield None
     elif how.scheduler is not None:
-        from howsmooth.study.cluster import connected_cluster
+        from howsmooth.study.dask_cluster import connected_cluster
 
         with connected_cluster(how.scheduler) as cluster:
             yield cluster
@@ -57,13 +59,14 @@ def opened_executor(
 
 @contextmanager
 def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    # Forked processes would inherit PyTorch's threads in a state that nobody knows, and no GPU.
+    # Spawn processes: forked ones would inherit PyTorch's threads in an undefined state, and no GPU.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_set_up_worker)
     try:
         yield pool
     except BaseException:
-        # Nobody waits for what is still at work; the processes are the pool's own business otherwise.
+        # Terminate busy workers, since nobody waits for their results. The pool has no public method for
+        # this in Python 3.11 to 3.13.
         for process in list((pool._processes or {}).values()):
             process.terminate()
         pool.shutdown(wait=False, cancel_futures=True)
@@ -71,8 +74,8 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def _begin() -> None:
-    """Begin a worker: Ctrl-C is the affair of the process that it works for, and so is its end."""
+def _set_up_worker() -> None:
+    """Set up a worker process: it ignores Ctrl-C, and exits when the process that started it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -85,29 +88,29 @@ def _end_with_parent() -> None:
 
 
 def available_cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
+    except AttributeError:  # macOS and Windows have no sched_getaffinity
         return os.cpu_count() or 1
 
 
 def workers_of(executor: Executor | None) -> int:
-    """Return how many tasks an executor carries out at a time; 1 without one."""
+    """Return how many tasks an executor runs at the same time; 1 without an executor."""
     if isinstance(executor, ProcessPoolExecutor):
         return int(getattr(executor, "_max_workers"))  # noqa: B009 - not in the type stubs
     return max(1, int(getattr(executor, "workers", 1)))
 
 
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
-    """Return how many CPU threads each worker should use; ``None`` for what it has.
+    """Return how many CPU threads each worker should use; ``None`` leaves the number unchanged.
 
     Parameters
     ----------
     executor
-        The workers. Those of this machine share its cores out among them.
+        The workers. Processes of this machine share its cores equally.
     asked
-        What was asked for, if anything.
+        The number that the user asked for, if any.
 
     """
     if asked is None and isinstance(executor, ProcessPoolExecutor):

@@ -1,9 +1,9 @@
-"""Exponents: how fast the constant grows with the length, fitted as L = c · n^slope.
+"""Fit exponents: how fast the constant L grows with the length n, in the power law L = c · n^slope.
 
-Least squares of log L on log n, with an interval of the slope that allows the spread of log L to
-depend on n (as it does on text: short sequences spread more, and have most leverage), the test of
-slope = 1/4 that belongs to it, and the same fit for small, middle and large radius apart. Which
-interval was chosen, and why, is in docs/theory/statistics.md.
+The fit is by least squares of log L on log n. The interval of the slope is HC3's, which allows the spread of
+log L to depend on n: on text, short sequences spread more and have the most leverage. The module also tests
+slope = 1/4, and repeats the fit for the thirds of the sequences with small, middle and large radius. The
+documentation page "Sequences, exponents, radius and length" explains the choice of the interval.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from howsmooth.study.names import decimal
-from howsmooth.study.radius import STRATA, radius_correlation, terciles
+from howsmooth.study.radius_statistics import STRATA, radius_correlation, terciles
+from howsmooth.study.text_formatting import decimal
 
 __all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "Exponent", "exponents", "fit_exponent"]
 
 GROUP = ("model", "text", "scope", "layer", "head")
-"""What is fitted apart."""
+"""The columns whose values define a group of measurements with an exponent of its own."""
 
 LEVEL = 0.95
 """Confidence of the intervals of slopes and correlations."""
 
 QUARTER = 0.25
-"""The exponent that the paper reports on text, and that is tested."""
+"""The exponent that the paper reports on text, and against which each fit is tested."""
 
 FEWEST_LENGTHS = 3
-# Residuals below this are rounding: an interval made of them would mean nothing.
+# Smaller residuals are rounding errors, from which no interval can be computed.
 _ROUNDING = 1e-9
 
 
@@ -44,20 +44,21 @@ class Exponent:
     slope, low, high
         The exponent with its 95 % interval; NaN if it could not be fitted.
     quarter
-        p value of the hypothesis that the exponent is 1/4: below 0.05 exactly if the interval does not
-        contain 1/4. NaN without a fit.
+        The p value of the hypothesis that the exponent is 1/4. It is below 0.05 exactly if the interval does
+        not contain 1/4. NaN without a fit.
     n_points, n_min, n_max
-        What was fitted.
+        The number of fitted points, and their smallest and largest length.
     spread
-        Standard deviation of the residuals of log L.
+        The standard deviation of the residuals of log L.
     intercept
         log L at n = 1.
     interval
-        How it was found: ``"HC3"``, ``"exact"`` (points on a line to rounding), or ``""`` without a fit.
+        The method of the interval: ``"HC3"``, ``"exact"`` if all points lie on the line up to rounding, or
+        ``""`` without a fit.
     left_out
-        Unconverged measurements and zeros, which are not fitted.
+        The number of points that are not fitted, because they did not converge or are zero.
     note
-        Why there is no fit; empty if there is one.
+        The reason why there is no fit; empty if there is one.
 
     """
 
@@ -75,11 +76,11 @@ class Exponent:
     note: str = ""
 
     def at(self, n: float) -> float:
-        """The fitted constant at a length."""  # noqa: D401
+        """Return the fitted constant at a length."""
         return math.exp(self.intercept + self.slope * math.log(n))
 
     def ends(self, digits: int) -> str:
-        """Write the interval of the exponent."""
+        """Format the interval of the exponent as "[low, high]"."""
         return f"[{decimal(self.low, digits)}, {decimal(self.high, digits)}]"
 
 
@@ -94,8 +95,9 @@ EXPONENT_COLUMNS = (
 )  # fmt: skip
 """The columns of ``exponents.csv``.
 
-``radius_correlation`` is that of log radius and log n. ``small_radius_slope`` and its kin are fits within
-a third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius there.
+``radius_correlation`` is the correlation of log radius and log n. Columns such as ``small_radius_slope`` come
+from the fit to one third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius in
+that third.
 """
 
 
@@ -107,13 +109,13 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
     n, lipschitz
         Lengths and constants, each of shape (points,).
     usable
-        Which points may be fitted (boolean, (points,)): the converged ones. Zeros are left out as well,
-        having no logarithm.
+        Which points converged and may be fitted, boolean of shape (points,). Zeros are left out as well,
+        because they have no logarithm.
 
     Returns
     -------
     Exponent
-        With a note instead of a slope if fewer than three different lengths are left.
+        The fit. If fewer than three different lengths remain, it has a note instead of a slope.
 
     """
     usable = usable & (lipschitz > 0)
@@ -145,12 +147,12 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit every (model, text, scope, layer, head) of a table of measurements.
+    """Fit an exponent for each model, text, scope, layer and head in a table of measurements.
 
     Returns
     -------
     pandas.DataFrame
-        With :data:`EXPONENT_COLUMNS`, sorted by model, text, scope, layer and head.
+        A table with :data:`EXPONENT_COLUMNS`, sorted by model, text, scope, layer and head.
 
     """
     rows = []
@@ -173,7 +175,7 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def _by_radius(
     n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
 ) -> dict[str, float]:
-    """Say how radius and length go together among the fitted points, and fit each third by radius."""
+    """Return the correlation of radius and length, and a fit for each third of the points by radius."""
     n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
     found = radius_correlation(n, radius, LEVEL)
     columns: dict[str, float] = {
@@ -210,7 +212,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> _Line:
     slope = float(centred @ y) / square
     intercept = float(y.mean() - slope * x.mean())
     residuals = y - intercept - slope * x
-    # Each residual is taken as the point would have it if the line had been fitted without the point.
+    # HC3 divides each residual by 1 - leverage. The result is the distance of the point from the line that
+    # is fitted without this point.
     leverage = 1 / len(x) + centred**2 / square
     left_out = residuals / np.maximum(1 - leverage, np.finfo(np.float64).eps)
     return _Line(

@@ -1,10 +1,10 @@
-"""What a run would take, told before anything is measured or written: a little of the plan is tried.
+"""Predict the time and memory of a run before anything is written, by timing a few of its tasks.
 
-The rule: of each model, text and scope, tasks of the plan are carried out at its shortest, its middle and its
-longest length: one layer at one sequence, and one layer at all sequences and the whole where that takes no
-more than about two seconds. From these times :class:`~howsmooth.study.pace.Pace` tells those at all lengths.
-Bounds and drawing come on top. Such a forecast is meant to be right within a factor of two, which ``low`` and
-``high`` say.
+For each model, text and scope, some tasks of the plan are carried out at the shortest, the middle and the
+longest length: first one layer at one sequence. If it is expected to take at most two seconds, then also one
+layer at all sequences, and the whole task. :class:`~howsmooth.study.task_times.TaskTimes` predicts the times
+at all other lengths. Times for bounds and drawing are added. The forecast aims to be right within a factor of
+two; ``low`` and ``high`` are these limits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.pace import Pace
 from howsmooth.study.plan import Plan
+from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.records import Row
-from howsmooth.study.sequences import bounded_lengths
-from howsmooth.study.subjects import OpenStudy, opened_study
+from howsmooth.study.sequence_placement import bounded_lengths
+from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask
@@ -35,33 +35,33 @@ from howsmooth.study.tasks.task import Failed, SequenceTask
 __all__ = ["WITHIN", "Forecast", "Part", "forecast"]
 
 WITHIN = 2.0
-"""The factor within which a forecast is meant to be right."""
+"""The factor within which a forecast should be right."""
 
 _TRIAL_SECONDS = 2.0
-# Where all lengths are longer, these are tried first.
+# Lengths that are timed first if all lengths of the plan are longer.
 _SHORT = (16, 128, 512)
-# Seconds of tables and report, and of each figure.
+# Seconds to write the tables and the report, and to draw each figure.
 _DRAWING, _FIGURE = 2.0, 0.5
-# Vectors of one sequence that the solver holds, in numbers of n d: a usual basis and what it works with.
+# Number of vectors of n·d entries that the solver keeps for one sequence: a typical basis and work space.
 _VECTORS = 40
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one model on one text takes at one length and scope.
+    """The forecast for one model, text, scope and length.
 
     Attributes
     ----------
     model, text, scope, n
-        Which.
+        The model, the text, the scope and the length.
     measurements
-        How many are left to make.
+        The number of measurements left to make.
     seconds
-        Wall time that is expected.
+        The expected wall time.
     memory
-        Bytes of the process at the peak; ``None`` for a map whose needs are not known beforehand.
+        The expected peak memory of the process in bytes; ``None`` if it cannot be predicted for this map.
     fits
-        Whether one measurement fits in the memory that it may use; if not, it is refused.
+        Whether one measurement fits into the memory that it may use. If not, it will be refused.
 
     """
 
@@ -77,24 +77,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes.
+    """The expected time and memory of a run.
 
     Attributes
     ----------
     parts
-        One for each model, text, scope and length with something left to measure.
+        One entry for each model, text, scope and length with measurements left to make.
     preparing
-        Seconds to read texts and load models, as it took just now.
+        Seconds to read texts and load models, as just measured.
     bounds, drawing
-        Seconds for bounds, and for tables, figures and report.
+        Expected seconds for bounds, and for tables, figures and the report.
     seconds, low, high
-        Wall time of everything.
+        The expected wall time of the whole run, and its limits.
     memory
-        Bytes of the process at the peak, as far as known.
+        The expected peak memory of the process in bytes, as far as it can be predicted.
     kept
-        Measurements of the plan that the store has.
+        The number of measurements of the plan that the store already has.
     impossible
-        Models, or texts with a model, that cannot be used, and why.
+        The models and texts that cannot be measured, as (model, text or None, reason).
 
     """
 
@@ -111,17 +111,17 @@ class Forecast:
 
 
 def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
-    """Predict what :func:`howsmooth.study.run.run` takes, writing nothing.
+    """Predict what :func:`howsmooth.study.run.run` takes, without writing anything.
 
     Parameters
     ----------
     plan, folder, keep_going
-        As for ``run``; what the store in ``folder`` has is not measured again.
+        The values for ``run``. Measurements that the store in ``folder`` has are not counted.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        As ``run``, before anything is measured.
+        The errors that ``run`` raises before it measures.
 
     """
     began = time.monotonic()
@@ -166,17 +166,17 @@ def _bounds(plan: Plan, measuring: float, trials: Sequence[_Trial]) -> float:
 
 
 class _Trial:
-    """A little of what is left of one model, text and scope, carried out and timed."""
+    """The tasks left for one model, text and scope, some of which are carried out and timed."""
 
     def __init__(self, study: OpenStudy, tasks: Sequence[ConstantsTask]) -> None:
         self._study = study
         self._tasks = tasks
-        self._pace = Pace()
+        self._task_times = TaskTimes()
         self._map: Any = None
-        self._known = (0, 0)  # shape (n, d) of the tokens of that map
+        self._known = (0, 0)  # the shape (n, d) of the tokens at which self._map was captured
         lengths = sorted({task.n for task in tasks})
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-        # What is done once in a process is not to be timed.
+        # Warm up: the first task also pays for work that a process does only once.
         self._timed(_part_of(tasks[0], self._first()))
         for n in [*(short for short in _SHORT if self._free and short < lengths[0]), *self._lengths]:
             if not self._try(n):
@@ -191,23 +191,23 @@ class _Trial:
         return min(self._lengths[0], _SHORT[0]) if self._free else self._lengths[0]
 
     def _try(self, n: int) -> bool:
-        """Time a length, at least in part; return whether there was time for it."""
+        """Time some tasks of length n; return False if even one sequence would take too long."""
         whole = next((task for task in self._tasks if task.n == n), None)
         part = _part_of(whole or self._tasks[0], n)
-        if (self._pace.expect(part) or 0.0) > _TRIAL_SECONDS:
+        if (self._task_times.expect(part) or 0.0) > _TRIAL_SECONDS:
             return False
         self._learn(part)
-        # Sequences that are measured together take less time each, so that one alone says too much.
+        # Sequences measured in one batch take less time each than one sequence alone, so time a batch too.
         for more in () if whole is None else (_layer_of(whole), whole):
-            if (self._pace.expect(more) or 0.0) <= _TRIAL_SECONDS:
+            if (self._task_times.expect(more) or 0.0) <= _TRIAL_SECONDS:
                 self._learn(more)
         return True
 
     def _learn(self, task: ConstantsTask) -> None:
-        self._pace.learn(task.alike, task.n, task.size, self._timed(task))
+        self._task_times.learn(task.alike, task.n, task.size, self._timed(task))
 
     def _timed(self, task: SequenceTask[Any]) -> float:
-        """Carry a task out, and return the seconds that it took; what fails raises its error."""
+        """Carry out a task and return its seconds; raise the error of a task that fails."""
         packed, began = task.packed(), time.monotonic()
         found: list[Sequence[Row]] = []
         for step in packed.found(self._study.models):
@@ -221,7 +221,7 @@ class _Trial:
         return seconds
 
     def parts(self, held: float) -> Iterator[Part]:
-        """Predict what is left, length by length; ``held`` bytes are in use now."""
+        """Yield the forecast for each length; ``held`` is the memory in use now, in bytes."""
         for n in sorted({task.n for task in self._tasks}):
             here = [task for task in self._tasks if task.n == n]
             memory, fits = self._memory(n, max(len(task.starts) for task in here))
@@ -231,17 +231,17 @@ class _Trial:
                 scope=here[0].scope,
                 n=n,
                 measurements=sum(task.size for task in here),
-                seconds=sum(self._pace.expect(task) or 0.0 for task in here),
+                seconds=sum(self._task_times.expect(task) or 0.0 for task in here),
                 memory=None if memory is None else held + memory,
                 fits=fits,
             )
 
     def _memory(self, n: int, members: int) -> tuple[float | None, bool]:
-        """Return the bytes that some sequences of n tokens take together, and whether one fits."""
+        """Return the bytes that ``members`` sequences of n tokens need together, and whether one fits."""
         plan, (known, d) = self._study.plan, self._known
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         exact = isinstance(self._map, SelfAttention)
-        # Other maps know the length only at which they were captured; their probabilities grow like n².
+        # The footprint of other maps is known only at the length of capture; it grows like n².
         how = footprint(self._map, (n if exact else known, d), dtype=dtype, device=device, memory=plan.memory)
         if not how.size:
             return None, True
@@ -251,27 +251,27 @@ class _Trial:
         return together + members * _VECTORS * n * d * dtype.itemsize, not how.streamed or size <= budget
 
     def bounds(self) -> float:
-        """Predict all bounds, from those of one layer at the lengths that can be tried."""
+        """Return the expected seconds of all bounds, by timing the bounds of one layer at a few lengths."""
         first = self._tasks[0]
         if first.scope not in ATTENTION_SCOPES:
             return 0.0
         lengths = bounded_lengths(tuple({task.n for task in self._tasks}))
         tasks = [_bounds_of(_part_of(next(t for t in self._tasks if t.n == n), n)) for n in lengths]
-        pace = Pace()
+        times = TaskTimes()
         for task in tasks:
-            if (pace.expect(task) or 0.0) <= _TRIAL_SECONDS:
-                pace.learn(task.alike, task.n, task.size, self._timed(task))
-        return len(first.subject.layers) * sum(pace.expect(task) or 0.0 for task in tasks)
+            if (times.expect(task) or 0.0) <= _TRIAL_SECONDS:
+                times.learn(task.alike, task.n, task.size, self._timed(task))
+        return len(first.subject.layers) * sum(times.expect(task) or 0.0 for task in tasks)
 
 
 def _layer_of(task: ConstantsTask) -> ConstantsTask:
-    """Return one layer of a task, with all its sequences."""
+    """Return the part of a task for its first missing layer, with all sequences."""
     missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
     return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
-    """Return one layer and one sequence of a task, cut to n tokens."""
+    """Return the part of a task for one layer and one sequence, cut to n tokens."""
     layer, sample = task.layers[0], next(iter(task.starts))
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
@@ -280,14 +280,14 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Return the bounds at the sequence of a task, as if it were sample 0."""
+    """Return a task for the bounds at the sequence of a task, as if it were sample 0."""
     missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
     starts = {0: next(iter(task.starts.values()))}
     return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)
 
 
 def _resident() -> float:
-    """Bytes of memory that the process holds."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
         return float(pages * os.sysconf("SC_PAGE_SIZE"))

@@ -1,4 +1,4 @@
-"""Put the stores of one study, made on several machines, together: all of it or, at a conflict, nothing."""
+"""Merge the stores of one study that several machines made. At a conflict, nothing is written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ArgumentError, StoreError
+from howsmooth.study.preparation import MEASURE
 from howsmooth.study.records import (
     PLACE,
     Bounding,
@@ -23,9 +24,8 @@ from howsmooth.study.records import (
     SequenceRecord,
     TextRecord,
 )
-from howsmooth.study.sequences import overlapping
+from howsmooth.study.sequence_placement import overlapping
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import MEASURE
 
 __all__ = ["Merged", "merge_stores"]
 
@@ -34,7 +34,7 @@ _KINDS: tuple[type[Row], ...] = (
     Failure,
 )  # fmt: skip
 
-# What must agree for two rows under one key to be the same thing.
+# The columns in which two rows with the same key must agree.
 _SAME: dict[type[Row], tuple[str, ...]] = {
     ModelRecord: ("layers", "heads", "random_init", "as_decoder"),
     TextRecord: ("digest",),
@@ -42,24 +42,25 @@ _SAME: dict[type[Row], tuple[str, ...]] = {
     Measurement: ("causal", "seed", "start", "dtype", "method", "masking"),
     PublishedValue: ("seed", "start", "map"),
 }
-# The published iteration has no interval; its rule may end it a step sooner on another machine.
+# Relative tolerance for values of the published power iteration. It has no interval, and on another machine
+# its stopping rule may end it a step sooner.
 _CLOSE = 1e-2
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did.
+    """The counts of a merge.
 
     Attributes
     ----------
     added, same
-        Measurements that came in, and those that the store or an earlier source had.
+        The number of measurements added, and of those that the store or an earlier source already had.
     total
-        Measurements in the store now.
+        The number of measurements in the store after the merge.
     failures
-        Failures in the store that no measurement has made good.
+        The number of failures in the store whose measurements are still missing.
     published
-        Published values that came in.
+        The number of values of the published code that were added.
 
     """
 
@@ -71,26 +72,26 @@ class Merged:
 
 
 def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
-    """Copy all measurements, published values, bounds, runs and failures of some stores into one.
+    """Copy the measurements, published values, bounds, runs and failures of several stores into one store.
 
-    A measurement that two stores have is kept once, the one that came first, if both have the same seed and
-    sequence and their intervals overlap; a published value without an interval, if they differ by less than
-    1 %. The first of the bounds and of the sensitivities is kept.
+    If two stores have the same measurement, the first one is kept. Both must have the same seed and the same
+    sequence, and their intervals must overlap. Two published values without an interval must differ by less
+    than 1 %. Of bounds and sensitivities, the first is kept without a comparison.
 
     Parameters
     ----------
     sources
-        Folders with a store, or the files themselves. They are only read.
+        Folders with a store, or the store files themselves. They are only read.
     folder
-        Of the store that takes everything; made if it is not there, else added to.
+        The folder of the target store. It is created if needed; rows it already has are kept.
 
     Raises
     ------
     StoreError
-        If a store cannot be read, or two of them are in conflict: another identity, another model or text
-        under the same name, or another value for the same measurement. Nothing is written then.
+        If a store cannot be read, or two stores conflict: they have different settings, another model or text
+        under the same name, or another value for the same measurement. Then nothing is written.
     ArgumentError
-        If there are no sources, or one of them is the folder.
+        If there are no sources, or a source is the target folder.
 
     """
     folders = [path.parent if path.is_file() else path for path in sources]
@@ -102,7 +103,7 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
             union.take(folder, target, there=True)
         had = {kind: len(union.rows[kind]) for kind in (Measurement, PublishedValue)}
         seen = sum(_taken(union, source) for source in folders)
-        # All are held against each other first, so that a conflict makes no folder.
+        # Compare all stores before writing, so that a conflict creates no folder.
         union.check()
         target = target or stack.enter_context(Store.open(folder))
         union.write(target)
@@ -129,7 +130,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _taken(union: _Union, folder: Path) -> int:
-    """Take a store into the union, and return how many measurements it has."""
+    """Add a store to the union, and return its number of measurements."""
     with Store.open(folder, write=False) as store:
         union.take(folder, store)
         return store.count(Measurement)
@@ -137,7 +138,7 @@ def _taken(union: _Union, folder: Path) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """A row of a store: the token of its run, where it came from, and whether the target has it."""
+    """A row of a store, with the token of its run, its folder, and whether the target already has it."""
 
     row: Any
     token: str
@@ -146,7 +147,7 @@ class _Taken:
 
 
 class _Union:
-    """All rows of some stores, the first of each kept and the others held against it."""
+    """The rows of several stores; for each key the first row is kept and later ones are compared with it."""
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}
@@ -156,12 +157,12 @@ class _Union:
         self._bounded: set[tuple[Any, ...]] = set()
 
     def take(self, path: Path, store: Store, *, there: bool = False) -> None:
-        """Add the rows of a store; those of the target are ``there`` already.
+        """Add the rows of a store; ``there`` marks the rows of the target.
 
         Raises
         ------
         StoreError
-            If a row is in conflict with an earlier one.
+            If a row conflicts with an earlier one.
 
         """
         self._identify(path, store.identity(MEASURE))
@@ -170,7 +171,7 @@ class _Union:
         bounded = set(self._bounded)
         for kind in _KINDS:
             for row, number in store.rows(kind):
-                # All bounds of an attention are written together, so that they come together too.
+                # The bounds of an attention at a sequence belong together: keep those of one store only.
                 if kind is Bounding and _values(row, PLACE) in bounded:
                     continue
                 token = runs[number].token if number in runs else ""
@@ -197,19 +198,20 @@ class _Union:
             _hold(new, first)
 
     def check(self) -> None:
-        """Refuse what no store of one study could hold.
+        """Check that the rows could belong to one study.
 
         Raises
         ------
         StoreError
-            If there is nothing to merge, a model is two, or sequences overlap.
+            If there is nothing to merge, a model has two fingerprints, or sequences overlap.
 
         """
         if not self.identity:
-            raise StoreError("there is nothing to merge: no study was begun in any of the stores.")
+            raise StoreError("there is nothing to merge: none of the stores holds a study.")
         prints: dict[str, tuple[str, Path]] = {}
         for (label, _), one in self.rows[InputRecord].items():
-            # An untrained model's tokenizer may be trained on the text; any other model is one.
+            # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on
+            # the text. Any other model has one fingerprint.
             if not self.rows[ModelRecord][(label,)].row.random_init:
                 first, where = prints.setdefault(label, (one.row.fingerprint, one.path))
                 if first != one.row.fingerprint:
@@ -218,13 +220,13 @@ class _Union:
         self._keep_apart()
 
     def _keep_apart(self) -> None:
-        """Refuse sequences that overlap, since no store has any."""
+        """Refuse overlapping sequences of one model and text, which no single store contains."""
         places: dict[tuple[str, str], set[tuple[int, int]]] = {}
         for kind in (Measurement, PublishedValue, Bounding):
             for row in (one.row for one in self.rows[kind].values()):
                 places.setdefault((row.model, row.text), set()).add((row.start, row.n))
         for (model, text), windows in places.items():
-            # Of images, what stands for the first token is the number of the image.
+            # For images, `start` is the number of the image, so windows cannot overlap.
             if self.rows[TextRecord][(text,)].row.kind != "images" and overlapping(windows):
                 raise StoreError(
                     f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
@@ -233,7 +235,7 @@ class _Union:
                 )
 
     def write(self, target: Store) -> None:
-        """Write what the target does not have, in one transaction."""
+        """Write the rows that the target does not have, in one transaction."""
         with target.transaction():
             target.begin(MEASURE, self.identity)
             numbers = {run.token: run.id for run, _ in target.rows(Run)}
@@ -252,7 +254,7 @@ class _Union:
 
 
 def _hold(new: _Taken, old: _Taken) -> None:
-    """Hold the values of two rows against each other that should be the same measurement."""
+    """Check that two rows of the same measurement agree in their values."""
     row, first = new.row, old.row
     if row.lower is None or first.lower is None:
         if abs(row.lipschitz - first.lipschitz) > _CLOSE * abs(first.lipschitz):
@@ -271,7 +273,7 @@ def _conflict(path: Path, where: Path, what: str, other: object) -> StoreError:
 
 
 def _shown(row: Row) -> str:
-    """Say which row it is."""
+    """Return words that identify a row: its table and its key."""
     words = [f"{name} {getattr(row, name)}" for name in row.key if getattr(row, name) is not None]
     return f"the same row of {row.table} ({', '.join(words)})"
 

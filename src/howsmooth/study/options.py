@@ -1,9 +1,9 @@
-"""Options of a piece of work: each is written once, as a field of a dataclass.
+"""Define options as fields of dataclasses, each in one place for Python, plan files and the command line.
 
-A field says its type, its default, what its values are, and what people are told of it. From that come
-the arguments in Python, the keys of a plan file (:mod:`howsmooth.study.plan_file`) and the options of the
-command line (``howsmooth.cli.options``): all three hand what they were given to the dataclass, whose
-fields read it in the same way.
+A field states its type, its default, its allowed values and its help text. From these come the arguments in
+Python, the keys of a plan file (:mod:`howsmooth.study.plan_file`) and the options of the command line
+(``howsmooth.cli.options``). All three pass the raw values to the dataclass, which parses them in the same
+way.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ _MOST_SHOWN = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """What the values of an option are.
+    """The kind of values that an option accepts.
 
     Attributes
     ----------
     typed
-        What a word on the command line is first taken for: ``str``, ``int``, ``float``, ``bool`` or ``Path``.
+        The type that the command line converts an argument to: ``str``, ``int``, ``float``, ``bool`` or
+        ``Path``.
     read
-        Gives the value of a field from the name of the argument and what was given for it, in Python, in
-        a plan file or on the command line; raises ArgumentError.
+        A function of the option's name and the raw value that returns the value of the field. The raw value
+        comes from Python, a plan file or the command line. The function raises ArgumentError for a bad value.
     several
-        Whether an option of the command line may be repeated.
+        Whether the option may be repeated on the command line.
     place
-        Whether the words may name a file or a folder.
+        Whether the value may be the name of a file or a folder.
 
     """
 
@@ -81,22 +82,22 @@ class Kind:
 
 @dataclass(frozen=True)
 class Option:
-    """How the values of a field are read, and what people are told of it.
+    """The definition of one option: its kind of values and its help.
 
     Attributes
     ----------
     kind
-        What the values are.
+        The kind of values.
     help
-        For the help of the command line.
+        The help text on the command line.
     metavar
-        What stands for the value in the help; empty for the name of its type.
+        The placeholder for the value in the help; empty for the name of the type.
     panel
-        Heading in the help; empty for the one of the dataclass.
+        The heading of the option in the help; empty for the heading of its dataclass.
     flag
-        Name on the command line where it is not that of the field.
+        The name on the command line, if it differs from the name of the field.
     positional
-        Whether it is an argument of the command line instead of an option.
+        Whether it is a positional argument on the command line.
 
     """
 
@@ -109,14 +110,15 @@ class Option:
 
 
 def option(default: Any, kind: Kind, help: str, **told: Any) -> Any:
-    """Make a field of a dataclass that is an option.
+    """Define a dataclass field that is an option.
 
     Parameters
     ----------
     default
-        As a user would write it; ``...`` if there is none; ``None`` for what the dataclass then chooses.
+        The default, as a user would write it; ``...`` if the option is required; ``None`` if the dataclass
+        chooses the value in ``check``.
     kind, help, **told
-        As in :class:`Option`.
+        The attributes of :class:`Option`.
 
     """
     usual = dataclasses.MISSING if default is ... else default
@@ -124,27 +126,27 @@ def option(default: Any, kind: Kind, help: str, **told: Any) -> Any:
 
 
 def options_of(plan: type[Options]) -> dict[str, Option]:
-    """Return the options of a dataclass by the names of its fields."""
+    """Return the options of a dataclass, by field name."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(plan)}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Base of all dataclasses whose fields are options.
+    """The base class of dataclasses whose fields are options.
 
-    A field takes what people write: a number, words such as ``"2:100:2"``, or a list; it holds the value
-    that its annotation says.
+    A field accepts what a user may write, such as a number, a string such as ``"2:100:2"``, or a list. It
+    stores the parsed value, whose type is the annotation.
     """
 
-    # Annotations say what a field holds. What people write for it may be of another type, which a checker of
-    # arguments at run time would refuse.
+    # Annotations state the parsed type of a field. The raw value that the constructor takes may have another
+    # type, so run-time type checkers must not check the constructor.
     __no_type_check__: ClassVar[bool] = True
 
     PANEL: ClassVar[str] = WHAT
-    """Heading in the help of options that name none."""
+    """The heading in the help for options without a heading of their own."""
 
     def __init_subclass__(cls) -> None:
-        """Let the docstring say of each field what its help says."""
+        """Add the help text of each field to the docstring of the class."""
         told = [
             f"{name}\n    {field.metadata['option'].help}"
             for name, field in vars(cls).items()
@@ -153,12 +155,12 @@ class Options:
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Attributes", "-" * 10, *told])
 
     def __post_init__(self) -> None:
-        """Read every field, then refuse what does not go together.
+        """Parse every field, then check that the values fit together.
 
         Raises
         ------
         ArgumentError
-            If a value is impossible; it names the field.
+            If a value is not allowed; the error names the field.
 
         """
         for field in dataclasses.fields(self):
@@ -169,14 +171,14 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Fill in what depends on other fields, and refuse values that do not go together."""
+        """Fill in values that depend on other fields, and refuse values that contradict each other."""
 
     def described(self) -> dict[str, Any]:
-        """Return all fields as numbers, words, lists and dictionaries, as JSON has them."""
+        """Return all fields as numbers, strings, lists and dictionaries that JSON can hold."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def _set(self, name: str, value: object) -> None:
-        # These dataclasses are frozen, and this is their construction.
+        # The dataclasses are frozen; this method is called only while one is constructed.
         object.__setattr__(self, name, value)
 
 
@@ -184,21 +186,21 @@ _Plan = TypeVar("_Plan", bound=Options)
 
 
 def from_table(plan: type[_Plan], table: Mapping[str, Any], within: str = "") -> _Plan:
-    """Make a dataclass of options from the keys and values of a table.
+    """Construct a dataclass of options from a table of a plan file.
 
     Parameters
     ----------
     plan
         The dataclass.
     table
-        Values by the names of fields.
+        Raw values by field name.
     within
-        Where the table stands, named first in errors.
+        The name of the table, which precedes the key in error messages.
 
     Raises
     ------
     ArgumentError
-        If a key is not known or missing, or a value is impossible; it names the key.
+        If a key is unknown or missing, or a value is not allowed; the error names the key.
 
     """
     fields = dataclasses.fields(plan)
@@ -211,21 +213,28 @@ def from_table(plan: type[_Plan], table: Mapping[str, Any], within: str = "") ->
 
 
 def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a table with a key that is not known."""
+    """Refuse a table with an unknown key.
+
+    Raises
+    ------
+    ArgumentError
+        If a key is not in ``known``; the error suggests a similar key.
+
+    """
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             raise ArgumentError(
                 key,
                 expected=f"one of the keys {', '.join(known)}",
-                got="a key of that name",
+                got="an unknown key",
                 remedy=f"Is {near[0]} meant?" if near else "",
             )
 
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Let errors name the argument as the user wrote it: ``name`` gives that from the name of the field."""
+    """Rename the argument of each ArgumentError: ``name`` maps a field's name to the user's name for it."""
     try:
         yield
     except ArgumentError as error:
@@ -234,7 +243,7 @@ def renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Write what was given, for an error."""
+    """Return the repr of a value for an error message, shortened to 60 characters."""
     written = repr(value)
     return written if len(written) <= _MOST_SHOWN else f"{written[: _MOST_SHOWN - 3]}..."
 
@@ -244,7 +253,7 @@ def _refuse(name: str, expected: str, value: object) -> ArgumentError:
 
 
 def _plain(value: Any) -> Any:
-    """Bring the value of a field to what JSON has."""
+    """Convert the value of a field to the types that JSON has."""
     if isinstance(value, Options):
         return value.described()
     if isinstance(value, Ranges):
@@ -254,14 +263,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-# ---- kinds of values
+# ---- Kinds of values
 
 
 def whole(least: int, most: int | None = None) -> Kind:
-    """Give the kind of whole numbers from ``least`` to ``most``."""
+    """Return the kind of whole numbers from ``least`` to ``most``."""
 
     def read(name: str, value: Any) -> int:
-        # True is an integer to Python.
+        # In Python, True is an instance of int.
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise _refuse(name, "a whole number", value)
         found = int(value)
@@ -274,7 +283,7 @@ def whole(least: int, most: int | None = None) -> Kind:
 
 
 def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
-    """Give the kind of numbers, only finite ones above zero if ``positive``; or one of some words."""
+    """Return the kind of numbers and of the words in ``among``; ``positive`` means finite and above zero."""
     wanted = "a finite number > 0" if positive else "a number"
     wanted += f", or {' or '.join(among)}" if among else ""
 
@@ -303,7 +312,7 @@ def _parsed(written: str) -> float | None:
 
 
 def flag() -> Kind:
-    """Give the kind of what is true or false."""
+    """Return the kind of true and false."""
 
     def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -314,18 +323,18 @@ def flag() -> Kind:
 
 
 def words(*, place: bool = False) -> Kind:
-    """Give the kind of words; with ``place`` they may name a file or a folder."""
+    """Return the kind of non-empty strings; with ``place`` they may name a file or a folder."""
 
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
-            raise _refuse(name, "words", value)
+            raise _refuse(name, "a non-empty string", value)
         return str(value)
 
     return Kind(str, read, place=place)
 
 
 def choice(*choices: str) -> Kind:
-    """Give the kind of one of some words."""
+    """Return the kind of strings that are one of ``choices``."""
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
@@ -336,7 +345,7 @@ def choice(*choices: str) -> Kind:
 
 
 def path() -> Kind:
-    """Give the kind of a file or a folder."""
+    """Return the kind of paths of files or folders."""
     plain = words()
 
     def read(name: str, value: Any) -> Path:
@@ -346,12 +355,12 @@ def path() -> Kind:
 
 
 def size() -> Kind:
-    """Give the kind of numbers of bytes, such as ``"8GiB"``."""
+    """Return the kind of sizes in bytes, such as ``"8GiB"``."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, str):
             return int(whole(1).read(name, value))
-        # It brings PyTorch; the help can be read without.
+        # Imported here because it imports PyTorch, which --help should not wait for.
         from howsmooth.memory import parse_bytes
 
         return parse_bytes(value)
@@ -360,12 +369,12 @@ def size() -> Kind:
 
 
 def selection() -> Kind:
-    """Give the kind of a selection of layers or heads."""
+    """Return the kind of selections of layers or heads."""
     return Kind(str, Ranges.read)
 
 
 def token_counts(least: int = 1) -> Kind:
-    """Give the kind of numbers of tokens, each at least ``least``."""
+    """Return the kind of lists of sequence lengths, each at least ``least`` tokens."""
 
     def read(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, Sequence) and not value:
@@ -379,7 +388,7 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Give the kind of several values, each only ``once``, or one alone."""
+    """Return the kind of lists of values of another kind; with ``once`` no value may be repeated."""
 
     def read(name: str, value: Any) -> tuple[Any, ...]:
         values = [one.read(name, each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -392,20 +401,22 @@ def several(one: Kind, *, once: bool = True) -> Kind:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:
-    """Give the kind of some words with commas between them, ``"all"``, or a list; held with commas.
+    """Return the kind of subsets of ``choices``, as a comma-separated string or a list, or ``"all"``.
+
+    The field stores a comma-separated string.
 
     Parameters
     ----------
     *choices
-        The words.
+        The allowed words.
     elsewhere
-        Words that could be looked for here, with what to do instead.
+        Words that belong to another command, each with the remedy to show in the error.
 
     """
     plain = words()
 
     def read(name: str, value: Any) -> str:
-        if value == "":  # stands for none
+        if value == "":  # the empty selection
             return ""
         given = value if isinstance(value, list | tuple) else plain.read(name, value).split(",")
         found = [plain.read(name, word).strip() for word in given]

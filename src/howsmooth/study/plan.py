@@ -1,8 +1,7 @@
-"""What is asked for: constants, bounds and attacks, each a dataclass whose fields are options.
+"""Define the plans of studies, bounds, attacks and certificates, as dataclasses whose fields are options.
 
-A plan is data. Its fields give the arguments in Python, the keys of a plan file and the options of the
-command line, so that each is written once (:mod:`howsmooth.study.options`). How a plan is carried out
-is not part of it: that is an :class:`Execution`.
+The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
+(:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an :class:`Execution` does.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, ClassVar
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import ATTENTION_SCOPES, SCOPES
-from howsmooth.study.names import encodable
 from howsmooth.study.options import (
     HOW,
     OUTPUT,
@@ -41,6 +39,7 @@ from howsmooth.study.options import (
     words,
 )
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.text_formatting import encodable
 
 __all__ = [
     "BOUNDS",
@@ -69,10 +68,10 @@ __all__ = [
 ]
 
 BOUNDS = ("auto", "all", "none")
-"""Which bounds are computed beside constants: as far as they take little of the time, all, or none."""
+"""Which bounds to compute beside constants: as many as take little time, all, or none."""
 
 KINDS = ("text", "tokens", "embeddings", "images", "audio")
-"""What sequences can come from: a text, token ids, embedded tokens, images or sound."""
+"""The kinds of input: text, token ids, embedded tokens, images and audio."""
 
 DEFAULT_TEXT = "alice"
 
@@ -80,22 +79,22 @@ PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
 """Items of the code published with the paper; `howsmooth.paper.published.items` explains each."""
 
 _PUBLISHED_ELSEWHERE = {
-    "slices": "It changes adversarial tokens: howsmooth reproduce adversarial --as-published shows it.",
-    "c-3": "It changes a bound: howsmooth reproduce bounds --as-published shows it.",
+    "slices": "It changes adversarial tokens; use howsmooth reproduce adversarial --as-published.",
+    "c-3": "It changes a bound; use howsmooth reproduce bounds --as-published.",
 }
 
 _DEFAULT_MODELS = ("builtin-encoder", "builtin-decoder")
 _DEFAULT_LENGTHS = tuple(range(2, 101, 2))
 
-# A model is given one of these; the first three are all texts to it.
+# The input of a model for each kind. Text, token ids and embedded tokens are all text input.
 _SENSES = {"text": "text", "tokens": "text", "embeddings": "text", "images": "images", "audio": "audio"}
 
-# A store keeps seeds and steps in 64 bits; nobody waits for so many steps.
+# SQLite stores seeds and step counts as signed 64-bit integers.
 _MOST_SEED = 2**63 - 1
 _MOST_ITERATIONS = 10**9
 _MOST_ATTACK_STEPS = 1_000_000
 
-# PyTorch takes what fits into an int, and then tries to start them.
+# PyTorch accepts any int and would try to start that many threads.
 _MOST_THREADS = 4096
 _MOST_WORKERS = 1024
 
@@ -104,82 +103,86 @@ _MOST_INPUTS = 2**31
 
 
 def derive_seed(**axes: str | int | None) -> int:
-    """Derive a seed that depends on the named axes only, so that adding a value to an axis moves no other.
+    """Derive a seed from named values, so that the seed of one combination does not depend on the others.
 
     Parameters
     ----------
     **axes
-        The names and values that the seed is for.
+        The names and values for which the seed is used, such as model, layer and sample.
 
     Returns
     -------
     int
-        In [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
+        A seed in [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
 
     """
     written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
     return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1
 
 
-# ---- options of several plans
+# ---- Options that several plans share
 
 
 def source_option(help: str) -> Any:
-    """Make the option of where attention comes from."""
+    """Return the option for the source of attention."""
     return option(..., words(place=True), help, metavar="SOURCE", positional=True)
 
 
 def text_option(panel: str = "") -> Any:
-    """Make the option of the text whose tokens a model is given."""
-    told = "The text whose tokens a model is given, as for howsmooth measure."
+    """Return the option for the text that a model reads."""
+    told = "The text that a model reads: a .txt or .csv file, alice or ag_news."
     return option(DEFAULT_TEXT, words(place=True), told, metavar="NAME|PATH", panel=panel)
 
 
 def layers_option(default: str | None = "all", panel: str = "") -> Any:
-    """Make the option of the layers."""
-    told = "all, or a list such as 0,6 or 0:4 or -1 (the last)."
+    """Return the option for the layers."""
+    told = "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer)."
     return option(default, selection(), told, metavar="RANGES", panel=panel)
 
 
 def _heads_option(default: str | None = "all", more: str = "") -> Any:
-    return option(default, selection(), f"Like --layers; only with --scope head.{more}", metavar="RANGES")
+    told = f"Heads, in the format of --layers; only with --scope head.{more}"
+    return option(default, selection(), told, metavar="RANGES")
 
 
 def _scope_option(default: str) -> Any:
-    told = "head: one head, values only; heads: all, before the output projection; attention: with it."
+    told = (
+        "The part of attention. head: one head without output projection; heads: all heads without output "
+        "projection; attention: all heads with output projection."
+    )
     return option(default, choice(*ATTENTION_SCOPES), told, metavar="SCOPE")
 
 
 def random_init_option(panel: str = "") -> Any:
-    """Make the option of untrained weights."""
+    """Return the option for untrained weights."""
     return option(False, flag(), "Build the architecture with untrained weights.", panel=panel)
 
 
 def as_decoder_option(panel: str = "") -> Any:
-    """Make the option of a causal mask for an encoder."""
+    """Return the option for a causal mask on an encoder."""
     return option(False, flag(), "Run an encoder as a decoder, with its causal mask.", panel=panel)
 
 
 def part_option() -> Any:
-    """Make the option of a part of a model."""
-    told = "Of a model made of several: text, vision or audio, or the path of a module such as encoder."
+    """Return the option for one part of a model."""
+    told = "One part of a model with several: text, vision, audio, or a module path such as encoder."
     return option(None, words(), told, metavar="PART")
 
 
-def seed_option(help: str = "From which all randomness derives.") -> Any:
-    """Make the option of the seed."""
+def seed_option(help: str = "Seed of all random numbers.") -> Any:
+    """Return the option for the seed."""
     return option(0, whole(0, _MOST_SEED), help, panel=HOW)
 
 
 def device_option() -> Any:
-    """Make the option of where to compute."""
-    return option("cpu", words(), "Such as cpu, cuda or cuda:1.", panel=HOW)
+    """Return the option for the device."""
+    return option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW)
 
 
 def dtype_option() -> Any:
-    """Make the option of the precision."""
+    """Return the option for the floating-point precision."""
     floats = choice("float32", "float64")
-    return option("float32", floats, "Precision.", metavar="float32|float64", panel=HOW)
+    return option("float32", floats, "Floating-point precision.", metavar="float32|float64", panel=HOW)
 
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
@@ -192,19 +195,19 @@ def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
         )
 
 
-# ---- constants
+# ---- Constants
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Something to measure on, as the user asks for it.
+    """An input of a study, as the user names it.
 
     Attributes
     ----------
     kind
-        Of :data:`KINDS`.
+        One of :data:`KINDS`.
     places
-        A name or a path; of images several.
+        A name or a path; for images possibly several.
 
     """
 
@@ -214,7 +217,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ModelSpec(Options):
-    """A model as the user asks for it."""
+    """A model of a study, as the user names it."""
 
     name: str = option(..., words(place=True), "A built-in model, a local folder, or a Hub id.")
     random_init: bool = random_init_option()
@@ -226,8 +229,8 @@ class ModelSpec(Options):
 
     @property
     def label(self) -> str:
-        """The name under which results stand; variants of one model never share it."""
-        # Not Path.is_dir, which raises for names that no file system takes.
+        """The name of the model in results; it differs between variants of one model."""
+        # os.path.isdir returns False for names that are no valid paths; Path.is_dir raises an error.
         base = Path(self.name).resolve().name if os.path.isdir(self.name) else self.name  # noqa: PTH112
         variants = [
             words
@@ -253,12 +256,12 @@ def _model_entry(name: str, value: Any) -> Any:
 class Plan(Options):
     """A study of constants: models × texts × lengths × samples × scopes × layers (× heads).
 
-    Selections are written as on the command line, ``layers="0,-1"`` or ``lengths="2:100:2"``, or as lists.
+    Selections are strings as on the command line, such as ``layers="0,-1"`` or ``lengths="2:100:2"``, or
+    lists.
 
-    A name or a table of ``models`` has what it does not say from the plan; a :class:`ModelSpec` stands as it
-    is. All that a plan measures on is text to a model (texts, token ids, embedded tokens), or all images,
-    or all sound.
-
+    An entry of ``models`` is a name, a table or a :class:`ModelSpec`. Names and tables inherit
+    ``random_init``, ``as_decoder`` and ``part`` from the plan; a :class:`ModelSpec` does not. The inputs of a
+    plan are either all text input (texts, token ids, embedded tokens), all images or all audio.
     """
 
     models: tuple[ModelSpec, ...] = option(
@@ -272,7 +275,8 @@ class Plan(Options):
     texts: tuple[str, ...] = option(
         None,
         several(words(place=True)),
-        f"A path (.txt, or AG_NEWS-format .csv), alice or ag_news. May be repeated. Default: {DEFAULT_TEXT}.",
+        "A text: a .txt file, a .csv file in AG_NEWS format, alice or ag_news. May be repeated. "
+        f"Default: {DEFAULT_TEXT}.",
         metavar="NAME|PATH",
         flag="text",
     )
@@ -280,43 +284,46 @@ class Plan(Options):
         None,
         token_counts(),
         "Numbers of tokens: start:stop:step with the stop included, or a list such as 8,16,32. "
-        "Default: the even numbers from 2 to 100; of images and sound some that the model has.",
+        "Default: the even numbers from 2 to 100; for images and audio, some lengths of the model.",
         metavar="RANGES",
     )
     samples: int = option(
-        10, whole(1), "Sequences a length: windows of the text that do not overlap, without special tokens."
+        10,
+        whole(1),
+        "Number of sequences for each length. They are windows of the text that do not overlap, without "
+        "special tokens.",
     )
     images: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on images: a file, a folder, or builtin (made by code). May be repeated. The "
+        "Measure on images: a file, a folder, or builtin (generated). May be repeated. The "
         "length of an image is the number of its patches.",
         metavar="builtin|PATH",
     )
     audio: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on sound: a .wav or .npy file, or builtin (made by code).",
+        "Measure on audio: a .wav or .npy file, or builtin (generated).",
         metavar="builtin|FILE",
     )
     tokens: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on token ids: a .npy or .json file, or numbers between spaces, a sequence a line.",
+        "Measure on token ids: a .npy or .json file, or a text file with one sequence of numbers a line.",
         metavar="FILE",
     )
     embeddings: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on tokens that were embedded elsewhere: a .safetensors file of tensors (n, d).",
+        "Measure on embedded tokens: a .safetensors file of tensors (n, d).",
         metavar="FILE",
     )
     scopes: tuple[str, ...] = option(
         ("attention",),
         several(choice(*SCOPES)),
-        "What is called attention. head: one head, values only; heads: all, before the output "
-        "projection; attention: with it; residual: input plus attention; block: with the norm too. "
-        "May be repeated.",
+        "The map to measure. head: one head without output projection; heads: all heads without output "
+        "projection; attention: all heads with output projection; residual: input plus attention; "
+        "block: residual with the norm layer. May be repeated.",
         metavar="SCOPE",
         flag="scope",
     )
@@ -328,37 +335,40 @@ class Plan(Options):
     as_published: str = option(
         "",
         some_of(*PUBLISHED_ITEMS, elsewhere=_PUBLISHED_ELSEWHERE),
-        "Measure what the paper's published code computes beside the corrected constant, into "
-        "published.csv. Items: output, block, unmasked, dropout, stopping; all takes those that apply.",
+        "Also measure what the paper's published code computes, and write it to published.csv. Choose some "
+        "of its differences from the corrected constant: output, block, unmasked, dropout, stopping; or "
+        "all, for those that apply.",
         metavar="all|ITEMS",
     )
-    rtol: float = option(1e-4, number(), "Relative width of the interval to reach.", panel=HOW)
+    rtol: float = option(1e-4, number(), "Relative width of the interval at convergence.", panel=HOW)
     confidence: float = option(
-        0.999, number(), "Probability that the interval holds the constant.", panel=HOW
+        0.999, number(), "Probability that the interval contains the constant.", panel=HOW
     )
-    max_iterations: int = option(200, whole(1, _MOST_ITERATIONS), "Golub-Kahan steps at most.", panel=HOW)
+    max_iterations: int = option(
+        200, whole(1, _MOST_ITERATIONS), "Largest number of Golub-Kahan or Lanczos steps.", panel=HOW
+    )
     seed: int = seed_option()
     device: str = device_option()
     dtype: str = dtype_option()
     bounds: str = option(
         "auto",
         choice(*BOUNDS),
-        "Bounds beside the constants. auto: as far as they take at most a fifth of the time of the "
-        "measurements.",
+        "Bounds to compute beside the constants. auto: as many as take at most a fifth of the measuring "
+        "time.",
         metavar="|".join(BOUNDS),
         panel=HOW,
     )
     memory: int | None = option(
         None,
         size(),
-        "Memory that one measurement may use, such as 8GiB. Sequences whose attention probabilities "
-        "do not fit are measured without them. Default: half of what is free.",
+        "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
+        "do not fit, they are recomputed in blocks. Default: half of the free memory.",
         metavar="SIZE",
         panel=HOW,
     )
 
     def check(self) -> None:
-        """Choose what was left open, and refuse what no model or text could make right."""
+        """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
         others = self.tokens or self.embeddings or self.images or self.audio
         if self.models is None:
             self._set("models", self._usual_models(bool(others)))
@@ -374,7 +384,7 @@ class Plan(Options):
         if self.as_published and "attention" not in self.scopes:
             raise ArgumentError(
                 "as_published",
-                expected="the scope attention beside it, that of the corrected quantity",
+                expected="the scope attention among the scopes, with which published values are compared",
                 got=", ".join(self.scopes),
             )
 
@@ -382,9 +392,9 @@ class Plan(Options):
         if others:
             raise ArgumentError(
                 "models",
-                expected="the name of a model together with images, sound, token ids or embeddings",
+                expected="the name of a model together with images, audio, token ids or embeddings",
                 got="none",
-                remedy="The built-in models are measured on texts.",
+                remedy="The default models are measured on texts only.",
             )
         return tuple({"name": name} for name in _DEFAULT_MODELS)
 
@@ -401,9 +411,9 @@ class Plan(Options):
         if len(senses := sorted(self._senses())) > 1:
             raise ArgumentError(
                 "inputs",
-                expected="texts alone, images alone or sound alone",
+                expected="only text input, only images or only audio",
                 got=" and ".join(senses),
-                remedy="Measure each by itself, into a folder of its own if the models differ.",
+                remedy="Measure each with its own command, into another folder if the models differ.",
             )
         needed = {"models": self.models, "texts": self.sources, "scopes": self.scopes}
         if senses == ["text"]:
@@ -422,7 +432,7 @@ class Plan(Options):
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
-        """All to measure on, texts first; all images together are one source, each other file is one."""
+        """The inputs of the study, texts first. All images are one input, every other file is one."""
         one_each = {
             "text": self.texts,
             "tokens": self.tokens,
@@ -435,38 +445,39 @@ class Plan(Options):
         return (*single, InputSpec("images", self.images)) if self.images else single
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return the layers of a model."""
+        """Return the selection of layers of a model."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return the heads of a model, for the scope ``head``."""
+        """Return the selection of heads of a model, for the scope ``head``."""
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths that a model is measured at; none for those that it has for images or sound."""
+        """Return the lengths at which to measure a model; empty for the usual lengths of images or audio."""
         return self.lengths if model.lengths is None else model.lengths
 
     @property
     def of_attention(self) -> Plan:
-        """The same with the scope ``attention`` alone, that of the quantity which the paper's code means."""
+        """The same plan with the scope ``attention`` only, which is the scope of published values."""
         models = tuple(replace(model, heads=None) for model in self.models)
         return replace(self, models=models, scopes=("attention",), heads=Ranges.parse("all", "heads"))
 
     def settings(self) -> dict[str, Any]:
-        """Return what all measurements of one store must have in common for its numbers to be comparable.
+        """Return the settings that all measurements of one store must share.
 
-        Lengths, samples, layers, heads, scopes, models and texts are not part of it: they may grow.
+        Lengths, samples, layers, heads, scopes, models and texts are not among them, so they can be added
+        later.
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         return {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
 
 
-# ---- attention of one source: bounds, attacks
+# ---- Bounds and attacks, for the attention of one source
 
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """Which attentions of one source are asked for."""
+    """The attentions of one model or parameter file to work on."""
 
     source: str = source_option(
         "A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters."
@@ -480,32 +491,33 @@ class SourcePlan(Options):
     seed: int = seed_option()
 
     def check(self) -> None:
-        """Refuse heads without the scope ``head``."""
+        """Refuse a selection of heads without the scope ``head``."""
         _check_heads(self.heads, (self.scope,))
 
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """Which attentions to bound, at what lengths and in what ball."""
+    """The attentions to bound, the lengths, and the radius of the ball."""
 
     lengths: tuple[int, ...] = option(
         (),
         token_counts(),
-        "Numbers of tokens: start:stop:step or a list. Default: 64, or that of the X of a file.",
+        "Numbers of tokens: start:stop:step or a list. Default: 64, or the number of tokens X in a "
+        "parameter file.",
         metavar="RANGES",
     )
     radius: float | str = option(
         "auto",
         number(positive=True, among=("auto",)),
-        "Of the ball that the tokens lie in. auto: the largest norm that the norm layer before the "
-        "attention can give, or else that of the tokens at hand.",
+        "Radius of the ball that contains the tokens. auto: the largest norm that the norm layer before the "
+        "attention can produce; without a norm layer, the largest norm of the given tokens.",
         metavar="R|auto",
     )
 
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """Which attentions to attack, and how hard."""
+    """The attentions to attack, the lengths and radius, and the effort of the search."""
 
     PANEL: ClassVar[str] = "What to attack"
 
@@ -513,7 +525,7 @@ class AttackPlan(SourcePlan):
     scope: str = _scope_option("head")
     lengths: tuple[int, ...] = option(
         "12:392:76",
-        # One token alone is always V x.
+        # Attention on a single token is the linear map V x, which no attack can change.
         token_counts(2),
         "Numbers of tokens, at least 2: start:stop:step or a list.",
         metavar="RANGES",
@@ -521,23 +533,27 @@ class AttackPlan(SourcePlan):
     radius: float | str = option(
         "auto",
         number(positive=True, among=("auto", "data")),
-        "Of the ball in which tokens are sought. auto: the largest norm that the norm layer before "
-        "the attention can give, or else as data; data: the norm of the longest token at hand.",
+        "Radius of the ball in which to search for tokens. data: the largest norm of the given tokens; auto: "
+        "the largest norm that the norm layer before the attention can produce, or data without a norm "
+        "layer.",
         metavar="R|auto|data",
     )
     steps: int = option(
         30,
         whole(1, _MOST_ATTACK_STEPS),
-        "Steps of gradient ascent over whole inputs; three times as many among inputs of few distinct "
-        "tokens.",
+        "Steps of gradient ascent over all tokens. Ascent over inputs with few distinct tokens takes three "
+        "times as many steps.",
         panel=HOW,
     )
     restarts: int = option(
-        48, whole(0, _MOST_ATTACK_STEPS), "Random restarts among inputs of few distinct tokens.", panel=HOW
+        48,
+        whole(0, _MOST_ATTACK_STEPS),
+        "Random restarts of the ascent over inputs with few distinct tokens.",
+        panel=HOW,
     )
 
     def check(self) -> None:
-        """Choose the heads if none were, and refuse what no attention could make right."""
+        """Choose the default heads, and refuse plans that no attention can satisfy."""
         if self.heads is None:
             self._set("heads", Ranges.parse("0" if self.scope == "head" else "all", "heads"))
         if not self.lengths:
@@ -545,15 +561,15 @@ class AttackPlan(SourcePlan):
         super().check()
 
     def settings(self) -> dict[str, Any]:
-        """Return what all attacks of one store must have in common, apart from the source."""
+        """Return the settings that all attacks of one store must share, apart from the source."""
         return {name: getattr(self, name) for name in ("scope", "radius", "steps", "restarts", "seed")}
 
 
-# ---- certificates of a saved model
+# ---- Certificates of a saved model
 
 
 def _distances(name: str, value: Any) -> tuple[float, ...]:
-    """Read distances, a list of numbers with commas between them; they come in order, each once."""
+    """Parse comma-separated distances; return them sorted and without duplicates."""
     try:
         values = {float(word) for word in value.split(",")}
     except ValueError:
@@ -569,7 +585,7 @@ def _distances(name: str, value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertificationPlan(Options):
-    """Which saved model to certify, and on what data."""
+    """The saved model to certify, and the data to evaluate it on."""
 
     PANEL: ClassVar[str] = "What to certify"
 
@@ -579,21 +595,23 @@ class CertificationPlan(Options):
     data: Path | None = option(
         None,
         path(),
-        "Inputs, as the model takes them: .npy, .npz or .safetensors. Of several arrays, X are the "
+        "Inputs of the model: a .npy, .npz or .safetensors file. If it holds several arrays, X are the "
         "inputs and y the labels.",
         metavar="FILE",
     )
-    labels: Path | None = option(None, path(), "Their classes, in such a file.", metavar="FILE")
+    labels: Path | None = option(
+        None, path(), "Labels of the inputs: a .npy, .npz or .safetensors file.", metavar="FILE"
+    )
     radii: tuple[float, ...] = option(
         "0.1,0.25,0.5,1",
         Kind(str, _distances),
-        "Distances at which to tell the certified accuracy, in the norm of the whole input.",
+        "Distances at which to report the certified accuracy, in the Euclidean norm of the whole input.",
         metavar="LIST",
     )
     length: int | None = option(
         None,
         whole(1),
-        "Number of tokens of an input; of patches, for images. Default: as saved, or of the data.",
+        "Number of tokens of an input, for images of patches. Default: as saved, or as in the data.",
         metavar="N",
     )
     radius: float | None = option(
@@ -602,18 +620,18 @@ class CertificationPlan(Options):
     clip: bool = option(
         False,
         flag(),
-        "Project tokens beyond the radius on its ball, where they are refused otherwise. The "
-        "certificate is then that of the model that does so, for all inputs.",
+        "Project tokens outside the ball of the radius onto it; without this option they are refused. The "
+        "certificate then covers the model with this projection, for all inputs.",
     )
-    batch: int = option(256, whole(1, _MOST_INPUTS), "How many inputs are run at a time.", panel=HOW)
+    batch: int = option(256, whole(1, _MOST_INPUTS), "Number of inputs in a batch.", panel=HOW)
 
 
-# ---- how a plan is carried out
+# ---- How a plan is carried out
 
 
 @dataclass(frozen=True)
 class Execution(Options):
-    """How a plan is carried out; it changes no number."""
+    """How a plan is carried out: output folder, workers and threads. It changes no result."""
 
     out: Path = option(
         "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
@@ -621,34 +639,34 @@ class Execution(Options):
     executor: str | None = option(
         None,
         choice("processes", "dask"),
-        "Measure on workers: processes of this machine, or those of a Dask cluster.",
+        "Measure on workers: processes on this machine, or the workers of a Dask cluster.",
         metavar="processes|dask",
         panel=HOW,
     )
     workers: int | None = option(
-        None, whole(1, _MOST_WORKERS), "How many processes. Default: one a CPU core.", panel=HOW
+        None, whole(1, _MOST_WORKERS), "Number of processes. Default: one for each CPU core.", panel=HOW
     )
     scheduler: str | None = option(
         None,
         words(),
-        "Of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
+        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
         metavar="ADDRESS",
         panel=HOW,
     )
     threads: int | None = option(
         None,
         whole(1, _MOST_THREADS),
-        "CPU threads; with workers, of each. Fewer can be faster on a busy machine. "
-        "Default: what PyTorch chooses, or the cores shared out among the workers.",
+        "CPU threads, for each worker if there are workers. Fewer can be faster on a busy machine. "
+        "Default: PyTorch's choice, or the CPU cores divided among the workers.",
         panel=HOW,
     )
 
     def check(self) -> None:
-        """Refuse workers or a scheduler without the executor that has them."""
+        """Refuse workers or a scheduler without the matching executor."""
         got = f"the executor {self.executor}" if self.executor else "no executor"
         for name, executor in (("workers", "processes"), ("scheduler", "dask")):
             if getattr(self, name) is not None and self.executor != executor:
-                raise ArgumentError(name, expected=f"the executor {executor} beside it", got=got)
+                raise ArgumentError(name, expected=f"it together with the executor {executor}", got=got)
         if self.executor == "dask" and self.scheduler is None:
             raise ArgumentError(
                 "scheduler",
@@ -660,12 +678,12 @@ class Execution(Options):
 
 @dataclass(frozen=True)
 class LocalExecution(Execution):
-    """The same on this machine alone, for work whose workers write into the folder themselves."""
+    """An execution on this machine only, for tasks that write files into the output folder themselves."""
 
     executor: str | None = option(
         None,
         choice("processes"),
-        "Work on processes of this machine, which write the tokens found into its folder.",
+        "Attack on several processes of this machine.",
         metavar="processes",
         panel=HOW,
     )

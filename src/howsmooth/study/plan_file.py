@@ -1,8 +1,7 @@
-"""Plan files: a study written down in TOML, every key checked.
+"""Read plan files: studies described in TOML.
 
-The keys are the fields of :class:`~howsmooth.study.plan.Plan` and
-:class:`~howsmooth.study.plan.Execution`. Paths are relative to the file, so that a plan and its texts can be
-moved together.
+The keys are the fields of :class:`~howsmooth.study.plan.Plan` and :class:`~howsmooth.study.plan.Execution`.
+Paths are relative to the plan file, so that a plan and its texts can be moved together.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ __all__ = ["KEYS", "Study", "read_plan"]
 _OF_PLAN, _OF_EXECUTION = options_of(Plan), options_of(Execution)
 
 KEYS = (*_OF_PLAN, *_OF_EXECUTION)
-"""The keys of a plan file."""
+"""The allowed keys of a plan file."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a plan file asks for.
+    """The contents of a plan file.
 
     Attributes
     ----------
     plan
         What to measure.
     execution
-        How, and into which folder.
+        How to measure it, and the output folder.
 
     """
 
@@ -47,13 +46,13 @@ def read_plan(path: Path) -> Study:
     Parameters
     ----------
     path
-        A TOML file; see :data:`KEYS`. Only ``models`` must be there. Without ``out``, the folder is beside
-        the file and has its name, with ``-out`` for the ending.
+        A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
+        a folder beside the file, named like the file with ``-out`` in place of the suffix.
 
     Raises
     ------
     ArgumentError
-        If the file cannot be read, a key is not known, or a value is not possible; the key is named.
+        If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key.
 
     """
     values = _parsed(path)
@@ -68,7 +67,7 @@ def read_plan(path: Path) -> Study:
 
 
 def _placed(path: Path, key: str, value: Any) -> Any:
-    """Take the names of an option that may name files for paths beside the plan, where there are some."""
+    """Replace names in the value of an option by paths beside the plan file, if such files exist."""
     return _beside(path, value) if _OF_PLAN[key].kind.place else value
 
 
@@ -81,7 +80,7 @@ def _beside(path: Path, value: Any) -> Any:
         candidate = path.parent / value
         return str(candidate) if value.strip() and candidate.exists() else value
     except (OSError, TypeError, ValueError):
-        # No name that the file system takes, or none at all.
+        # The value is not a string, or not a valid file name: leave it to the option's own check.
         return value
 
 
@@ -95,6 +94,6 @@ def _parsed(path: Path) -> dict[str, Any]:
     except RecursionError:
         got = f"{path}, which is nested too deeply"
     except ValueError as error:
-        # Of a name that no file system takes, of the syntax, or of a number of thousands of digits.
+        # The path is invalid, the TOML has a syntax error, or a number has thousands of digits.
         got = f"{path} ({error})"
     raise ArgumentError("plan", expected="a plan file in TOML", got=got)

@@ -1,4 +1,4 @@
-"""What long work tells while it goes on, and at its end; apart, so that listening needs none of its tools."""
+"""Define the listeners that long work reports its progress to, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ __all__ = ["SILENT", "Listener", "Outcome", "Silent"]
 
 @runtime_checkable
 class Listener(Protocol):
-    """Whoever is told how far long work is."""
+    """The interface of an object that is told the progress of long work."""
 
     def phase(self, words: str) -> None:
-        """Hear what begins now."""
+        """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Hear how much of the present phase is done: ``done`` of ``total`` in units of time."""
+        """Receive the progress of the current phase: ``done`` of ``total``, in units of time."""
 
 
 class Silent:
-    """A listener that passes nothing on."""
+    """A listener that ignores everything."""
 
     def phase(self, words: str) -> None:
-        """Ignore what begins now."""
+        """Ignore the start of a phase."""
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Ignore how much is done."""
+        """Ignore the progress."""
 
 
 SILENT = Silent()
-"""The listener of whoever wants to hear nothing."""
+"""A listener that ignores everything."""
 
 
 @dataclass
 class Outcome:
-    """What a run did; counts are by the table of the rows.
+    """The counts of a run; the counters have the names of tables as keys.
 
     Attributes
     ----------
     made
-        Rows that this process added, of those asked for.
+        Requested rows that this run added.
     kept
-        Rows asked for that the store had before.
+        Requested rows that the store already had.
     unsettled
-        Rows added whose numbers are less precise than asked for.
+        Added rows whose numbers did not converge to the requested precision.
     left_out
-        Attentions whose bounds were left out, as they would have taken too long.
+        Attentions whose bounds were left out to save time.
     failed
-        What could not be computed, and is recorded in the store.
+        Failures that were recorded in the store.
     first_failure
-        The reason of the first of these.
+        The reason of the first failure.
     seconds
-        Wall time, checks included.
+        Wall time, including the checks at the start.
 
     """
 

@@ -1,8 +1,8 @@
-"""Ranges of lengths, layers and heads, written the way people write them.
+"""Parse ranges of lengths, layers and heads, such as ``2:100:2`` or ``0,6``.
 
-One grammar everywhere: a comma list of numbers and of ``start:stop:step`` ranges whose stop is
-included, so that ``2:100:2`` is 2, 4, ..., 100 and ``0:4`` is 0, 1, 2, 3, 4. Layers and heads may
-be counted from the end with negative numbers, and ``all`` selects every one.
+A selection is a comma-separated list of numbers and of ranges ``start:stop:step``. The stop is included, so
+``2:100:2`` is 2, 4, ..., 100 and ``0:4`` is 0, 1, 2, 3, 4. Negative numbers count layers and heads from the
+end, and ``all`` selects every layer or head.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True)
 class Ranges:
-    """A selection of integers, not yet resolved against a number of layers or heads.
+    """A selection of integers, which is not yet resolved for a number of layers or heads.
 
     Attributes
     ----------
     text
-        What was written, for messages and for the record.
+        The text that was parsed, for messages and records.
     argument
-        The argument that it was written for, for messages.
+        The name of the argument, for messages.
     items
-        Triples (start, stop, step), stop included; empty for ``all``.
+        Triples (start, stop, step) with the stop included; empty for ``all``.
 
     """
 
@@ -43,12 +43,12 @@ class Ranges:
 
     @classmethod
     def read(cls, argument: str, value: Any) -> Ranges:
-        """Read a selection from what people write: a number, words, a list of both, or a selection.
+        """Return a selection for a number, a string, a list of both, or a selection.
 
         Raises
         ------
         ArgumentError
-            If it is something else, or the words do not follow the grammar.
+            If the value has another type, or a string does not follow the grammar.
 
         """
         if isinstance(value, Ranges):
@@ -57,20 +57,20 @@ class Ranges:
         parts = [value] if words or not value else value
         if any(isinstance(part, bool) or not isinstance(part, int | str) for part in parts):
             raise ArgumentError(
-                argument, expected='a number, words such as "2:100:2", or a list', got=repr(value)[:60]
+                argument, expected='a number, a string such as "2:100:2", or a list', got=repr(value)[:60]
             )
         return cls.parse(",".join(str(part) for part in parts), argument)
 
     @classmethod
     def parse(cls, text: str, argument: str) -> Ranges:
-        """Read a selection.
+        """Parse a selection.
 
         Parameters
         ----------
         text
             For example ``"2:100:2"``, ``"0,6"``, ``"-1"`` or ``"all"``.
         argument
-            The argument that is read, named in errors.
+            The name of the argument, for error messages.
 
         Raises
         ------
@@ -98,12 +98,12 @@ class Ranges:
         return cls(text.strip(), argument, tuple(items))
 
     def values(self) -> tuple[int, ...]:
-        """List the numbers as written, sorted, each once: for quantities such as lengths.
+        """Return the numbers of the selection, sorted and without duplicates, for quantities such as lengths.
 
         Raises
         ------
         ArgumentError
-            If the selection is ``all``, holds a number below 1, an empty range, or too many numbers.
+            If the selection is ``all``, or contains a number below 1, an empty range, or too many numbers.
 
         """
         if not self.items:
@@ -114,14 +114,15 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """List the indices selected out of ``count``, sorted, each once, none negative.
+        """Return the selected indices out of ``count``, sorted, without duplicates, and none negative.
 
         Parameters
         ----------
         count
-            How many there are.
+            The number of layers or heads.
         owner, things
-            What has them, and what they are, for messages: ``"builtin-encoder"``, ``"layers"``.
+            The name of the model and the plural noun, for messages, such as ``"builtin-encoder"`` and
+            ``"layers"``.
 
         Raises
         ------

@@ -1,7 +1,7 @@
-"""The rows of the store: one class a table, whose fields are its columns; and all of them as tables.
+"""Define the rows of the store: one class for each table, whose fields are the columns of the table.
 
-A class says under which key its rows are told apart. From its annotations the store makes the table, so that
-a column is written once.
+Each class names the key by which its rows differ. The store creates its tables from the annotations.
+:class:`Contents` holds all tables of measurements as data frames.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pandas as pd
 
 __all__ = [
     "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "KEY_COLUMNS", "KINDS", "PLACE", "Attack", "Bounding",
-    "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadStrength", "InputRecord", "Key",
+    "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord", "InputRecord", "Key",
     "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity",
     "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of", "plain_rows",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
-"""Scope, layer, head, n and sample: one measurement of one model on one text."""
+"""The key (scope, layer, head, n, sample) of a measurement of one model on one text."""
 
 KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 """The columns of a :data:`Key`."""
@@ -30,7 +30,7 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 def keys_of(
     scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
 ) -> frozenset[Key]:
-    """Return the keys of all measurements of some layers and heads at some lengths."""
+    """Return the keys of the measurements at all combinations of layers, heads, lengths and samples."""
     return frozenset(
         (scope, layer, head, n, sample)
         for layer, head, n, sample in product(layers, heads, lengths, range(samples))
@@ -38,13 +38,13 @@ def keys_of(
 
 
 PublishedKey = tuple[int, int, int, str, str]
-"""Layer, n, sample, quantity and items: one published value of one model on one text."""
+"""The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
 ATTACK = "attack"
-"""The kind of work, as the store has it, of attacks."""
+"""The value of :attr:`StudyRecord.kind` for attacks."""
 
 ATTACK_PLACE = ("layer", "head", "n")
-"""The columns that tell an attention at one length from others, in attacks."""
+"""The columns that identify the attention and the length of an attack."""
 
 ATTACK_KINDS = {
     "tokens": "the tokens of the text or of the file",
@@ -52,24 +52,24 @@ ATTACK_KINDS = {
     "ascent": "gradient ascent",
     "upper": "the smallest upper bound that holds",
 }
-"""What a row of an attack can be, and what that means."""
+"""The values of :attr:`Attack.kind` with their meanings."""
 
 PLACE = ("model", "text", *KEY_COLUMNS)
-"""The columns that tell one measurement from all others."""
+"""The columns that identify a measurement in a store."""
 
 
 class Row:
-    """The base of all rows of a store.
+    """The base class of the rows of a store.
 
     Parameters
     ----------
     table
         The name of the table.
     key
-        The columns that tell its rows apart.
+        The columns that identify a row.
     again
-        What becomes of a row whose key is there already: ``"refuse"`` it, since it would be our mistake, let
-        the first one ``"stay"``, or ``"replace"`` it.
+        What to do with a row whose key is already in the table: ``"refuse"`` it with an error, because that
+        would be a bug; let the first row ``"stay"``; or ``"replace"`` the first row.
 
     """
 
@@ -78,13 +78,13 @@ class Row:
     again: ClassVar[str]
 
     def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
-        """Name the table of a kind of row."""
+        """Set the table, the key and the rule for repeated keys of a class of rows."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
 
     @property
     def unsettled(self) -> bool:
-        """Whether a number was measured less precisely than asked for."""
+        """Whether a number in the row did not converge to the requested precision."""
         return not getattr(self, "converged", True)
 
     @classmethod
@@ -95,9 +95,9 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """What all rows of one kind of work must have in common to be comparable.
+    """The settings that all rows of one kind of work in a store share.
 
-    ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` is written in JSON.
+    ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` holds the settings as JSON.
     """
 
     kind: str
@@ -107,10 +107,11 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 
 @dataclass(frozen=True)
 class Run(Row, table="runs", key=("id",), again="replace"):
-    """A process that worked for the study.
+    """A run: one process that computed rows of the store.
 
-    ``token`` tells it apart from the runs of other stores; ``worked`` are seconds until its last row, by a
-    clock that does not jump; ``finished`` is missing if it did not try all that it was asked for.
+    ``token`` is a random identifier that is unique among stores. ``worked`` is the time in seconds from the
+    start of the run to its last row, by a monotonic clock. ``finished`` is ``None`` if the run did not reach
+    its end.
     """
 
     id: int
@@ -125,7 +126,7 @@ class Run(Row, table="runs", key=("id",), again="replace"):
 
 @dataclass(frozen=True)
 class ModelRecord(Row, table="models", key=("label",), again="stay"):
-    """What the store keeps of a model."""
+    """A model that was measured."""
 
     label: str
     name: str
@@ -139,10 +140,10 @@ class ModelRecord(Row, table="models", key=("label",), again="stay"):
 
 @dataclass(frozen=True)
 class TextRecord(Row, table="texts", key=("name",), again="stay"):
-    """What the store keeps of a text, or of what else was measured on.
+    """A text, or another input, on which models were measured.
 
-    ``kind`` is of :data:`howsmooth.study.plan.KINDS`; ``characters`` counts letters, tokens, images or
-    samples of sound.
+    ``kind`` is one of :data:`howsmooth.study.plan.KINDS`. ``characters`` is the number of characters of a
+    text, or of tokens, images or audio samples of other inputs.
     """
 
     name: str
@@ -154,7 +155,7 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A model that was given a text: its fingerprint, its tokenizer, and how many tokens that makes."""
+    """A model with an input: the model's fingerprint, its tokenizer, and the input's number of tokens."""
 
     model: str
     text: str
@@ -165,10 +166,10 @@ class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
 
 @dataclass(frozen=True)
 class Measurement(Row, table="measurements", key=PLACE):
-    """A measured constant: up to ``seed`` the columns of ``measurements.csv``, then how it was made.
+    """A measured constant. The fields up to ``seed`` are the columns of ``measurements.csv``.
 
-    ``start`` is the position of the sequence's first token in the tokenised text; ``seconds`` is an
-    equal share of the time that the batch took.
+    ``start`` is the index of the sequence's first token in the tokenised text. ``seconds`` is the time of the
+    batch divided by the number of its sequences.
     """
 
     model: str
@@ -198,10 +199,11 @@ class Measurement(Row, table="measurements", key=PLACE):
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The words of a sequence: its tokens as pieces of the text, which together are the text.
+    """The tokens of a sequence as pieces of the text; joined, the pieces give the text of the sequence.
 
-    ``start`` is the first token's number in the tokenised text, ``place`` its first letter's in the text;
-    ``None`` if the tokenizer cannot tell, and the pieces are what each token stands for by itself.
+    ``start`` is the index of the first token in the tokenised text. ``place`` is the index of its first
+    character in the text. If the tokenizer does not report character positions, ``place`` is ``None`` and
+    each piece is the decoded form of its token.
     """
 
     model: str
@@ -215,11 +217,11 @@ class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"
 
 @dataclass(frozen=True)
 class Sensitivity(Row, table="sensitivities", key=PLACE):
-    """Where the constant of a measurement comes from: each token's share of the leading directions.
+    """The share of each token in the leading singular vectors of the Jacobian, for one measurement.
 
-    ``input_energy[i]`` is |v_i|² for the unit direction v of the tokens that moves the output most,
-    ``output_energy[i]`` is |u_i|² for the direction u in which it moves. Each sums to one; the output's is
-    zero where the constant is.
+    ``input_energy[i]`` is |v_i|², where v is the unit direction of the tokens that changes the output most.
+    ``output_energy[i]`` is |u_i|², where u is the direction of that change. Each sums to one, but the output
+    energies are all zero if the constant is zero.
     """
 
     model: str
@@ -235,12 +237,12 @@ class Sensitivity(Row, table="sensitivities", key=PLACE):
 
 @dataclass(frozen=True)
 class SiteBound:
-    """A bound on one attention at one sequence, or why there is none.
+    """A bound on one attention at one sequence, or the reason why there is none.
 
-    ``quantity`` is what is bounded: with ``‖D_X f‖`` the constant at this sequence, else one over all inputs
-    in a ball, with the radius beside it: an upper bound is one on the measurement too, a lower one is not.
-    Where it does not ``hold``, ``value`` and ``log_value`` are ``None`` and ``source`` says why. A value that
-    overflows is infinite, with a finite logarithm.
+    ``quantity`` is the bounded quantity: ``‖D_X f‖`` is the constant at this sequence; other quantities are
+    suprema over all inputs in a ball. An upper bound on the supremum also bounds the measurement; a lower
+    bound does not. If ``holds`` is false, ``value`` and ``log_value`` are ``None``, and ``source`` gives the
+    reason. A value that overflows is infinite, with a finite logarithm.
     """
 
     name: str
@@ -254,7 +256,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class SiteBounds:
-    """The bounds on one attention at one sequence, and the radius of the ball that global ones speak of."""
+    """The bounds on one attention at one sequence, and the radius of the ball of the global bounds."""
 
     radius: float
     bounds: tuple[SiteBound, ...]
@@ -262,9 +264,9 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A bound with the attention and the sequence it is on, and the ``radius`` of the ball.
+    """A bound on one attention at one sequence of a study; ``radius`` is the radius of the ball.
 
-    ``seconds`` is the time of all bounds of this attention and sequence.
+    ``seconds`` is the time of all bounds on this attention and sequence together.
     """
 
     model: str
@@ -283,10 +285,11 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """What was measured of one quantity at one sequence: the columns of ``published.csv``.
+    """The value of one quantity of the published code at one sequence: a row of ``published.csv``.
 
-    ``quantity`` is ``corrected``, ``only`` and an item, or ``as published``; ``items`` are those in effect.
-    ``lower`` and ``upper`` are ``None`` where the published iteration measured, which has no interval.
+    ``quantity`` is ``corrected``, ``only`` followed by an item, or ``as published``; ``items`` lists the
+    items that were used. ``lower`` and ``upper`` are ``None`` if the published power iteration computed the
+    value, since it gives no interval.
     """
 
     model: str
@@ -308,17 +311,17 @@ class PublishedValue(
 
     @property
     def unsettled(self) -> bool:
-        """Whether the interval of a corrected constant is wider than asked for."""
+        """Whether the interval of a corrected constant is wider than requested."""
         return not self.settled and self.lower is not None
 
 
 @dataclass(frozen=True)
 class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
-    """What could not be measured, and why; it is there until a row shows that it is over.
+    """A failed computation, and its reason. The row is deleted when a later run computes the missing rows.
 
-    What is ``None`` says how far it reaches: without a text, the model could not be used at all. ``kind`` is
-    the class of the error, ``error`` its sentence, ``detail`` where in the program it was raised,
-    ``happened`` when. ``what`` is the table whose rows are missing.
+    A field that is ``None`` stands for all values: without a text, the model could not be used at all.
+    ``kind`` is the class of the error, ``error`` its message, ``detail`` its traceback, ``happened`` its
+    time. ``what`` is the table whose rows are missing.
     """
 
     model: str
@@ -337,12 +340,12 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A constant that was reached at some tokens, or a bound that none can exceed.
+    """A constant that was measured at some tokens, or an upper bound on all constants in the ball.
 
-    ``kind`` is of :data:`ATTACK_KINDS`. ``value`` is the measured constant, with its interval ``lower`` to
-    ``upper``; for the kind ``upper`` the bound, missing where it overflows, with its logarithm. ``radius`` is
-    that of the ball, ``radius_max`` the norm of the longest token. ``file`` is where the tokens are, relative
-    to the folder.
+    ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from
+    ``lower`` to ``upper``; for the kind ``upper`` it is the bound, which is ``None`` if it overflows.
+    ``log_value`` is its logarithm. ``radius`` is the radius of the ball, ``radius_max`` the norm of the
+    longest token. ``file`` is the path of the saved tokens, relative to the folder of the store.
     """
 
     layer: int
@@ -367,8 +370,12 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
 
 
 @dataclass(frozen=True)
-class HeadStrength(Row, table="heads", key=("layer", "head"), again="stay"):
-    """What the parameters of one head say by themselves; gammas are real eigenvalues of A, if it has some."""
+class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
+    """Eigenvalues and norms of one head's parameters, and the radius of its ball.
+
+    The gammas are real eigenvalues of A, or ``None`` if A has none (see
+    :class:`howsmooth.study.head_eigenvalues.HeadEigenvalues`).
+    """
 
     layer: int
     head: int | None
@@ -382,11 +389,11 @@ class HeadStrength(Row, table="heads", key=("layer", "head"), again="stay"):
 
 @dataclass(frozen=True)
 class FrameRow(Row, table="frames", key=("place",)):
-    """The state of a flow at one time; its numbers are the bytes of float64, least significant first.
+    """The state of a flow at one time; arrays are stored as bytes of little-endian float64.
 
-    ``x`` are the tokens (n, d), ``mean`` (d) and ``covariance`` (d, d) those of the Gaussian measure beside
-    them, if it is followed; ``evaluations`` of the field since the frame before, and the ``seconds`` that
-    they took.
+    ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance`` (d, d) belong to the Gaussian measure that is
+    followed beside the tokens, if any. ``evaluations`` counts the evaluations of the vector field since the
+    previous frame, which took ``seconds``.
     """
 
     place: int
@@ -402,10 +409,11 @@ class FrameRow(Row, table="frames", key=("place",)):
 
 @dataclass(frozen=True)
 class Ending(Row, table="endings", key=("status",)):
-    """Why a flow has no more frames.
+    """The reason why a flow ended before its last time.
 
-    ``status`` is ``blew up`` if there is no finite state beyond ``lower`` to ``upper``, and ``stopped`` if
-    the integrator gave up between these times; ``what`` did so, the tokens or the Gaussian measure.
+    ``status`` is ``blew up`` if no finite state exists beyond a time between ``lower`` and ``upper``, and
+    ``stopped`` if the integrator gave up between these times. ``what`` is the part that ended: the tokens or
+    the Gaussian measure.
     """
 
     status: str
@@ -417,7 +425,7 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """How perturbations of the start of a flow have grown, as :class:`howsmooth.dynamics.Growth` has it."""
+    """The growth of perturbations up to one time of a flow (:class:`howsmooth.dynamics.Growth`)."""
 
     time: float
     value: float
@@ -434,30 +442,31 @@ class GrowthRow(Row, table="growths", key=("time",)):
 
 KINDS: tuple[type[Row], ...] = (
     StudyRecord, Run, ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity,
-    Bounding, PublishedValue, Failure, Attack, HeadStrength, FrameRow, Ending, GrowthRow,
+    Bounding, PublishedValue, Failure, Attack, HeadRecord, FrameRow, Ending, GrowthRow,
 )  # fmt: skip
-"""The kinds of rows that a store keeps, each in a table of its own."""
+"""All classes of rows; the store has one table for each."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a store holds of measurements, as tables.
+    """All measurements of a store and what belongs to them, as tables.
 
     Attributes
     ----------
     measurements
-        With all columns of :class:`Measurement` and the number of its run.
+        All columns of :class:`Measurement`, and the number of the run.
     models, texts, inputs, runs, failures
-        With the columns of :class:`ModelRecord`, :class:`TextRecord`, :class:`InputRecord`, :class:`Run` and
+        The columns of :class:`ModelRecord`, :class:`TextRecord`, :class:`InputRecord`, :class:`Run` and
         :class:`Failure`.
     study
-        The identity and the time of creation; empty if nothing was ever measured.
+        The settings of the study and the time of its creation; empty if nothing was measured.
     sensitivities
-        One row a sequence, scope, layer and head, for sample 0 up to 512 tokens, with the columns of
-        :class:`Sensitivity` and :class:`SequenceRecord` and whether the measurement ``converged``.
+        One row for each sequence, scope, layer and head, for sample 0 and up to 512 tokens. It has the
+        columns of :class:`Sensitivity` and :class:`SequenceRecord`, and whether the measurement
+        ``converged``.
     bounds, published
-        With the columns of :class:`Bounding` but its ``seconds``, and of :class:`PublishedValue`, and the
-        number of the run; what is missing is NaN.
+        The columns of :class:`Bounding` without ``seconds``, and of :class:`PublishedValue`, and the number
+        of the run. Missing values are NaN.
 
     """
 
@@ -474,12 +483,12 @@ class Contents:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Of which of :data:`howsmooth.study.plan.KINDS` each text, or what else was measured on, is."""
+        """The kind of each input, one of :data:`howsmooth.study.plan.KINDS`, by the input's name."""
         return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
 
 
 def plain_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """List the rows of a table as dictionaries of plain Python values, missing ones None."""
+    """Return the rows of a table as dictionaries of plain Python values, with None for missing values."""
     return [
         {
             str(name): value if isinstance(value, list) or not pd.isna(value) else None

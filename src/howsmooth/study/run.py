@@ -1,7 +1,7 @@
-"""Carry a plan out: constants first, what stands beside them, then bounds.
+"""Run a plan of measurements: first constants, then the values beside them, then bounds.
 
-What the store has is skipped; what comes is written step by step. Interrupt it at any moment and run it
-again.
+Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
+any moment and continued later.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
 from howsmooth.study.plan import Plan
+from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.progress import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.subjects import OpenStudy, opened_study
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
 from howsmooth.study.tasks.constants import constants_left
 from howsmooth.study.tasks.task import Failed, Work, failure_row
@@ -37,27 +37,28 @@ def run(
 ) -> Outcome:
     """Measure what the plan asks for and the store in ``folder`` does not have.
 
-    What fails is recorded, and since it leaves no measurement, it is tried again the next time.
+    A failure is recorded. Since it leaves no measurement, the next run tries it again.
 
     Parameters
     ----------
     plan
         What to measure.
     folder
-        Of the store; made, with the store, once every check has passed.
+        The folder of the store. Folder and store are created after all checks have passed.
     means
-        How; by default here, in silence, ending at the first failure.
+        The listener, the workers and the behaviour after failures. By default the tasks run in this process,
+        without progress, and the first failure ends the run.
     beside
-        What else is left to measure at the same sequences, such as what the paper's code computes.
+        Functions that list more work at the same sequences, such as the values of the paper's published code.
 
     Raises
     ------
     WorkerError
-        If the workers of the executor are lost.
+        If the executor loses its workers.
     howsmooth.errors.HowsmoothError
-        If the plan is impossible, before anything is measured, or with ``keep_going`` if all of it is; if
-        the store cannot be written; or without ``keep_going`` if measuring fails. What was measured until
-        then has been written.
+        If the plan is impossible, or with ``keep_going`` all of it, before anything is measured; if the store
+        cannot be written; or, without ``keep_going``, if a measurement fails. Finished measurements are in
+        the store then.
 
     """
     began = time.monotonic()
@@ -65,7 +66,7 @@ def run(
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
     plan = _with_memory_shared(plan, means)
     with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
-        # All is listed first, so that what cannot be done is refused before there is a store.
+        # List all work first: impossible work is then refused before the store is created.
         listed = [constants_left(study), *(kind(study) for kind in beside)]
         store = study.begin()
         runner = Runner(store, means, study.models, plan.device)
@@ -75,13 +76,13 @@ def run(
             runner.carry_out(work)
         if plan.bounds != "none":
             for one in spent_on_bounds(store):
-                runner.pace.learn(one.alike, one.n, 1, one.seconds)
+                runner.task_times.learn(one.alike, one.n, 1, one.seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
         return replace(runner.finish(), seconds=time.monotonic() - began)
 
 
 def _with_memory_shared(plan: Plan, means: Means) -> Plan:
-    """Share the usual memory of one measurement out among workers that use the same one."""
+    """Divide the default memory of a measurement by the number of workers on this machine."""
     if plan.memory is not None or not isinstance(means.executor, ProcessPoolExecutor):
         return plan
     budget = memory_budget(None, torch.device(plan.device))

@@ -1,7 +1,8 @@
-"""The runner: tasks are carried out here or by an executor, and what comes is written as it comes.
+"""Carry out tasks in this process or on an executor, and write their results to the store as they arrive.
 
-It knows nothing of what a task computes. An executor is one in the sense of ``concurrent.futures``; results
-do not depend on it, since a task travels with its data and its seeds, and one process writes.
+The runner does not depend on what a task computes. An executor is an object with the interface of
+``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
+this process writes.
 """
 
 from __future__ import annotations
@@ -28,39 +29,40 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
-from howsmooth.study.pace import Pace
 from howsmooth.study.plan import Plan
+from howsmooth.study.preparation import Models
 from howsmooth.study.progress import Listener, Outcome, Silent
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import Models
+from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 
 __all__ = ["Means", "Runner"]
 
 Step = tuple[Task, Found | None]
-"""A task and something that came of it; ``None`` when nothing more will."""
+"""A task with one of its results; ``None`` instead of a result means that the task has ended."""
 
 _BETWEEN_TELLING = 0.2
 
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """How tasks are carried out.
+    """How to carry out tasks.
 
     Attributes
     ----------
     listener
-        Whoever is told how far the work is.
+        The listener that is told the progress.
     command
-        To be recorded as the origin of the rows.
+        The command that the user typed, to be recorded with the run.
     keep_going
-        Go on with the rest after a failure, instead of raising it.
+        Whether to continue with the other tasks after a failure, instead of raising it.
     executor
-        Where tasks are carried out; it is not shut down. ``None`` for here, one after the other.
+        The executor of the tasks, which is not shut down. ``None`` runs them in this process, one after
+        another.
     threads
-        CPU threads of PyTorch for each task of the executor; ``None`` leaves what its workers have.
+        CPU threads of PyTorch for each worker; ``None`` leaves the number unchanged.
     models
-        What loads models in this process, if that is there already.
+        An existing loader of models in this process, if any.
 
     """
 
@@ -73,18 +75,18 @@ class Means:
 
 
 class Runner:
-    """Carries out work and writes what comes of it, one transaction a step.
+    """Carries out work and writes its results, one transaction for each step of a task.
 
     Parameters
     ----------
     store
-        Open for writing.
+        The store, open for writing.
     means
-        How.
+        How to carry out the tasks.
     models
-        Those that this process has loaded; ``None`` if tasks need none.
+        The loader of models in this process; ``None`` if tasks need no model.
     device
-        Where tasks compute.
+        The device on which tasks compute.
 
     """
 
@@ -96,7 +98,7 @@ class Runner:
         self._unusable: set[str] = set()
         self._number: int | None = None
         self._began = time.monotonic()
-        self.pace = Pace()
+        self.task_times = TaskTimes()
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
@@ -105,18 +107,18 @@ class Runner:
         Parameters
         ----------
         work
-            What is left to do.
+            The tasks.
         seconds
-            How long the tasks may take together: before one that would exceed it they end, and what is left
-            out is counted.
+            The time that the tasks may take together. No task is started that is expected to exceed it; the
+            tasks left out are counted.
 
         Raises
         ------
         WorkerError
-            If the workers of the executor are lost.
+            If the executor loses its workers.
         howsmooth.errors.HowsmoothError
-            If a task fails and the run is not to keep going, after what was found has been written; or if the
-            store cannot be written.
+            If a task fails and ``keep_going`` is false, after its other results were written; or if the store
+            cannot be written.
 
         """
         self.outcome.kept[work.kind.table] += work.kept
@@ -124,23 +126,29 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left and seconds > 0:
-            told = _Told(self._means.listener, work, self.pace, workers_of(self._means.executor))
+            told = _WorkProgress(
+                self._means.listener, work, self.task_times, workers_of(self._means.executor)
+            )
             until = time.monotonic() + seconds
-            steps = self._here(left, until) if self._means.executor is None else self._spread(left, until)
+            steps = (
+                self._run_here(left, until)
+                if self._means.executor is None
+                else self._run_on_workers(left, until)
+            )
             with closing(steps):
                 for task, found in steps:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
         self.outcome.left_out += sum(task.size for task in left)
 
     def finish(self) -> Outcome:
-        """Record that all was tried that was asked for, and return what was done."""
+        """Record that the run reached its end, and return its outcome."""
         if self._number is not None:
             self._store.finish_run(self._number)
         self.outcome.seconds = time.monotonic() - self._began
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure, and raise it if it ends the run."""
+        """Record a failure. Raise its error if it ends the run, unless the run is to keep going."""
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -149,7 +157,7 @@ class Runner:
 
     @property
     def _run(self) -> int:
-        """The number of the run, which begins when there is something to write."""
+        """The number of the run. The run is recorded in the store at the first access."""
         if self._number is None:
             means = self._means
             made_with = environment(self._device, means.executor, means.threads)
@@ -157,10 +165,10 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write one step of a task, and count the rows that were asked for."""
+        """Write one result of a task, and return the number of requested rows in it."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
-            # Where tasks run at the same time, another one may have told it.
+            # A model that cannot be loaded fails all of its tasks; record this failure once.
             if not unloaded or not unloaded <= self._unusable:
                 self._unusable |= unloaded
                 self.fail(found, ends=task.essential)
@@ -170,45 +178,47 @@ class Runner:
         self.outcome.unsettled[task.kind.table] += sum(row.unsettled for row in found)
         return task.count(found)
 
-    # ---- here, or on workers
+    # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take the next task, if there is one whose model can be used and whose time there is."""
+        """Remove and return the next task whose model is usable; None if there is none or no time for it."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:
             return None
-        late = time.monotonic() + (self.pace.expect(left[0]) or 0.0) >= until
+        late = time.monotonic() + (self.task_times.expect(left[0]) or 0.0) >= until
         return None if late else left.popleft()
 
-    def _here(self, left: deque[Task], until: float) -> Generator[Step, None, None]:
+    def _run_here(self, left: deque[Task], until: float) -> Generator[Step, None, None]:
         while (task := self._next(left, until)) is not None:
             began = time.monotonic()
             for found in task.packed().found(self._models):
                 yield task, found
-            self.pace.learn(task.alike, task.n, task.size, time.monotonic() - began)
+            self.task_times.learn(task.alike, task.n, task.size, time.monotonic() - began)
             yield task, None
 
-    def _spread(self, left: deque[Task], until: float) -> Generator[Step, None, None]:
+    def _run_on_workers(self, left: deque[Task], until: float) -> Generator[Step, None, None]:
         executor = self._means.executor
         assert executor is not None
         workers = workers_of(executor)
         running: dict[Future[_Done], Task] = {}
         try:
             while True:
-                # As many tasks as keep workers busy, and no more: those that wait can still be left out.
+                # Submit two tasks for each worker, which keeps it busy. More are not submitted early,
+                # because a waiting task can still be left out when time runs out.
                 while len(running) < 2 * workers and (task := self._next(left, until)) is not None:
                     running[self._submitted(executor, task)] = task
                 if not running:
                     return
                 done = wait(running, return_when=FIRST_COMPLETED).done
-                # In the order of the tasks, so that a failure does not lose what came before it.
+                # Process results in the order of the tasks, so that a failure does not discard results
+                # of earlier tasks.
                 for future in [future for future in running if future in done]:
                     task = running.pop(future)
                     result = _result(future, task)
                     for found in result.found:
                         yield task, found
-                    self.pace.learn(task.alike, task.n, task.size, result.seconds)
+                    self.task_times.learn(task.alike, task.n, task.size, result.seconds)
                     yield task, None
         finally:
             for future in running:
@@ -224,61 +234,62 @@ class Runner:
             raise _lost(error) from error
 
 
-class _Told:
-    """Tells a listener how far some work is, and how much time is left."""
+class _WorkProgress:
+    """Reports the progress of some work and its expected total time to a listener."""
 
-    def __init__(self, listener: Listener, work: Work, pace: Pace, workers: int) -> None:
+    def __init__(self, listener: Listener, work: Work, task_times: TaskTimes, workers: int) -> None:
         self._listener = listener
-        self._pace = pace
+        self._task_times = task_times
         self._workers = workers
         self._began = self._last = time.monotonic()
-        # Of each task the rows that it made so far.
+        # The unfinished tasks, each with the number of rows it has made so far.
         self._made = {id(task): (task, 0) for task in work.tasks}
         self._done, self._planned = 0, sum(task.size for task in work.tasks)
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, rows: int, *, ended: bool) -> None:
-        """Tell that a task made rows, or that it ended."""
+        """Report that a task made rows, or that it ended."""
         self._done += rows
         if ended:
             del self._made[id(task)]
         else:
             self._made[id(task)] = (task, self._made[id(task)][1] + rows)
         now = time.monotonic()
-        # What is left is summed over all tasks, which may be many.
+        # Limit how often this is computed: it sums over all tasks, which may be many.
         if self._done and (now - self._last > _BETWEEN_TELLING or not self._made):
             self._last, spent = now, now - self._began
-            left = self._pace.expect_all(
+            left = self._task_times.expect_all(
                 (one, 1 - min(made / one.size, 1)) for one, made in self._made.values()
             )
             total = spent * self._planned / self._done if left is None else spent + left / self._workers
             self._listener.advance(spent, total, f"{self._done} of {self._planned}, {task.words}")
 
 
-# ---- on the side of the worker
+# ---- Code that runs on a worker
 
 
 @dataclass(frozen=True, eq=False)
 class _Done:
-    """What came of a task on a worker, and how long it took."""
+    """The results of a task on a worker, and the seconds it took."""
 
     found: list[Found]
     seconds: float
 
 
-# The tasks of one process, be they in several threads, change PyTorch's settings and share its models.
+# Dask may run several tasks of a process in threads. They share PyTorch's settings and the loaded model, so
+# only one of them runs at a time.
 _ONE_AT_A_TIME = threading.Lock()
 _kept: tuple[Plan | None, Models | None] = (None, None)
 
 
 def _carried(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
-    """Carry a task out in a worker, with the models that it keeps for the next one of the same plan."""
+    """Carry out a task on a worker; its model stays loaded for the next task of the same plan."""
     here = version("howsmooth")
     if sent_by != here:
         raise WorkerError(
-            f"a worker has howsmooth {here}, and the study is run by {sent_by}: what they "
-            "measure need not agree. Install the same version on all machines."
+            f"a worker has howsmooth {here}, but the study runs with {sent_by}, so their results may "
+            "differ. Install the same version on all machines."
         )
     with _ONE_AT_A_TIME:
         if threads is not None and torch.get_num_threads() != threads:
@@ -296,18 +307,18 @@ def _carried(task: Task, sent_by: str, keep_going: bool, threads: int | None) ->
 def _models_for(plan: Plan | None) -> Models | None:
     global _kept
     if plan != _kept[0]:
-        _kept = (None, None)  # let go of another plan's model before there is a new one
+        _kept = (None, None)  # free the model of another plan before loading a new one
         _kept = (plan, None if plan is None else Models(plan))
     return _kept[1]
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return an error of ours, or one of another library in words: those need not survive the journey."""
+    """Return an error that can be pickled: errors of howsmooth as they are, others as a WorkerError."""
     return error if isinstance(error, HowsmoothError) else WorkerError(f"{type(error).__name__}: {error}")
 
 
 def _result(future: Future[_Done], task: Task) -> _Done:
-    """Return what came of a task; what the worker or the executor raised itself is a failure of the task."""
+    """Return the results of a finished future; an error of the worker becomes a failure of the task."""
     try:
         return future.result()
     except (BrokenExecutor, CancelledError) as error:
@@ -321,9 +332,9 @@ def _result(future: Future[_Done], task: Task) -> _Done:
 
 
 def _lost(error: Exception, task: Task | None = None) -> WorkerError:
-    where = f" while one had {task.words}" if task is not None else ""
+    where = f" during the task {task.words}" if task is not None else ""
     return WorkerError(
         f"the workers were lost{where} ({' '.join(str(error).split()) or type(error).__name__}). One may "
-        "have run out of memory: try fewer workers or shorter --lengths. What was measured is kept: run the "
-        "same again."
+        "have run out of memory: try fewer workers or shorter --lengths. Finished measurements are saved; "
+        "run the same command again to continue."
     )

@@ -1,4 +1,4 @@
-"""How far a study is, from its store alone: no model is loaded, and a run at work is not disturbed."""
+"""Report the progress of a study from its store, without loading a model or disturbing a running process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from howsmooth.study.pace import Pace
 from howsmooth.study.plan import ModelSpec, Plan
-from howsmooth.study.published_rows import PUBLISHED
+from howsmooth.study.preparation import MEASURE
+from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
     PLACE,
@@ -23,18 +23,18 @@ from howsmooth.study.records import (
     keys_of,
 )
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import MEASURE
+from howsmooth.study.task_times import TaskTimes
 
 __all__ = ["Part", "Status", "status"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """How far one model, text and scope are; or, as the scope ``as published``, its published values.
+    """The progress of one model, text and scope; the scope ``as published`` stands for published values.
 
-    ``planned`` is ``None`` as long as no run has loaded the model, and so nobody knows its layers. ``failed``
-    counts what is not done and failed when it was last tried. Of published values the sequences of layers are
-    counted: all values of one are written together.
+    ``planned`` is ``None`` until a run has loaded the model, because its number of layers is not known
+    before. ``failed`` counts measurements that are missing and failed when last tried. Published values are
+    counted by layer and sequence, since all values of one are written together.
     """
 
     model: str
@@ -47,23 +47,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Status:
-    """How far a study is.
+    """The progress of a study.
 
     Attributes
     ----------
     parts
-        One a model, text and scope, in the order of the plan.
+        One entry for each model, text and scope, in the order of the plan.
     running
         Whether a process is writing into the store.
     started, finished
-        When the last run began, and when it had tried everything, ISO 8601; ``None`` if it did not.
+        When the last run started, and when it reached its end, in ISO 8601; ``None`` if it did not.
     rate
-        Measurements a second of the last run, by a clock that does not jump; ``None`` before the first.
+        Measurements per second in the last run, by a monotonic clock; ``None`` before the first measurement.
     remaining
-        Seconds until all is measured, at the pace of the last run and longer sequences taking longer;
-        ``None`` if that cannot be said.
+        Expected seconds until everything is measured, at the speed of the last run, with longer times for
+        longer sequences; ``None`` if unknown.
     reasons
-        Why something failed that is not done, with how often; the most frequent first.
+        The reasons of the failures that are left, each with its number, the most frequent first.
 
     """
 
@@ -82,11 +82,11 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
     Parameters
     ----------
     plan
-        What is to be measured.
+        What to measure.
     texts
-        Names under which its texts are stored.
+        The names of the plan's texts in the store.
     folder
-        Of the store; it need not be there yet.
+        The folder of the store, which need not exist yet.
 
     Raises
     ------
@@ -102,10 +102,10 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
     running = Store.in_use(folder)
     with Store.open(folder, write=False) as store:
         store.check(MEASURE, plan.settings())
-        look = _Look(plan, store)
-        parts = tuple(look.part(*one) for one in where)
+        comparison = _Comparison(plan, store)
+        parts = tuple(comparison.part(*one) for one in where)
         runs = [run for run, _ in store.rows(Run)]
-        rate, remaining = look.rate_and_remaining(
+        rate, remaining = comparison.rate_and_remaining(
             runs, certain=all(part.planned is not None for part in parts)
         )
         return Status(
@@ -119,8 +119,8 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
         )
 
 
-class _Look:
-    """Holds a plan against a store."""
+class _Comparison:
+    """A comparison of a plan with a store."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
@@ -130,7 +130,7 @@ class _Look:
         self._missing: list[tuple[str, Key]] = []
 
     def part(self, spec: ModelSpec, text: str, scope: str) -> Part:
-        """Count what is planned, done and failed of one model, text and scope."""
+        """Count the planned, done and failed measurements of one model, text and scope."""
         model = self._models.get(spec.label)
         if model is None:
             return Part(spec.label, text, scope, None, 0, 0)
@@ -157,7 +157,7 @@ class _Look:
         return Part(label, text, scope, len(asked), len(asked & done), failed)
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
-        """List the sequences of layers that have all their published values."""
+        """Return the keys of layers and sequences that have all their published values."""
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
         wanted = {word.strip() for word in self._plan.as_published.split(",")}
@@ -168,7 +168,7 @@ class _Look:
         )
 
     def _has_failed(self, kind: type[Row], place: tuple[object, ...]) -> bool:
-        """Whether a row that is missing is covered by a failure, of itself or of more."""
+        """Whether a failure covers a missing row, or a larger part of the plan that contains it."""
         return any(
             row.what == kind.table
             and all(
@@ -179,19 +179,20 @@ class _Look:
         )
 
     def rate_and_remaining(self, runs: list[Run], *, certain: bool) -> tuple[float | None, float | None]:
-        """Return measurements a second of the last run that made some, and the seconds that are left."""
+        """Return the measurements per second of the last run that made some, and the remaining seconds."""
         rows = self._store.rows(Measurement)
         last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
         if last is None or last.worked <= 0:
             return None, None
         mine = [row for row, number in rows if number == last.id]
-        pace = Pace()
+        times = TaskTimes()
         for row in mine:
-            pace.learn((row.model, row.scope), row.n, 1, row.seconds)
-        # Rows know the time of their estimates only; loading and capturing took the rest.
+            times.learn((row.model, row.scope), row.n, 1, row.seconds)
+        # Rows record only the time of their estimates. Scale by the total time of the run, which includes
+        # loading and capturing.
         more = last.worked / max(sum(row.seconds for row in mine), 1e-9)
         usual = sum(row.seconds for row in mine) / len(mine)
-        each = (pace.a_row((label, key[0]), key[3]) for label, key in self._missing)
+        each = (times.a_row((label, key[0]), key[3]) for label, key in self._missing)
         left = more * sum(usual if seconds is None else seconds for seconds in each)
         return len(mine) / last.worked, left if certain else None
 

@@ -1,7 +1,7 @@
-"""The store: one SQLite file a study, a table for each kind of row, never a row lost and never one twice.
+"""The store of a study: one SQLite file with a table for each kind of row.
 
-Rows are written one transaction a task. Each carries the number of the run that made it, and a seal, a digest
-of its values, so that damage is seen.
+Rows are written in one transaction for each step of a task, so no row is lost or written twice. Each row has
+the number of the run that made it, and a seal: a digest of its values that reveals damage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ R = TypeVar("R", bound=Row)
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
 _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
-# What rows can have in common that no option says alone.
+# Parts of a study's identity that are not set by an option of the same name.
 _NO_OPTIONS = {
     "source": "source",
     "text": "text",
@@ -64,11 +64,11 @@ class Store:
     Parameters
     ----------
     connection
-        To a file that has been checked.
+        A connection to a checked store file.
     path
-        Of that file, for messages.
+        The path of the file, for messages.
     lock
-        Held while the store is open for writing; ``None`` for a reader.
+        The lock that is held while the store is open for writing; ``None`` for a reader.
 
     """
 
@@ -83,13 +83,13 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, *, write: bool = True) -> Store:
-        """Open the store in a folder, making both if they are not there and ``write`` is true.
+        """Open the store in a folder; with ``write``, create folder and store if needed.
 
         Raises
         ------
         StoreError
-            If the store is damaged, not a store, in use by another process, or in a folder that cannot be
-            written.
+            If the file is damaged or is not a store, if another process is using it, or if the folder cannot
+            be written.
 
         """
         connection, lock = connected(folder, _STATEMENTS, write=write)
@@ -104,25 +104,25 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Close the file and let other processes write."""
+        """Close the file, and release the lock for other writers."""
         self._connection.close()
         if self._lock is not None:
             self._lock.release()
 
-    # ---- what all rows of a kind of work have in common
+    # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return what all rows of a kind of work have in common; empty if there are none."""
+        """Return the settings that all rows of a kind of work share; empty if there are no such rows."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
     def check(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Refuse to mix rows that do not mean the same.
+        """Refuse settings that differ from those of the rows in the store.
 
         Raises
         ------
         StoreError
-            Naming the first thing that differs, and the remedy.
+            If a setting differs; the message names the first one, and the remedy.
 
         """
         stored = self.identity(kind)
@@ -134,14 +134,14 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record what all rows of a kind of work have in common, once."""
+        """Record the settings that all rows of a kind of work share, if they are not recorded yet."""
         if not self.identity(kind):
             self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
-    # ---- writing
+    # ---- Writing
 
     def start_run(self, command: str, device: str, environment: Mapping[str, str]) -> int:
-        """Record that a process begins to work; returns the number that its rows carry."""
+        """Record the start of a run, and return the number that its rows carry."""
         with self.transaction():
             number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
             token = secrets.token_hex(8)
@@ -149,22 +149,22 @@ class Store:
         return int(number)
 
     def finish_run(self, number: int) -> None:
-        """Record that the run tried all that it was asked for."""
+        """Record that a run reached its end."""
         self.add([replace(self._run(number), finished=now())])
 
     def add(self, rows: Iterable[Row], run: int | None = None, *, worked: float | None = None) -> None:
-        """Write rows: all of them or, if anything goes wrong, none.
+        """Write rows in one transaction: all of them or, after an error, none.
 
-        Failures that the rows show to be over are no longer there afterwards.
+        Failures whose missing rows are now there are deleted.
 
         Parameters
         ----------
         rows
-            Of any kinds.
+            Rows of any kinds.
         run
-            As :meth:`start_run` returned it.
+            The number of their run, from :meth:`start_run`.
         worked
-            Seconds since that run began, by a clock that does not jump.
+            Seconds since the start of that run, by a monotonic clock.
 
         """
         with self.transaction():
@@ -176,7 +176,7 @@ class Store:
                 self.add([replace(self._run(run), worked=worked)])
 
     def drop_failures_made_good(self) -> None:
-        """Delete the failures whose very rows are there, as those of another store can be."""
+        """Delete the failures whose missing rows are in the store, for example after a merge."""
         with self.transaction():
             for kind in (Measurement, Bounding, PublishedValue):
                 names = [name for name in PLACE if name in kind.columns()]
@@ -186,16 +186,16 @@ class Store:
                     f"AND EXISTS (SELECT 1 FROM {kind.table} AS m WHERE {same})"
                 )
 
-    def take_back(self, kind: type[Row], where: str, *values: object) -> None:
-        """Delete the rows of a kind for which a condition holds."""
+    def delete_rows(self, kind: type[Row], where: str, *values: object) -> None:
+        """Delete the rows of a kind that satisfy an SQL condition."""
         with self.transaction():
             self._connection.execute(f"DELETE FROM {kind.table} WHERE {where}", values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Hold all that is written until the end, or write nothing if anything goes wrong."""
+        """Commit everything written in the context together, or nothing after an error."""
         if self._held:
-            yield  # part of a larger one
+            yield  # nested: the outer transaction commits
             return
         with translated(self.path), begun(self._connection):
             self._held = True
@@ -208,7 +208,7 @@ class Store:
         return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the failures that rows show to be over, also those that reached further."""
+        """Delete the failures that these rows resolve, including failures of a whole text or model."""
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
         for kind in {type(row) for row in rows} - {Failure}:
@@ -219,26 +219,26 @@ class Store:
                     f"DELETE FROM failures WHERE what = ? AND {same or 'FALSE'}", (kind.table, *values)
                 )
 
-    # ---- reading
+    # ---- Reading
 
     def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
-        """List the different values of some columns, among the rows that have others as given."""
+        """Return the distinct values of some columns, among rows with given values of other columns."""
         condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
         query = f"SELECT DISTINCT {', '.join(columns)} FROM {kind.table} WHERE {condition}"
         return frozenset(self._query(query, *where.values()).fetchall())
 
     def count(self, kind: type[Row]) -> int:
-        """Count the rows of a kind."""
+        """Return the number of rows of a kind."""
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
     def total(self, kind: type[Row], column: str) -> float:
-        """Sum a column of the rows of a kind."""
+        """Return the sum of a column over the rows of a kind."""
         return float(self._query(f"SELECT total({column}) FROM {kind.table}").fetchone()[0])
 
     def rows(
         self, kind: type[R], order: Sequence[str] = ("rowid",), **where: object
     ) -> list[tuple[R, int | None]]:
-        """List the rows of a kind that have some columns as given, each with the number of its run."""
+        """Return the rows of a kind with the given column values, each with the number of its run."""
         types = _TYPES[kind]
         read = [
             json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
@@ -254,14 +254,14 @@ class Store:
         return found
 
     def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
-        """Tabulate the rows of a kind with the numbers of their runs.
+        """Return the rows of a kind as a table, with the numbers of their runs.
 
         Parameters
         ----------
         kind
-            Of :data:`howsmooth.study.records.KINDS`.
+            One of :data:`howsmooth.study.records.KINDS`.
         order
-            Columns or expressions to sort by; by default rows come as they were written.
+            Columns or SQL expressions to sort by; by default the order of writing.
 
         """
         query = f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}"
@@ -275,13 +275,13 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Say where the sequences lie that were used already: their first tokens, by n and sample."""
+        """Return the first token of each sequence that has measurements, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def contents(self) -> Contents:
-        """Return all about measurements at one moment, whatever another process writes meanwhile."""
+        """Return all tables of measurements, read in one transaction while other processes may write."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
@@ -311,7 +311,7 @@ class Store:
         converged = self.table(Measurement)[[*PLACE, "converged"]]
         return shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(PLACE))
 
-    # ---- plumbing
+    # ---- Queries
 
     def _query(self, statement: str, *values: object) -> sqlite3.Cursor:
         with translated(self.path):
@@ -321,28 +321,28 @@ class Store:
         with translated(self.path):
             cursor = self._connection.execute(query)
             names = [column[0] for column in cursor.description]
-            # As objects: an integer beside a missing one would become a float otherwise, and be rounded.
+            # Keep Python objects: pandas would turn integers beside a missing value into rounded floats.
             return pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
 
 
 class PendingStore:
-    """The store of a folder for one kind of work, made when its first rows are written and not before.
+    """The store of a folder, which is created only when its first rows are written.
 
-    What is refused until then leaves no empty store behind. Use it as a context manager.
+    So a plan that is refused leaves no empty store behind. Use it as a context manager.
 
     Parameters
     ----------
     folder
-        Of the store. If there is one, it is opened at once.
+        The folder of the store. An existing store is opened at once.
     kind
-        Of work.
+        The kind of work, such as ``measure``.
     write
         Whether rows will be added.
 
     Attributes
     ----------
     store
-        ``None`` as long as there is none.
+        The open store; ``None`` until it exists.
 
     """
 
@@ -358,24 +358,24 @@ class PendingStore:
             self.store.close()
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse to mix rows that do not mean the same, as :meth:`Store.check` does."""
+        """Refuse settings that differ from those of the rows in the store, as :meth:`Store.check` does."""
         if self.store is not None:
             self.store.check(self._kind, identity)
 
     def begin(self, identity: Mapping[str, Any]) -> Store:
-        """Return the store, made if it is not there, which records what all rows have in common."""
+        """Create the store if needed, record the settings that its rows share, and return it."""
         self.store = self.store or Store.open(self._folder)
         self.store.begin(self._kind, identity)
         return self.store
 
 
 def now() -> str:
-    """Return the time as stores write it: UTC, to the second."""
+    """Return the current time in UTC, to the second, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Say by which option, as it is typed, other rows were made, and how to have those."""
+    """Return how the rows in the store were made, in terms of options, and the remedy."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:
@@ -394,11 +394,11 @@ def _typed(value: object) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-# ---- tables of the kinds of rows
+# ---- Tables of the kinds of rows
 
 
 def _types_of(kind: type[Row]) -> dict[str, tuple[type, bool]]:
-    """Say of each column which type it has, and whether it may be missing."""
+    """Return for each column its type, and whether it may be missing."""
     found: dict[str, tuple[type, bool]] = {}
     hints = get_type_hints(kind)
     for name in kind.columns():
@@ -409,12 +409,12 @@ def _types_of(kind: type[Row]) -> dict[str, tuple[type, bool]]:
 
 
 def _statements_of(kind: type[Row]) -> tuple[str, str]:
-    """Write the statements that make a table, and the index of its key."""
+    """Return the SQL statements that create a table and the unique index of its key."""
     columns = [
         f"{name} {_SQL_TYPES[plain]}{'' if nullable else ' NOT NULL'}"
         for name, (plain, nullable) in _TYPES[kind].items()
     ]
-    # What is NULL would make every row of a plain index different.
+    # A unique index treats NULLs as different, so replace them by -1.
     key = ", ".join(f"ifnull({name}, -1)" if _TYPES[kind][name][1] else name for name in kind.key)
     return (
         f"CREATE TABLE {kind.table} ({', '.join(columns)}, run INTEGER, seal TEXT NOT NULL)",
@@ -423,7 +423,7 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Write the statement that inserts a row, the number of its run, and its seal."""
+    """Return the SQL statement that inserts a row, the number of its run, and its seal."""
     names = [*kind.columns(), "run"]
     marks = [f"?{place}" for place in range(1, len(names) + 1)]
     return (

@@ -1,8 +1,8 @@
-"""The file of a store: opened, checked, kept from two writers, and what is wrong with it.
+"""Open and check the SQLite file of a store, and keep a second writer out.
 
-It is written with a rollback journal and full synchronisation, so that a process killed at any moment leaves
-whole transactions, and the file can be copied while no process writes. A lock file beside it keeps a second
-writer out; the operating system releases it with the process that held it.
+The file is written with a rollback journal and full synchronisation. So a process killed at any moment leaves
+only whole transactions, and the file can be copied while no process writes. A lock file beside it keeps a
+second writer out. The operating system releases the lock when the process that holds it ends.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from howsmooth.errors import StoreError
 __all__ = ["STORE_NAME", "begun", "connected", "in_use", "locked", "reason", "store_there", "translated"]
 
 STORE_NAME = "study.sqlite"
-"""The name of the file in the folder of a study."""
+"""The name of the store file in the folder of a study."""
 
 _LOCK_NAME = ".study.lock"
-# "hsmo": says whose file it is.
+# "hsmo" in ASCII: SQLite's application id, which marks the file as a store of howsmooth.
 _APPLICATION = 0x68736D6F
-# Whoever only looks whether a store is in use holds its lock for less than this.
+# Seconds to wait for the lock. A process that only checks whether the store is in use holds it for less.
 _PATIENCE = 0.5
 
 
 @contextmanager
 def begun(connection: sqlite3.Connection) -> Iterator[None]:
-    """Hold a transaction: committed at the end, rolled back whatever goes wrong."""
+    """Run a transaction: commit at the end, roll back after any error."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        # On a full disk this may fail too: then the journal stays, and the next opening takes it back.
+        # On a full disk the rollback may fail too. Then the journal remains, and SQLite rolls back when the
+        # file is opened next.
         if connection.in_transaction:
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
@@ -48,7 +49,7 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's complaints into one sentence of ours."""
+    """Turn SQLite's errors into StoreErrors with a remedy."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -62,10 +63,10 @@ def translated(path: Path) -> Iterator[None]:
             f"{path} cannot be used: {error}. {remedy} Rows already written are kept."
         ) from error
     except sqlite3.IntegrityError:
-        raise  # a row twice would be our mistake, not the user's
+        raise  # a repeated key would be a bug of howsmooth, not an error of the user
     except UnicodeDecodeError as error:
-        # SQLite's own words, about a name that was damaged.
-        raise _damaged(path, "it holds names that are no letters") from error
+        # A damaged name of a table or column made SQLite's error message invalid UTF-8.
+        raise _damaged(path, "a table or column name is not valid UTF-8") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(
             f"{path} cannot be read: {error}. Move it away, or choose another --out; nothing was changed."
@@ -73,12 +74,12 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def store_there(folder: Path) -> bool:
-    """Whether the folder holds something under the name of the store; an empty file is nothing yet.
+    """Whether a folder holds a non-empty file, or anything else, with the name of the store.
 
     Raises
     ------
     StoreError
-        If the folder is there but is not a folder, or cannot be looked into.
+        If ``folder`` is a file, or cannot be read.
 
     """
     try:
@@ -95,26 +96,26 @@ def store_there(folder: Path) -> bool:
 def connected(
     folder: Path, statements: Sequence[str], *, write: bool
 ) -> tuple[sqlite3.Connection, FileLock | None]:
-    """Open the store in a folder, making both if they are not there and ``write`` is true.
+    """Open the store in a folder; with ``write``, create folder and store if needed.
 
     Parameters
     ----------
     folder
-        Of the study.
+        The folder of the study.
     statements
-        Those that make the tables.
+        The SQL statements that create the tables.
     write
         Whether rows will be added.
 
     Returns
     -------
     connection, lock
-        The lock is held if ``write``.
+        The connection, and the lock, which is held if ``write`` is true and else ``None``.
 
     Raises
     ------
     StoreError
-        If the store is damaged, not a store, in use by another process, or in a folder that cannot be
+        If the file is damaged or is not a store, if another process is using it, or if the folder cannot be
         written.
 
     """
@@ -141,10 +142,10 @@ def _checked(folder: Path, statements: Sequence[str], *, write: bool) -> sqlite3
         _check(connection, path, statements, write=write)
     except sqlite3.OperationalError as error:
         connection.close()
-        # A killed writer left a transaction half written, which must be taken back before reading.
+        # A killed writer left an unfinished transaction, which must be rolled back before reading.
         if write or getattr(error, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
             raise
-        _take_back(folder)
+        _roll_back(folder)
         return _checked(folder, statements, write=False)
     except BaseException:
         connection.close()
@@ -158,16 +159,16 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str], *, write: bool) -> None:
-    """Make the tables in an empty file, or see that the file is ours, whole, and as it was written."""
+    """Create the tables in an empty file, or check that the file is an undamaged store of howsmooth."""
     connection.execute("PRAGMA synchronous = FULL")
     connection.create_function("seal", -1, _seal, deterministic=True)
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     made = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    # An empty file is what a process killed while making the store leaves behind.
+    # A process that is killed while it creates the store leaves an empty file.
     if not made and not application:
         if not write:
             raise StoreError(
-                f"{path} is empty: the run that made it was stopped before it wrote anything. Run it again."
+                f"{path} is empty: the run that created it stopped before it wrote anything. Run it again."
             )
         with begun(connection):
             for statement in statements:
@@ -180,12 +181,12 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
     if verdict != "ok":
         raise _damaged(path, verdict)
     if sorted(sql for (sql,) in made) != sorted(statements):
-        raise _damaged(path, "its tables are not those that this howsmooth makes")
+        raise _damaged(path, "its tables are not those of this version of howsmooth")
     _check_seals(connection, path)
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """See that the values of every row are those that were written; SQLite checks its own structure only."""
+    """Check the seal of every row; SQLite's own check covers only the structure of the file."""
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:
@@ -195,13 +196,16 @@ def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
         except sqlite3.OperationalError as error:
             if "user-defined function" not in str(error):
                 raise
-            raise _damaged(path, f"a row of {table} holds letters that are none") from error
+            raise _damaged(path, f"a row of {table} holds text that is not valid UTF-8") from error
         if row is not None:
-            raise _damaged(path, f"row {row[0]} of {table} is not what was written")
+            raise _damaged(path, f"row {row[0]} of {table} was changed after it was written")
 
 
 def _seal(*values: object) -> str:
-    """Digest the values of a row; an integer and the float that a column makes of it have the same."""
+    """Return a digest of the values of a row. An integer and the equal float have the same digest.
+
+    SQLite turns an integer in a column of floats into a float.
+    """
     plain = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     return blake2b(repr(plain).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -212,8 +216,8 @@ def _damaged(path: Path, verdict: str) -> StoreError:
     )
 
 
-def _take_back(folder: Path) -> None:
-    """Let SQLite take back what a killed writer left unfinished, unless another one is at work."""
+def _roll_back(folder: Path) -> None:
+    """Let SQLite roll back the unfinished transaction of a killed writer, unless another writer is active."""
     lock = locked(folder)
     try:
         with closing(_opened(folder / STORE_NAME, "rw")) as connection:
@@ -233,13 +237,13 @@ def in_use(folder: Path) -> bool:
     except Timeout:
         return True
     except OSError:
-        return False  # nobody can write here
+        return False  # the folder is not writable, so no process writes
     lock.release()
     return False
 
 
 def locked(folder: Path) -> FileLock:
-    """Make the folder and keep other writers out of its store."""
+    """Create the folder, and take the lock that keeps other writers out of its store."""
     lock = FileLock(folder / _LOCK_NAME)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,5 +260,5 @@ def locked(folder: Path) -> FileLock:
 
 
 def reason(error: OSError) -> str:
-    """Say in words why a file could not be used."""
+    """Return a description of why a file could not be used."""
     return error.strerror or type(error).__name__

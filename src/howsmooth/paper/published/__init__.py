@@ -1,8 +1,8 @@
-"""What the code published with the paper computes, item by item, to be shown beside the corrected quantity.
+"""Compute what the code published with the paper computes, item by item, beside the corrected quantity.
 
-The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. Each item is written from a
-description of what that code does; none of it is used elsewhere in the library. What each item changes,
-with numbers: docs/guide/as-published.md.
+The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. Each item is one difference between
+the published measurement and ‖D_X f‖, implemented from a description of the published code. Nothing else in
+the library uses these items. The documentation page "As published" shows with numbers what each item changes.
 """
 
 from howsmooth.paper.published.items import (

@@ -1,4 +1,4 @@
-"""The items by which the published measurement differs from ‖D_X f‖, and which of them apply to a layer."""
+"""Define the items by which the published measurement differs from ‖D_X f‖, and when they apply."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ITEMS = {
     "stopping": "the power iteration stops when the square of the constant moves by less than 0.0001, or "
     "after 100 steps",
 }
-"""The items of a measurement, each with what it changes."""
+"""The items of the published measurement, each with what it changes."""
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Read items as a plan holds them; None for ``all``: those that apply."""
+    """Return the items in the text of a plan; None for ``all``, which stands for the items that apply."""
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Return the items in the order of ``ITEMS``; refuse what is none of them, or stands there twice."""
+    """Return the items in the order of ``ITEMS``; refuse unknown and repeated items."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -46,19 +46,19 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One layer at some sequences.
+    """One captured layer at some sequences.
 
     Attributes
     ----------
     attention
-        Captured with scope ``attention``.
+        The site captured with scope ``attention``.
     block
-        Captured with scope ``block``, for post-norm layers; None for others.
+        The site captured with scope ``block``, for post-norm layers; None for others.
     rates
-        Of the model's dropout; None if its configuration states none.
+        The dropout rates of the model; None if its configuration states none.
     training_x
-        The tokens in a pass in training mode, (batch, n, d); None if there is no dropout, or if the pass was
-        not asked for.
+        The tokens in a forward pass in training mode, of shape (batch, n, d); None if there is no dropout, or
+        if the pass was not asked for.
 
     """
 
@@ -81,18 +81,18 @@ def capture_layers(
     Parameters
     ----------
     model, layers
-        As for :func:`howsmooth.models.capture`.
+        The arguments of :func:`howsmooth.models.capture`.
     inputs
-        Token ids (batch, n).
+        Token ids of shape (batch, n).
     training
-        Whether to run the model once in training mode too, which ``dropout`` needs.
+        Whether to run the model once more in training mode, which ``dropout`` needs.
     seeds
-        One a sequence, of the dropout in that pass.
+        The seed of the dropout in that pass, one for each sequence.
 
     Raises
     ------
     CaptureError
-        If a layer cannot be captured, or one module is used for several layers and there is dropout.
+        If a layer cannot be captured, or if several layers share one module and there is dropout.
 
     """
     sites = capture(model, inputs, layers=layers)
@@ -114,23 +114,23 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the items that make a difference at a layer; those asked for must be among them.
+    """Return the items that apply to a layer, or check that the items asked for apply.
 
     Parameters
     ----------
     layer
-        From :func:`~howsmooth.paper.published.capture_layers`.
+        The result of :func:`~howsmooth.paper.published.capture_layers`.
     asked
         Some of ``ITEMS``; None for all that apply.
     untrained
-        Whether the model was built from its configuration: it is then in training mode until told
-        otherwise. With it, ``dropout`` applies to models that have any; asked for by name, to trained
-        ones too.
+        Whether the model was built from its configuration, and is then in training mode by default. In this
+        case ``dropout`` is among the items that apply, if the model has any. If asked for by name,
+        ``dropout`` also applies to trained models.
 
     Raises
     ------
     ArgumentError
-        If an item asked for cannot apply; the message says why.
+        If an item asked for does not apply; the message says why.
 
     """
     post_norm = layer.attention.layout == "post-norm"

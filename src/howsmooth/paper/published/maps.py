@@ -1,4 +1,4 @@
-"""The maps of the published code: unmasked, with dropout, with heads of the wrong slices; and its bound."""
+"""The maps that the published code measures (unmasked, with dropout, with wrong slices), and its bound."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
 
 
 class DropoutAttention(TokenMap):
-    """Self-attention in training mode: dropout of attention weights and of outputs, drawn at each call.
+    """Self-attention in training mode, with dropout of attention weights and outputs, drawn at each call.
 
     Parameters
     ----------
     inner
         The attention.
     weights, outputs
-        Probability with which an attention weight, and an entry of the output, becomes zero; what
-        remains is scaled by 1/(1 - probability).
+        The probability with which an attention weight, or an entry of the output, becomes zero. The others
+        are divided by 1 − probability.
     seed
-        Of the draws.
+        The seed of the draws.
 
     """
 
@@ -44,36 +44,36 @@ class DropoutAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """The dimension of an input token."""
         return self.inner.d
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """The dimension of an output token."""
         return self.inner.d_out
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """The dtype of the parameters."""
         return self.inner.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """The device of the parameters."""
         return self.inner.device
 
     def describe(self) -> str:
-        """Return one phrase that says what the map is."""
+        """Return a phrase that describes the map."""
         return f"{self.inner.describe()}, dropout {self.weights:g} of weights and {self.outputs:g} of outputs"
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError if the attention cannot take ``n`` tokens."""
+        """Raise an ArgumentError if the attention cannot take ``n`` tokens."""
         self.inner.check_length(n)
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DropoutAttention:
-        """Return the same map with parameters of another dtype or on another device, its draws begun anew."""
+        """Return the map with another dtype or device, and with its random generator reset to the seed."""
         inner = self.inner.to(dtype=dtype, device=device)
         return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
 
@@ -94,27 +94,27 @@ class DropoutAttention(TokenMap):
         return out * self._kept(out, self.outputs)
 
     def _kept(self, like: Tensor, probability: float) -> Tensor:
-        """Draw zeros with this probability, and 1/(1 - probability) else."""
-        # On the CPU, so that every device sees the same draws.
+        """Return random factors: zero with the given probability, else 1/(1 − probability)."""
+        # Draw on the CPU, so that the draws are the same for every device.
         kept = torch.rand(like.shape, generator=self._generator) >= probability
         return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
 
 
 def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> TokenMap:
-    """Return the map with dropout in its attention, see :class:`DropoutAttention`."""
+    """Return the map with dropout in its attention; see :class:`DropoutAttention`."""
     return _with_attention(
         f, lambda attention: DropoutAttention(attention, weights=weights, outputs=outputs, seed=seed)
     )
 
 
 def unmasked(f: TokenMap) -> TokenMap:
-    """Return the map with every mask taken out of its attention, as when a layer is called by itself."""
+    """Return the map with all masks removed from its attention, as when a layer is called alone."""
     require_plain_scores(f, "the published maps", argument="f")
     return _with_attention(f, lambda attention: attention._rebuilt(causal=False, window=None, mask=None))
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Exchange the attention within residuals and compositions; other maps stay."""
+    """Replace the attention inside residuals and compositions; return other maps unchanged."""
     if isinstance(f, SelfAttention):
         return change(f)
     if isinstance(f, Residual):
@@ -125,14 +125,14 @@ def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) ->
 
 
 def has_fused_weight(attention: nn.Module) -> bool:
-    """Tell whether a model's attention module keeps queries, keys and values in one transposed weight.
+    """Return whether an attention module has queries, keys and values in one transposed weight.
 
-    GPT-2 does, in one ``Conv1D`` weight of shape (d, 3d). Only then does the published code slice as
+    GPT-2 has: its ``Conv1D`` weight has shape (d, 3d). Only for such models does the published code slice as
     :func:`wrong_slices` does.
     """
     for part in attention.children():
         weight = getattr(part, "weight", None)
-        # By the class's name: transformers is imported in another room.
+        # Compare the name of the class: this package does not import transformers.
         if type(part).__name__ == "Conv1D" and isinstance(weight, Tensor):
             d, width = weight.shape
             if width == 3 * d:
@@ -141,17 +141,18 @@ def has_fused_weight(attention: nn.Module) -> bool:
 
 
 def wrong_slices(attention: SelfAttention) -> SelfAttention:
-    """Return the attention with the matrices that slicing along the wrong axis gives for its heads.
+    """Return the attention with the head matrices that slicing along the wrong axis gives.
 
-    With W_Q (d, d) the query part of the fused weight, as it multiplies token rows from the left, head h is
-    given W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ; keys and values alike. Masks, biases and output
-    stay. Its worst-case tokens, ``adversarial.two_cluster(wrong_slices(attention), n, R)``, are those of the
-    published figure; they are to be measured on the attention itself.
+    Let W_Q of shape (d, d) be the query part of the fused weight, which multiplies row tokens from the right.
+    Head h then gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ; keys and values likewise. Masks, biases
+    and output are unchanged. The published figure uses the worst tokens of this map,
+    ``adversarial.two_cluster(wrong_slices(attention), n, R)``. They should be measured on the attention
+    itself.
 
     Raises
     ------
     ArgumentError
-        If heads are grouped, or have not d dimensions in all: only then do the slices have the right shape.
+        If heads are grouped, or their dimensions do not sum to d, because then the slices have wrong shapes.
 
     """
     f = attention
@@ -171,23 +172,23 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 
 
 def c_3_as_coded(attention: object, X: Tensor) -> float:
-    """‖V‖ √(R_A² r² (n + 1) + n) with R_A = max_i |A x_i| and r the diameter of the tokens.
+    """Return ‖V‖ √(R_A² r² (n + 1) + n) with R_A = max_i |A x_i| and r the diameter of the tokens.
 
-    This is no bound on ‖D_X f‖, and is returned as a bare number for that reason: C_i A depends on Aᵀ x_j,
-    which R_A leaves out, and on the query bias, which is ignored. A = 10 e₂e₁ᵀ, V = I and
-    X = ((0, 1), (0, −1)) give √2, where ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is the valid form.
+    The formula is not a bound on ‖D_X f‖, so the result is a plain number and not a bound. C_i A depends on
+    Aᵀ x_j, which R_A omits, and on the query bias, which is ignored. For A = 10 e₂e₁ᵀ, V = I and X = ((0, 1),
+    (0, −1)) the formula gives √2, but ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is a valid bound.
 
     Parameters
     ----------
     attention
         One head: a ``SelfAttention`` or a ``Head``.
     X
-        Tokens (n, d).
+        Tokens of shape (n, d).
 
     Raises
     ------
     ArgumentError
-        If there are several heads, rotary positions, or X does not fit.
+        If there are several heads or rotary positions, or X has the wrong shape.
     NonFiniteError
         If an entry of X is NaN or infinite.
 

@@ -1,4 +1,4 @@
-"""The local constant as the published code measures it, or with some of its items only."""
+"""Measure the local constant as the published code does, with all or some of its items."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from howsmooth.paper.published.power_iteration import power_iteration
 
 __all__ = ["AsPublished", "measure_as_published", "measure_layer"]
 
-# Items that only the published iteration can carry out; without them the estimate is the library's own.
+# Items that need the published power iteration; with other items, `local_lipschitz` measures.
 _OF_THE_ITERATION = frozenset({"output", "dropout", "stopping"})
-# Between the seeds of a start and of dropout, so that the two are not the same stream
+# Added to the seed of a start to get the seed of dropout, so that the random numbers differ.
 _APART = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
 class AsPublished:
-    """What was returned for each sequence.
+    """The result of a measurement as published, for each sequence.
 
     Attributes
     ----------
     value
-        In float64, (batch,).
+        The constants in float64, of shape (batch,).
     lower, upper
-        The interval, where :func:`howsmooth.local_lipschitz` measured; NaN where the published iteration
-        did, which has none.
+        The interval, if :func:`howsmooth.local_lipschitz` measured; NaN if the published iteration did, since
+        it gives no interval.
     settled
-        Whether the iteration was ended by its rule, and not by its number of steps.
+        Whether the stopping rule ended the iteration, rather than the limit on its steps.
     steps
-        Steps, each one product with J and one with Jᵀ.
+        The number of steps, each with one product with J and one with Jᵀ.
     items
-        Of ``ITEMS``, in their order.
+        The items of ``ITEMS`` that were used, in their order.
     map
-        The map that was measured, in words.
+        A description of the measured map.
 
     """
 
@@ -64,24 +64,24 @@ def measure_as_published(
     untrained: bool = False,
     seed: int = 0,
 ) -> AsPublished:
-    """Measure one layer of a model at token ids as the published code does.
+    """Measure one layer of a model at token ids, as the published code does.
 
     Parameters
     ----------
     model
-        As for :func:`howsmooth.models.capture`.
+        The argument of :func:`howsmooth.models.capture`.
     tokens
-        Token ids (batch, n).
+        Token ids of shape (batch, n).
     layer
-        Which attention layer, negative from the end.
+        The index of the attention layer; negative numbers count from the end.
     items
-        Some of ``ITEMS``: the others are as they should be. None for all that
-        apply; an empty list gives the corrected quantity, ‖D_X f‖ of the layer's attention with its mask.
+        Some of ``ITEMS``; the others are done correctly. None for all that apply. An empty list gives the
+        corrected quantity, ‖D_X f‖ of the layer's attention with its mask.
     untrained
-        Whether the weights are random: a model built from its configuration is in training mode, and
-        ``dropout`` then is among the items that apply.
+        Whether the weights are random. A model built from its configuration is in training mode, so
+        ``dropout`` is among the items that apply.
     seed
-        Of starts and dropout.
+        The seed of starts and dropout.
 
     Raises
     ------
@@ -92,8 +92,8 @@ def measure_as_published(
 
     References
     ----------
-    The code published with Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024;
-    docs/guide/as-published.md.
+    The code published with Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024; documentation page
+    "As published".
 
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -120,13 +120,13 @@ def measure_layer(
     Parameters
     ----------
     layer
-        From :func:`~howsmooth.paper.published.capture_layers`.
+        The result of :func:`~howsmooth.paper.published.capture_layers`.
     items
-        That apply to it.
+        Items that apply to the layer.
     seeds
-        One a sequence.
+        One seed for each sequence.
     rtol, confidence, max_iterations
-        For :func:`howsmooth.local_lipschitz`, where that measures.
+        The arguments of :func:`howsmooth.local_lipschitz`, if it measures.
 
     """
     chosen = items_that_apply(layer, items)
@@ -141,7 +141,7 @@ def measure_layer(
         )
     x, maps = site.x, [f] * len(seeds)
     if "dropout" in chosen and layer.rates is not None and layer.training_x is not None:
-        # The tokens of a post-norm block are those of its attention.
+        # The tokens of a post-norm block are the tokens of its attention, so this also holds for blocks.
         x = layer.training_x
         rates = layer.rates
         maps = [

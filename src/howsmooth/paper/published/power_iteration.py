@@ -1,9 +1,9 @@
-"""The power iteration on JᵀJ of the published code, with the product and the stopping rule that it has.
+"""The power iteration on JᵀJ of the published code, with its product and its stopping rule.
 
-One step maps u to Jᵀw with w = J u, or with w = f(X) where the output is taken for the tangent, and
-normalises. The value is √μ with μ the norm of the last Jᵀw. With w = J u it tends to ‖J‖ from below. With
-w = f(X) it does not depend on u, and is ‖Jᵀ f(X)‖^½ from the first step on: it depends on the size of the
-output, biases included, which no derivative sees.
+One step computes Jᵀw, and normalises it to get the next u. Here w = J u, or w = f(X) if the code uses the
+output in place of the tangent. The value is √μ, where μ is the norm of the last Jᵀw. With w = J u the value
+tends to ‖J‖ from below. With w = f(X) it does not depend on u, and equals ‖Jᵀ f(X)‖^½ from the first step on.
+This value depends on the size of the output, including its biases, which do not affect any derivative.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _RELATIVE = 1e-6
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The outcome of a power iteration.
+    """The result of a power iteration.
 
     Attributes
     ----------
     value
         √μ of the last step.
     steps
-        Number of steps.
+        The number of steps.
     settled
-        Whether the stopping rule ended it, and not the number of steps.
+        Whether the stopping rule ended the iteration, rather than the limit on its steps.
 
     """
 
@@ -52,21 +52,21 @@ def power_iteration(
     absolute: bool,
     seed: int,
 ) -> PowerIteration:
-    """Iterate at most 100 times from a Gaussian start.
+    """Run at most 100 steps of the power iteration from a Gaussian start.
 
     Parameters
     ----------
     f
-        Map of tokens (n, d) to (n, d_out), called anew for each product: a random one (dropout) differs
-        from product to product.
+        A map of tokens (n, d) to (n, d_out). It is called for each product, so a random map (dropout) differs
+        between products.
     x
-        Where its Jacobian is taken.
+        The tokens (n, d) at which the Jacobian is taken.
     output
-        Take f(X) for J u.
+        Whether to use f(X) in place of J u.
     absolute
-        Stop when μ moves by less than 1e-4; else when it moves by less than 1e-6 μ.
+        Whether to stop when μ changes by less than 1e-4; otherwise by less than 1e-6 μ.
     seed
-        Of the start.
+        The seed of the start.
 
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))

@@ -1,7 +1,7 @@
-"""The published quantity beside the corrected one, at the sequences of a study.
+"""Define the task of measuring published quantities beside the corrected constant in a study.
 
-For every sequence and layer: the corrected constant, the corrected one with each item of the published
-code alone, and all items together.
+For every sequence and layer it measures the corrected constant, the constant with each item of the published
+code alone, and the constant with all items.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
-from howsmooth.study.feeds import TextFeed
+from howsmooth.study.datasets import TextFeed
 from howsmooth.study.plan import derive_seed
-from howsmooth.study.published_rows import quantities
+from howsmooth.study.preparation import OpenStudy, PlacedSubject
+from howsmooth.study.published_values import quantities
 from howsmooth.study.records import PublishedKey, PublishedValue, Row
-from howsmooth.study.subjects import OpenStudy, Placed
 from howsmooth.study.tasks.constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all, failure_row
 
 __all__ = ["PublishedTask", "published_left"]
 
 Wanted = Sequence[tuple[int, str, str]]
-"""Layers, quantities and their items, in the order in which they are measured."""
+"""Triples (layer, quantity, items) in the order in which they are measured."""
 
 _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 
 @dataclass(frozen=True, eq=False)
 class PublishedTask(SequenceTask[PublishedKey]):
-    """Published values of some samples of one length, which share their forward passes."""
+    """The published values of some samples of one length, which share their forward passes."""
 
     kind = PublishedValue
 
@@ -41,11 +41,11 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers with a value missing."""
+        """The layers with missing values."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer by layer; all values of one are written together."""
+        """Measure layer by layer; all values of a layer are written together."""
         for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
             if isinstance(one, Failed):
                 yield one
@@ -70,9 +70,9 @@ class PublishedTask(SequenceTask[PublishedKey]):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Measure what is missing of one layer."""
+        """Measure the missing values of one layer."""
         layer, plan = one.attention.layer, self.plan
-        # As constants are, so that the corrected quantity is the very number that `howsmooth measure` gives.
+        # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
         for own, name, items in self.wanted:
             keys = [(layer, self.n, sample, name, items) for sample in self.starts]
@@ -118,12 +118,12 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
-    """Return what lists the published values that a store does not have.
+    """Return a function that lists the published values that a store does not have.
 
     Parameters
     ----------
     items
-        Of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
+        Some of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
 
     """
 
@@ -156,8 +156,8 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
     return left
 
 
-def _wanted(study: OpenStudy, placed: Placed, items: Sequence[str] | None) -> Wanted:
-    """Return the quantities of each layer, found at the shortest length."""
+def _wanted(study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None) -> Wanted:
+    """Return the quantities to measure for each layer, from a capture at the shortest length."""
     subject, feed = placed.subject, placed.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(

@@ -1,9 +1,9 @@
-"""Figures, drawn from what was measured; nothing here measures."""
+"""Draw figures of measurements, attacks and published values from the store. Nothing here measures."""
 
 from __future__ import annotations
 
 from howsmooth.study.figures.attacks import draw_attacks
 from howsmooth.study.figures.measurements import Picture, draw_all
-from howsmooth.study.figures.published import draw_published
+from howsmooth.study.figures.published_values import draw_published
 
 __all__ = ["Picture", "draw_all", "draw_attacks", "draw_published"]

@@ -1,8 +1,8 @@
-"""Figures of attacks: the largest constants found against the length, and how strong the scores are.
+"""Draw figures of attacks: the largest constants found against the length, and γR² of every head.
 
-The first is the paper's Figure 2 with more on it: what was found, with its fitted exponent and the slope
-1/2, the paper's construction, the constant at the given tokens, and the upper bound that nothing in
-the ball can exceed. The second is that of its Appendix C.5, γR² for every head.
+The first figure extends the paper's Figure 2. It shows the largest constants found, with their fitted
+exponent and a line of slope 1/2; the constants at the paper's construction and at the given tokens; and the
+upper bound, which no tokens in the ball can exceed. The second figure is the one of the paper's Appendix C.5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from howsmooth.study.figures.parts import Part, draw_overview, parts_of
+from howsmooth.study.axis_ticks import number
+from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
 from howsmooth.study.figures.style import (
     FIT_COLOUR,
     GREY,
@@ -33,9 +34,8 @@ from howsmooth.study.figures.style import (
     save,
     set_axis,
 )
-from howsmooth.study.names import file_stem, mask_in_words, readable
 from howsmooth.study.progress import Listener
-from howsmooth.study.ticks import number
+from howsmooth.study.text_formatting import file_stem, mask_in_words, readable
 
 __all__ = ["draw_attacks"]
 
@@ -59,20 +59,25 @@ def draw_attacks(
     folder: Path,
     listener: Listener,
 ) -> list[Files]:
-    """Draw the constant against n for every attention, an overview of several, and γR² of all heads.
+    """Draw the constant against n for each attention, an overview of all attentions, and γR² of all heads.
 
     Parameters
     ----------
     label
-        Name of the model or file.
+        The name of the model or file.
     summary
-        As :func:`howsmooth.study.attack_tables.summary`.
+        The table from :func:`howsmooth.study.attack_tables.summary`.
     heads
-        The rows of :class:`howsmooth.study.records.HeadStrength`.
+        The rows of :class:`howsmooth.study.records.HeadRecord`.
     folder
-        For the files; made if it is not there.
+        The folder for the files, which is created if needed.
     listener
-        Told how many figures are drawn, of how many.
+        The listener that is told how many figures are drawn.
+
+    Returns
+    -------
+    list of tuple of pathlib.Path
+        The paths of each figure as PNG and PDF.
 
     """
     parts = parts_of(summary, "found")
@@ -81,12 +86,12 @@ def draw_attacks(
     if 1 < len(parts) <= _MOST_PANELS:
         figures.append(partial(_overview, parts, label, folder))
     if len(strong):
-        figures.append(partial(_strengths, strong, summary, label, folder))
+        figures.append(partial(_draw_gammas, strong, summary, label, folder))
     figures += [partial(_single, part, label, folder) for part in parts]
     return draw_each(figures, folder, listener)
 
 
-# ---- the constant against the length
+# ---- The constant against the length
 
 
 def _single(part: Part, label: str, folder: Path) -> Files:
@@ -125,11 +130,11 @@ def _overview(parts: Sequence[Part], label: str, folder: Path) -> Files:
 
 
 def _draw(axis: Axes, part: Part, size: float) -> None:
-    """Draw the four series of a part, and the fit of what was found."""
+    """Draw the four series of one attention, and the fit of the largest constants found."""
     rows = part.rows
     bounded = rows[np.isfinite(rows["upper"])]
     if len(bounded):
-        # What lies above the bound is ruled out: shaded, up to where the axis is cut.
+        # Shade the area above the bound, which the bound rules out, up to far beyond the limit of the axis.
         axis.fill_between(
             bounded["n"], bounded["upper"], 1e9 * bounded["upper"], color="0.93", linewidth=0, zorder=0
         )
@@ -149,7 +154,7 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
         )
     draw_guides(axis, part.fit, ())
     if not part.fit.note:
-        # Beside the fit, not through it: where the exponent is 1/2 one would hide the other.
+        # Draw the line of slope 1/2 below the fit: through the fit, it would hide a fit with exponent 1/2.
         ends = np.array([part.fit.n_min, part.fit.n_max], dtype=float)
         middle = math.sqrt(part.fit.n_min * part.fit.n_max)
         height = _ASIDE * part.fit.at(middle)
@@ -157,7 +162,7 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
 
 
 def _apart(lengths: list[int], gap: float) -> list[float]:
-    """Choose lengths whose numbers do not run into each other: the first, the last, and what fits between."""
+    """Choose tick lengths whose labels do not overlap: the first, the last, and those that fit between."""
     width = math.log(lengths[-1] / lengths[0]) or 1.0
     chosen = [float(lengths[-1])]
     for n in reversed(lengths[:-1]):
@@ -188,11 +193,11 @@ def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
     return handles
 
 
-# ---- how strong the scores are
+# ---- γR² of the heads
 
 
-def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
-    """Draw γR² of each head against its layer, or against the head where there is one layer."""
+def _draw_gammas(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
+    """Draw γR² of each head against its layer, or against the head if there is only one layer."""
     by_layer = heads["layer"].nunique() > 1
     across = heads["layer"] if by_layer else heads["head"]
     strength = (heads["gamma"] * heads["radius"] ** 2).to_numpy(np.float64)
@@ -244,7 +249,7 @@ def _strengths(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: P
     axis.set_xlim(min(ticks) - 0.7, max(ticks) + 0.7)
     axis.set_xlabel("layer" if by_layer else "head")
     axis.set_ylabel(r"$\gamma R^2$, $\gamma = \max(-\gamma_{\min}, \gamma_{\max}/8)$")
-    title = f"{readable(label)}: how strong the scores of each head can be"
+    title = f"{readable(label)}: γR², the size of the scores, of each head"
     figure.suptitle(literal(title))
     entries = len(axis.get_legend_handles_labels()[0])
     figure.legend(loc="outside lower center", ncols=entries)

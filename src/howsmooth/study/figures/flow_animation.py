@@ -1,4 +1,4 @@
-"""A flow that moves: a GIF, or an MP4 where ffmpeg is at hand."""
+"""Write an animation of a flow, as a GIF or, if ffmpeg is installed, as an MP4."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ _WIDTH = 72
 
 
 def check_animation(kind: str) -> None:
-    """Refuse a kind of animation that cannot be written here.
+    """Refuse MP4 if ffmpeg is not installed.
 
     Raises
     ------
     ArgumentError
-        If the program that it needs is not there.
+        If ``kind`` is ``mp4`` and ffmpeg is not found.
 
     """
     if kind == "mp4" and not FFMpegWriter.isAvailable():
         raise ArgumentError(
             "animation",
-            expected="gif or none, as there is no program ffmpeg here",
+            expected="gif or none, because the program ffmpeg is not installed",
             got="mp4",
             remedy="Install ffmpeg, or choose --animation gif.",
         )
 
 
 def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) -> Path | None:
-    """Write ``flow.gif`` or ``flow.mp4``: at most 120 of the frames, evenly among them.
+    """Write ``flow.gif`` or ``flow.mp4`` with at most 120 evenly spaced frames, and return its path.
 
     Parameters
     ----------
     view
-        What is seen of the flow.
+        The points to draw.
     folder
-        For the file.
+        The folder for the file.
     kind
-        ``gif``, ``mp4`` or ``none``; nothing is written for the last.
+        ``gif``, ``mp4`` or ``none``; with ``none``, nothing is written and the result is ``None``.
     listener
-        Told how many frames are drawn.
+        The listener that is told how many frames are drawn.
 
     """
     if kind == "none":
@@ -73,7 +73,8 @@ def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) ->
             PillowWriter(_PER_SECOND) if kind == "gif" else FFMpegWriter(_PER_SECOND)
         )
         with writer.saving(figure, partial, _DOTS_PER_INCH):
-            # The axes stay where the last frame, which has the longest numbers beside it, needs them.
+            # Fix the layout at the last frame, which has the longest tick labels, so that the axes stand
+            # still.
             scene.show(len(view.times) - 1)
             figure.canvas.draw()
             figure.set_layout_engine("none")
@@ -86,7 +87,7 @@ def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) ->
 
 
 class _Scene:
-    """Axes with tokens that can be put at the places of any frame."""
+    """Axes with the tokens, which can be moved to their positions in any frame."""
 
     def __init__(self, figure: Any, view: FlowView) -> None:
         self._view = view
@@ -118,7 +119,7 @@ class _Scene:
         return np.column_stack([np.full(len(points), self._view.times[place]), points[:, 0]])
 
     def show(self, place: int) -> None:
-        """Put the tokens where they are in a frame, with the last of their ways behind them."""
+        """Move the tokens to their positions in a frame, and draw the last part of their paths."""
         view = self._view
         first = 0 if view.dimensions == 1 else max(0, place - _TAIL)
         ways = np.stack([self._at(one) for one in range(first, place + 1)], axis=1)
@@ -136,7 +137,7 @@ class _Scene:
 
 
 def _fit_together(view: FlowView) -> list[tuple[float, float]] | None:
-    """Return limits for all frames, unless the tokens would be too small to be seen in the first."""
+    """Return axis limits for all frames; None if the tokens of the first frame would then be too small."""
     whole = limits_of(view, slice(None))
     near = view.dimensions == 1 or _width(whole) <= _FAR * _width(limits_of(view, [0]))
     return whole if near else None

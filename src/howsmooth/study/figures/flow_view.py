@@ -1,4 +1,4 @@
-"""What is seen of a flow: points in one, two or three coordinates, their colours, and how they are drawn."""
+"""Prepare a flow for drawing: points in one to three coordinates, colours, and limits of the axes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from matplotlib.colors import to_rgba_array
 __all__ = ["ELLIPSE", "FlowView", "cluster_colours", "limits_of", "outline", "shown_tokens"]
 
 ELLIPSE = "#c1121f"
-"""The colour of the Gaussian measure beside the tokens."""
+"""The colour of the Gaussian measure that is drawn beside the tokens."""
 
-# Okabe and Ito's, which colour-blind people tell apart, without those that are too light on white.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish, without those too light on white.
 _CLUSTERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#000000")
 _ALONE = "#8c8c8c"
 _MOST_SHOWN = 1000
@@ -27,32 +27,32 @@ _SIGMAS = 2.0
 
 @dataclass(frozen=True, eq=False)
 class FlowView:
-    """A flow as it is drawn.
+    """The points, colours and labels of a flow to draw.
 
     Attributes
     ----------
     title, below
-        Words over the picture.
+        The title and the subtitle.
     times
-        Of the frames.
+        The times of the frames.
     points
-        Tokens in the coordinates that are shown, one to three.
+        The tokens in the drawn coordinates, of shape (frames, n, k) with k from 1 to 3.
     axes
         The names of these coordinates.
     metrics
-        Columns to draw beside, against ``times``: by the words to put at their axes.
+        Columns to draw against ``times`` beside the paths; their names are the titles of the panels.
     ordered
-        Whether tokens are coloured by their place; otherwise by the cluster that they end in, if some end
-        together.
+        Whether to colour tokens by their position in the sequence. Otherwise they are coloured by their
+        final cluster, if some tokens end in the same cluster.
     clusters
-        The number of that cluster for each token.
+        The number of the final cluster of each token.
     mean, covariance
-        Of a Gaussian measure in these coordinates, if it is followed.
+        The Gaussian measure in the drawn coordinates, if it is followed.
     sphere
-        Its radius, if the tokens are on one and its shape is seen.
+        The radius of the sphere on which the tokens move, if it can be drawn.
     growth
-        Of perturbations, if it was measured, with the columns ``time``, ``value``, ``lower``, ``upper`` and
-        ``product``.
+        The growth of perturbations, if it was measured, with the columns ``time``, ``value``, ``lower``,
+        ``upper`` and ``product``.
 
     """
 
@@ -71,7 +71,7 @@ class FlowView:
 
     @cached_property
     def colours(self) -> Float64[np.ndarray, "n 4"]:
-        """The colour of each token."""
+        """The colour of each token, as RGBA."""
         named = {} if self.ordered else cluster_colours(self.clusters)
         if not named:
             places = np.linspace(0.0, 0.92, len(self.clusters))
@@ -81,17 +81,17 @@ class FlowView:
 
     @property
     def by_place(self) -> bool:
-        """Whether colours say which token it is, from first to last, rather than which cluster."""
+        """Whether colours show the position of a token in the sequence, rather than its cluster."""
         return self.ordered or not cluster_colours(self.clusters)
 
     @property
     def dimensions(self) -> int:
-        """How many coordinates are shown."""
+        """The number of drawn coordinates."""
         return int(self.points.shape[2])
 
 
 def cluster_colours(clusters: Int[np.ndarray, " n"]) -> dict[int, str]:
-    """Give each cluster of several tokens a colour, the largest first; none if there are too many."""
+    """Return a colour for each cluster of several tokens, the largest first; empty if there are too many."""
     sizes = np.bincount(clusters)
     together = np.flatnonzero(sizes > 1)
     if len(together) > len(_CLUSTERS):
@@ -101,14 +101,14 @@ def cluster_colours(clusters: Int[np.ndarray, " n"]) -> dict[int, str]:
 
 
 def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
-    """Choose which tokens to draw: all, or as many as can be seen, evenly among them."""
+    """Return the indices of the tokens to draw: all, or at most 1,000 that are evenly spaced."""
     return np.unique(np.linspace(0, n - 1, min(n, _MOST_SHOWN)).round().astype(np.int64))
 
 
 def outline(
     mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"], corners: int = 100
 ) -> Float64[np.ndarray, "corners 2"]:
-    """Return the ellipse of points two standard deviations from the mean."""
+    """Return points on the ellipse two standard deviations from the mean."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
     angles = np.linspace(0.0, 2 * math.pi, corners)
     circle = np.stack([np.cos(angles), np.sin(angles)])
@@ -119,16 +119,16 @@ def outline(
 def limits_of(
     view: FlowView, frames: Sequence[int] | slice, *, margin: float = 0.06
 ) -> list[tuple[float, float]]:
-    """Return limits of each coordinate that hold all tokens of some frames, ellipses included.
+    """Return axis limits that contain all tokens and ellipses of some frames.
 
-    With two or three coordinates all are of the same length, so that a circle is seen as one.
+    With two or three coordinates, all axes have the same length, so that a circle looks like a circle.
     """
     points = view.points[frames].reshape(-1, view.dimensions)
     if view.mean is not None and view.covariance is not None and view.dimensions == 2:
         ellipses = [outline(m, c) for m, c in zip(view.mean[frames], view.covariance[frames], strict=True)]
         points = np.concatenate([points, *ellipses])
     low, high = points.min(axis=0), points.max(axis=0)
-    # Subtracting first could overflow where the middle does not.
+    # Divide before adding or subtracting: high - low could overflow.
     middle, half = low / 2 + high / 2, high / 2 - low / 2
     if view.dimensions > 1:
         half = np.full_like(half, half.max())

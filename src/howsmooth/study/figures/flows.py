@@ -1,4 +1,4 @@
-"""A flow in one figure: the ways of the tokens, and beside them what is measured along the way."""
+"""Draw a flow in one figure: the paths of the tokens, and beside them the metrics against time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LEAST_SPAN = 0.02
 
 
 def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
-    """Draw the still figure of a flow into ``flow.png`` and ``flow.pdf``, and return the two.
+    """Draw a flow into ``flow.png`` and ``flow.pdf``, and return their paths.
 
     Parameters
     ----------
     view
-        What is seen of the flow.
+        The points to draw.
     folder
-        For the files; made if it is not there.
+        The folder for the files, which is created if needed.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
 
 
 def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
-    """Make the axes that tokens are drawn in: against time, in a plane or in space."""
+    """Return axes for the tokens: against time, in the plane or in space."""
     if view.dimensions == 3:
         axis: Any = figure.add_subplot(place, projection="3d")
         axis.set(xlabel=view.axes[0], ylabel=view.axes[1], zlabel=view.axes[2])
@@ -83,7 +83,7 @@ def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
 
 
 def set_limits(axis: Any, view: FlowView, limits: list[tuple[float, float]]) -> None:
-    """Set what the axes show."""
+    """Set the limits of the axes."""
     if view.dimensions == 1:
         axis.set(xlim=(view.times[0], view.times[-1]) if len(view.times) > 1 else None, ylim=limits[0])
         return
@@ -104,7 +104,7 @@ def _draw_globe(axis: Any, radius: float) -> None:
 
 
 def _draw_ways(axis: Any, view: FlowView) -> None:
-    """Draw the way of each token, hollow where it starts and full where it ends."""
+    """Draw the path of each token, with a hollow dot at its start and a full dot at its end."""
     shown = shown_tokens(view.points.shape[1])
     colours = view.colours[shown]
     ways = view.points[:, shown].swapaxes(0, 1)
@@ -146,13 +146,13 @@ def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
     n = view.points.shape[1]
     scale = ScalarMappable(Normalize(1, max(n, 2)), ListedColormap(view.colours))
     bar = figure.colorbar(scale, ax=axis, pad=0.02, aspect=34, shrink=0.75)
-    bar.set_label("place of the token")
+    bar.set_label("position of the token")
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
-    """Draw what is measured along the way, one above the other."""
+    """Draw a panel for each metric against time, one above the other."""
     rows = len(view.metrics.columns) + (view.growth is not None)
     places = place.subgridspec(rows, 1)
     above: Axes | None = None
@@ -182,7 +182,7 @@ def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
 
 
 def _keep_apart(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
-    """Show what hardly changes as a line that is hardly steep."""
+    """Widen the limits of an axis if the values hardly change, so that they look nearly constant."""
     if not len(values):
         return
     low, high = float(values.min()), float(values.max())
@@ -193,7 +193,7 @@ def _keep_apart(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the leading singular value of the flow map, with its interval, under the product of the steps'."""
+    """Draw the leading singular value of the flow map with its interval, and the product over the steps."""
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,

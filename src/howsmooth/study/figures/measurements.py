@@ -1,9 +1,8 @@
-"""Figures of measurements in the paper's arrangement, drawn from the store alone.
+"""Draw figures of measurements in the style of the paper, from the store alone.
 
-The constant against the length, coloured by the radius, with the fitted exponent and the slopes 1/4
-and 1/2 for comparison; and the constant against the radius, coloured by the length. Log axes, and
-colours (viridis) that do not depend on colour vision. Unconverged measurements are hollow, with
-their interval.
+Each figure shows the constant against the length, coloured by the radius, with the fitted exponent and lines
+of slope 1/4 and 1/2; and the constant against the radius, coloured by the length. Axes are logarithmic. The
+viridis colours do not depend on colour vision. Unconverged measurements are hollow, with their interval.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from howsmooth.study.figures.parts import Part, draw_overview, parts_of, range_of_exponents
+from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of, range_of_exponents
 from howsmooth.study.figures.style import (
     COLOURS,
     add_colourbar,
@@ -33,8 +32,8 @@ from howsmooth.study.figures.style import (
     set_axis,
     set_bar_ticks,
 )
-from howsmooth.study.names import decimal, file_stem, kind_in_words, readable, unit_in_words
 from howsmooth.study.progress import Listener
+from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words
 
 __all__ = ["Picture", "draw_all"]
 
@@ -50,17 +49,17 @@ class Picture:
     Attributes
     ----------
     png, pdf
-        Its two files.
+        The paths of its two files.
     title, alt
-        For the reader who sees it, and for the one who does not.
+        Its title, and its alternative text for readers who cannot see it.
     model, text, scope
-        What it shows.
+        The model, the input and the scope that it shows.
     layer, head
-        ``None`` for an overview, and for scopes without heads.
+        The layer and the head; ``None`` for an overview, and the head for scopes without heads.
     overview
         Whether it shows all layers.
     inches
-        Its width.
+        Its width in inches.
 
     """
 
@@ -83,23 +82,23 @@ def draw_all(
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
-    """Draw a figure of every layer (and head), and an overview of every (model, text, scope) with several.
+    """Draw a figure for every layer (and head), and an overview for each model, text and scope with several.
 
     Parameters
     ----------
     measurements
-        Of :class:`~howsmooth.study.records.Contents`.
+        The measurements of :class:`~howsmooth.study.records.Contents`.
     folder
-        For the files; made if it is not there.
+        The folder for the files, which is created if needed.
     listener
-        Told how many figures are drawn, of how many.
+        The listener that is told how many figures are drawn.
     kinds
-        What is no text, by its name: of :data:`howsmooth.study.plan.KINDS`.
+        The kind of each input that is not a text, by its name; one of :data:`howsmooth.study.plan.KINDS`.
 
     Returns
     -------
     list of Picture
-        Overviews before their parts.
+        The figures; an overview comes before the figures of its layers.
 
     """
     figures: list[Callable[[], Picture]] = []
@@ -113,7 +112,7 @@ def draw_all(
 
 @dataclass(frozen=True)
 class _Family:
-    """What is drawn: a scope of a model on a text, or on what else is of a kind; and the folder for it."""
+    """A model, input and scope whose figures are drawn, and the folder for them."""
 
     folder: Path
     model: str
@@ -122,7 +121,7 @@ class _Family:
     kind: str
 
     def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
-        """Write a figure of one part, or of all."""
+        """Write a figure of one layer or head, or of all if ``part`` is None."""
         stem = ["overview"] if part is None else part.stem
         png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
         layer, head = (None, None) if part is None else (part.layer, part.head)
@@ -130,7 +129,7 @@ class _Family:
         return Picture(png, pdf, title, alt, *where, overview=part is None, inches=figure.get_figwidth())
 
 
-# ---- one layer
+# ---- One layer
 
 
 def _single(part: Part, family: _Family) -> Picture:
@@ -165,7 +164,7 @@ def _single(part: Part, family: _Family) -> Picture:
     )
 
 
-# ---- all layers
+# ---- All layers
 
 
 def _overview(parts: Sequence[Part], family: _Family) -> Picture:
@@ -197,7 +196,7 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     return family.saved(figure, title, alt)
 
 
-# ---- points
+# ---- Points
 
 
 def _scatter(
@@ -271,7 +270,7 @@ def _radius_norm(radii: pd.Series) -> Normalize:
 
 
 def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Widen a nearly constant radius to 2 %: normalised inputs differ by rounding, which is no colour."""
+    """Return colour limits for the radius, at least 2 % apart, so that rounding errors look alike."""
     low, high = float(radii.min()), float(radii.max())
     middle = (low + high) / 2
     half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)

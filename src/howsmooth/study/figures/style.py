@@ -1,4 +1,4 @@
-"""What all figures share: type, colours, axes, guides, and how they are written to files."""
+"""Set the style of all figures: fonts, colours, axes and reference lines; and write figures to files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from howsmooth.study.axis_ticks import linear_ticks, log_ticks, number
 from howsmooth.study.exponents import Exponent
 from howsmooth.study.progress import Listener
-from howsmooth.study.ticks import linear_ticks, log_ticks, number
 
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
@@ -48,7 +48,7 @@ COLOURS = "viridis"
 FIT_COLOUR = "#c1121f"
 GREY = "0.35"
 Files = tuple[Path, Path]
-"""A drawn figure, as PNG and as PDF."""
+"""The paths of a figure as PNG and as PDF."""
 Slopes = tuple[tuple[float, str, tuple[float, tuple[float, ...]]], ...]
 REFERENCE_SLOPES: Slopes = ((0.25, "1/4", (0.0, (5.0, 2.0))), (0.5, "1/2", (0.0, (1.2, 1.6))))
 _FEW_LENGTHS = 6
@@ -67,8 +67,8 @@ def draw_each(figures: Sequence[Callable[[], T]], folder: Path, listener: Listen
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure of a size in inches."""
-    # Not pyplot: its figures would live on in a global list, and it may open a window.
+    """Return an empty figure of a given size in inches."""
+    # Without pyplot, which keeps its figures in a global list and may open a window.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -77,23 +77,23 @@ def new_figure(width: float, height: float) -> Figure:
 def new_panels(
     count: int, columns: int, size: tuple[float, float], margins: tuple[float, float], *, shared: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with so many panels of a size in inches, row by row, and room around them.
+    """Return a figure with ``count`` panels of a given size in inches, row by row, with margins.
 
-    Panels whose axes are ``shared`` have their numbers at the left and at the lowest of each column alone.
+    If the axes are ``shared``, only the leftmost panels and the lowest panel of each column have tick labels.
     """
     rows = math.ceil(count / columns)
     figure = new_figure(margins[0] + size[0] * columns, margins[1] + size[1] * rows)
     axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).ravel()
     for axis in axes[count:]:
         axis.set_visible(False)
-    # The lowest panel of a column has the numbers of its axis even where the last row is not full.
+    # If the last row is not full, the panels above its gaps are the lowest of their columns.
     for axis in axes[count - columns : count]:
         axis.tick_params(labelbottom=True)
     return figure, list(axes[:count])
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
-    """Draw the fitted line, and lines of the reference slopes through its middle."""
+    """Draw the fitted line, and lines with the reference slopes through its centre."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -115,7 +115,7 @@ def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) ->
 def guide_handles(
     label: str = "least-squares fit, exponent [95 % interval]", slopes: Slopes = REFERENCE_SLOPES
 ) -> list[Line2D]:
-    """Make the legend's entries for what :func:`draw_guides` draws."""
+    """Return the legend entries of the lines that :func:`draw_guides` draws."""
     handles = [Line2D([], [], color=FIT_COLOUR, linewidth=1.6, label=label)]
     handles += [
         Line2D([], [], color=GREY, linestyle=dashes, linewidth=1.1, label=f"slope {words}")
@@ -125,7 +125,7 @@ def guide_handles(
 
 
 def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
-    """Set log limits, and ticks that are round numbers written out."""
+    """Set a logarithmic scale with limits and round ticks for some values."""
     positive = values[values > 0]
     if positive.empty:
         return
@@ -149,14 +149,14 @@ def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) 
 
 
 def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
-    """Put the scale of colours beside an axis."""
+    """Add a colour bar beside an axis."""
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axis, pad=0.015, aspect=28)
     set_bar_ticks(bar, norm, whole=whole)
     bar.set_label(label)
 
 
 def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:
-    """Give a scale of colours ticks that are round numbers."""
+    """Set round ticks on a colour bar."""
     low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
     if isinstance(norm, LogNorm):
         ticks = log_ticks(low, high, whole=whole)
@@ -168,16 +168,16 @@ def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> Non
 
 
 def literal(words: str) -> str:
-    """Keep matplotlib from reading dollar signs as mathematics."""
+    """Escape dollar signs and backslashes, so that matplotlib does not read them as mathematics."""
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
 def save(figure: Figure, folder: Path, stem: str, title: str) -> Files:
-    """Write a figure as PNG and PDF; the same numbers give the same files."""
+    """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files."""
     png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
-    figure.set_layout_engine("none")  # the layout is settled, and finding it again takes as long as drawing
-    # No date, so that the same store gives the same file.
+    figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
+    # Without a date, the same store gives the same file.
     figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
     return png, pdf
 

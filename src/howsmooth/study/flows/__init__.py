@@ -1,1 +1,1 @@
-"""Flows of tokens from the command line: what is asked for, carried out frame by frame, kept and drawn."""
+"""Run flows of tokens for ``howsmooth flow``: integrate frame by frame, store the frames, and draw them."""

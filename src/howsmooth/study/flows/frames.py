@@ -1,4 +1,4 @@
-"""The frames of a flow: tokens as they are at one time, in memory and in the store."""
+"""Define the frames of a flow, and read them from the store. A frame is the state at one time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from howsmooth.study.store import Store
 __all__ = ["FLOW", "Frame", "count_frames", "ending", "frame_at", "frames"]
 
 FLOW = "flow"
-"""The kind of work, as the store has it."""
+"""The value of ``StudyRecord.kind`` for flows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The state of a flow at one time, as :class:`~howsmooth.study.records.FrameRow` keeps it.
+    """The state of a flow at one time, with tensors in place of the bytes of a FrameRow.
 
-    ``place`` is 0 for the start; ``mean`` and ``covariance`` are those of the Gaussian measure beside the
-    tokens ``x``, if it is followed; ``evaluations`` of the field since the frame before took ``seconds``.
+    ``place`` is the index of the frame, 0 for the start. ``mean`` and ``covariance`` belong to the Gaussian
+    measure that is followed beside the tokens ``x``, if any. ``evaluations`` counts the evaluations of the
+    vector field since the previous frame, which took ``seconds``.
     """
 
     place: int
@@ -37,7 +38,7 @@ class Frame:
     seconds: float = 0.0
 
     def row(self) -> FrameRow:
-        """Return the frame as the store keeps it."""
+        """Return the frame as a row of the store."""
         n, d = self.x.shape
         mean = None if self.mean is None else _bytes(self.mean)
         covariance = None if self.covariance is None else _bytes(self.covariance)
@@ -47,7 +48,7 @@ class Frame:
 
     @classmethod
     def of(cls, row: FrameRow) -> Frame:
-        """Return the frame that a row of the store holds."""
+        """Return the frame in a row of the store."""
         return cls(
             row.place,
             row.time,
@@ -60,17 +61,17 @@ class Frame:
 
 
 def count_frames(store: Store) -> int:
-    """Count the frames of a store, the start included."""
+    """Return the number of frames in a store, including the start."""
     return store.count(FrameRow)
 
 
 def frame_at(store: Store, place: int) -> Frame:
-    """Read the frame at a place.
+    """Read the frame with a given index.
 
     Raises
     ------
     StoreError
-        If it is missing.
+        If the frame is missing.
 
     """
     for row, _ in store.rows(FrameRow, place=place):
@@ -79,17 +80,17 @@ def frame_at(store: Store, place: int) -> Frame:
 
 
 def frames(store: Store) -> Iterator[Frame]:
-    """Read the frames one after another: no more than one is in memory."""
+    """Yield the frames of a store, with only one in memory at a time."""
     return (frame_at(store, place) for place in range(count_frames(store)))
 
 
 def ending(store: Store) -> Ending | None:
-    """Say why there are no more frames, if there is a reason."""
+    """Return the reason why the flow ended early, or None."""
     return next((row for row, _ in store.rows(Ending)), None)
 
 
 def _bytes(x: Tensor) -> bytes:
-    # Little-endian wherever the file is written.
+    # Write little-endian bytes on every machine.
     return x.detach().cpu().contiguous().numpy().astype("<f8").tobytes()
 
 

@@ -1,4 +1,4 @@
-"""From one frame of a flow to the next, and how far perturbations of its start grow."""
+"""Integrate a flow from one frame to the next, and measure how perturbations of its start grow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from howsmooth.dynamics import Layers, Rescaled, Sphere, Trajectory, flow, growth
 from howsmooth.errors import NonFiniteError
 from howsmooth.measures import Gaussian
+from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import Frame
-from howsmooth.study.flows.opening import System
 from howsmooth.study.flows.plan import FIXED_STEP, FlowPlan
 from howsmooth.study.records import Ending, GrowthRow
 
@@ -23,14 +23,14 @@ _TOKENS, _MEASURE = "tokens", "Gaussian measure"
 
 
 class Integration:
-    """A flow that is carried out frame by frame.
+    """The integration of a flow, frame by frame.
 
     Parameters
     ----------
     plan
-        What to integrate, and how.
+        The times, the method and the options of the flow.
     system
-        As :func:`~howsmooth.study.flows.opening.open_system` gives it for this plan.
+        The result of :func:`~howsmooth.study.flows.flow_system.load_system` for this plan.
 
     Raises
     ------
@@ -54,12 +54,14 @@ class Integration:
         return Frame(0, 0.0, x, torch.zeros(d, dtype=torch.float64), covariance)
 
     def after(self, frame: Frame) -> Frame | Ending:
-        """Integrate from one frame to the next, or say why there is none; the first is made once.
+        """Return the frame after a given one, or the reason why the flow ended.
+
+        The step from the start is computed only once.
 
         Raises
         ------
         howsmooth.errors.HowsmoothError
-            If the flow is impossible, which the first frame shows.
+            If the flow is impossible, which the step from the start reveals.
 
         """
         return self._first if frame.place == 0 else self._moved(frame)
@@ -69,7 +71,7 @@ class Integration:
         return self._moved(self.start)
 
     def growth(self, times: Sequence[float]) -> list[GrowthRow]:
-        """Measure how far perturbations of the start have grown at some times, by steps of a fixed size."""
+        """Measure the growth of perturbations of the start up to some times, with steps of a fixed size."""
         fixed = self.plan.method in FIXED_STEP
         found = growth(
             self._field,
@@ -122,13 +124,14 @@ class Integration:
         return Sphere(field, self.system.radius) if self.plan.sphere else field
 
     def _stretch(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
-        """Integrate from the time of one frame to that of the next; say why, if there is no next one."""
+        """Integrate from one frame's time to the next; return the reason if the flow ends between them."""
         times = self.grid.times[place : place + 2]
         try:
             trajectory = self._flow(field, state, times)
             if trajectory.status == "finished":
                 return trajectory
-            # All over again: when it ends must be compared with a finer flow from the very start.
+            # Integrate again from the start: to locate the time of blow-up, `flow` compares with a finer
+            # integration, which needs the whole path.
             start = self.start
             whole = start.x if what == _TOKENS else Gaussian(start.mean, start.covariance)
             trajectory = self._flow(field, whole, self.grid.times[: place + 2])

@@ -1,4 +1,4 @@
-"""What a flow is asked for: where it starts, what moves it, until when, and how it is integrated."""
+"""Define the plan of a flow: the system, the tokens at the start, the times and the integrator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIXED_STEP = ("euler", "midpoint", "rk4", "residual")
 METHODS = ("dopri5", "dopri8", "bosh3", *FIXED_STEP)
 _MOST_FRAMES = 10_000
 _MOST_STEPS = 10_000_000
-# A state must fit into one value of SQLite.
+# A state is stored in one SQLite value, which holds at most 10^9 bytes.
 _MOST_NUMBERS = 100_000_000
 
 _OF_A_MODEL = "What flows: models"
@@ -32,14 +32,14 @@ _OF_A_MODEL = "What flows: models"
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of the frames, and the step between them if it is fixed.
+    """The times of the frames, and the step of an integrator with fixed steps.
 
     Attributes
     ----------
     times
-        Of the frames, the start included.
+        The times of the frames, including the start.
     step
-        Of the integrator; ``None`` if it chooses its own.
+        The step of the integrator; ``None`` if it chooses its steps.
 
     """
 
@@ -49,7 +49,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class FlowPlan(Options):
-    """A flow: x_i' = f(X)_i from given tokens."""
+    """The plan of a flow x_i' = f(X)_i from given tokens."""
 
     PANEL: ClassVar[str] = "What flows"
 
@@ -60,26 +60,33 @@ class FlowPlan(Options):
     start: str = option(
         "auto",
         words(place=True),
-        "gaussian or sphere (drawn), text (the tokens of a model at its text), file (the X of a "
-        "parameter file), or a .npy or .npz file of tokens X. auto: what the source has, or else "
-        "gaussian, or sphere with --sphere.",
+        "Tokens at the start: gaussian or sphere (random), text (the tokens of a model at its text), file "
+        "(the X of a parameter file), or a .npy or .npz file of tokens X. auto: the tokens of the source; "
+        "without any, gaussian, or sphere with --sphere.",
         metavar="KIND|FILE",
     )
-    tokens: int | None = option(None, whole(1, _MOST_NUMBERS), "How many. Default: 40, or 64 of a text.")
-    dimension: int | None = option(None, whole(1, _MOST_NUMBERS), "Of a named system. Default: 2.")
+    tokens: int | None = option(
+        None, whole(1, _MOST_NUMBERS), "Number of tokens. Default: 40, or 64 tokens of a text."
+    )
+    dimension: int | None = option(
+        None, whole(1, _MOST_NUMBERS), "Dimension of the tokens of a named system. Default: 2."
+    )
     radius: float = option(
-        1.0, number(positive=True), "Of the sphere, or the standard deviation of Gaussian tokens."
+        1.0, number(positive=True), "Radius of the sphere, or standard deviation of Gaussian tokens."
     )
     attention: str = option(
-        "softmax", choice(*ATTENTIONS), "Of a named system: softmax, l2 or sinkhorn.", metavar="KIND"
+        "softmax",
+        choice(*ATTENTIONS),
+        "Attention of a named system: softmax, l2 or sinkhorn.",
+        metavar="KIND",
     )
-    beta: float = option(1.0, number(positive=True), "Of a named system: the factor of its scores.")
-    causal: bool = option(False, flag(), "Of a named system: a token sees itself and those before it.")
+    beta: float = option(1.0, number(positive=True), "Factor of the scores of a named system.")
+    causal: bool = option(False, flag(), "Give a named system a causal mask.")
     sphere: bool = option(False, flag(), "Keep the tokens on a sphere, as norm layers do.")
-    rescale: bool = option(False, flag(), "Follow exp(-tV) x instead of tokens x that run away.")
-    closure: bool = option(
-        False, flag(), "Beside the tokens follow the Gaussian measure that they are drawn from."
+    rescale: bool = option(
+        False, flag(), "Follow exp(-tV) x instead of the tokens x, which may grow without limit."
     )
+    closure: bool = option(False, flag(), "Also follow the Gaussian measure from which the tokens are drawn.")
     text: str = text_option(_OF_A_MODEL)
     layers: Ranges = layers_option(panel=_OF_A_MODEL)
     random_init: bool = random_init_option(_OF_A_MODEL)
@@ -87,49 +94,55 @@ class FlowPlan(Options):
     norms: bool = option(
         False,
         flag(),
-        "Take attention behind its norm layer, f(N(X)), from the tokens before that, in pre-norm "
-        "models. Without: attention alone.",
+        "For pre-norm models: move the tokens by f(N(X)), attention after its norm layer. Without this "
+        "option they move by attention alone.",
         panel=_OF_A_MODEL,
     )
     growth: bool = option(
-        False, flag(), "Also measure how much small perturbations of the start have grown, at ten times."
+        False, flag(), "Also measure, at ten times, how much small perturbations of the start have grown."
     )
     until: float | None = option(
         None,
         number(positive=True),
-        "The last time. Default: 10, or the number of a model's layers, each of which lasts 1.",
+        "Last time of the flow. Default: 10, or the number of layers of a model, each of which lasts 1.",
         panel=HOW,
     )
-    frames: int = option(100, whole(1, _MOST_FRAMES), "How many states to keep, at most.", panel=HOW)
+    frames: int = option(100, whole(1, _MOST_FRAMES), "Largest number of stored states.", panel=HOW)
     method: str = option(
         "dopri5",
         choice(*METHODS),
-        "dopri5, dopri8 or bosh3, which choose their steps; euler, midpoint or rk4; or residual: "
-        "layers X + h f(X).",
+        "Integrator: dopri5, dopri8 or bosh3, which choose their steps; euler, midpoint or rk4 with a fixed "
+        "step; or residual, for layers X + h f(X).",
         metavar="NAME",
         panel=HOW,
     )
     step: float | None = option(
         None,
         number(positive=True),
-        "Of a method that does not choose it. Default: one a frame; for residual layers of a model "
-        "one a layer.",
+        "Step of a method with a fixed step. Default: one step for each frame; with residual, one step "
+        "for each layer of a model.",
         panel=HOW,
     )
-    rtol: float = option(1e-7, number(positive=True), "Relative error of a step that is chosen.", panel=HOW)
+    rtol: float = option(
+        1e-7, number(positive=True), "Relative error of methods that choose their steps.", panel=HOW
+    )
     seed: int = seed_option()
     tolerance: float | None = option(
         None,
         number(positive=True),
-        "Tokens nearer than this are one cluster. Default: 1/20 of their spread at the start.",
+        "Tokens nearer than this distance are in one cluster. Default: 1/20 of their spread at the start.",
         panel=OUTPUT,
     )
     animation: str = option(
-        "gif", choice("gif", "mp4", "none"), "gif, mp4 or none.", metavar="KIND", panel=OUTPUT
+        "gif",
+        choice("gif", "mp4", "none"),
+        "Format of the animation: gif, mp4 or none.",
+        metavar="KIND",
+        panel=OUTPUT,
     )
 
     def check(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that contradict each other."""
         if (self.tokens or 1) * (self.dimension or 1) > _MOST_NUMBERS:
             raise ArgumentError(
                 "tokens",
@@ -151,24 +164,24 @@ class FlowPlan(Options):
                 )
 
     def grid(self, layers: int | None) -> Grid:
-        """Place the frames: at whole steps where the step is fixed, evenly otherwise.
+        """Return the times of the frames: whole steps if the step is fixed, else evenly spaced times.
 
         Parameters
         ----------
         layers
-            The number of a model's layers, each of which lasts one unit of time; ``None`` for one map.
+            The number of layers of a model, each of which lasts one unit of time; ``None`` for one map.
 
         Raises
         ------
         ArgumentError
-            If the steps do not end where the flow does, or would never end.
+            If no whole number of steps reaches the last time, or there are too many steps.
 
         """
         until = float(layers or 10) if self.until is None else self.until
         if layers is not None and until > layers:
             raise ArgumentError(
                 "until",
-                expected=f"at most {layers}, as each of the {layers} layers lasts one unit of time",
+                expected=f"at most {layers}, because each of the {layers} layers lasts one unit of time",
                 got=f"{until:g}",
             )
         if self.method not in FIXED_STEP:
@@ -180,7 +193,7 @@ class FlowPlan(Options):
         if not 1 <= count <= _MOST_STEPS or abs(count * step - until) > 1e-9 * until:
             raise ArgumentError(
                 "step",
-                expected=f"a step of which a whole number, at most {_MOST_STEPS}, reaches {until:g}",
+                expected=f"a step that reaches {until:g} in a whole number of at most {_MOST_STEPS} steps",
                 got=f"{step:g}",
                 remedy="Change --step or --until.",
             )
@@ -189,6 +202,6 @@ class FlowPlan(Options):
         return Grid(tuple(until * place / count for place in places), until / count)
 
     def settings(self) -> dict[str, Any]:
-        """Return what all frames of one store must have in common, apart from what was found."""
+        """Return the options that all frames of one store must share, apart from the system."""
         apart = ("growth", "tolerance", "animation")
         return {name: value for name, value in self.described().items() if name not in apart}

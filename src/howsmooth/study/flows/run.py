@@ -1,4 +1,4 @@
-"""Carry out a flow: the frames that the store does not have, then how perturbations of its start grow."""
+"""Run a flow: compute the frames that its store does not have, then the growth of perturbations."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import FLOW, count_frames, ending
 from howsmooth.study.flows.integration import Integration
-from howsmooth.study.flows.opening import System
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.progress import Outcome
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import PendingStore
-from howsmooth.study.tasks.frames import frames_left, growth_left
+from howsmooth.study.tasks.flow_frames import frames_left, growth_left
 
 __all__ = ["run_flow"]
 
@@ -22,28 +22,29 @@ __all__ = ["run_flow"]
 def run_flow(
     plan: FlowPlan, system: System, folder: Path, means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Make the frames that the store in ``folder`` does not have.
+    """Compute the frames that a plan asks for and that the store in ``folder`` does not have.
 
     Parameters
     ----------
     plan
-        What to integrate, and how.
+        The plan of the flow.
     system
-        As :func:`~howsmooth.study.flows.opening.open_system` gives it for this plan.
+        The result of :func:`~howsmooth.study.flows.flow_system.load_system` for this plan.
     folder
-        Of the store; made, with the store, once every check has passed.
+        The folder of the store. Folder and store are created after all checks have passed.
     means
-        Who is told how far it is, and what is recorded; by default nobody and nothing.
+        The listener, and the command to record; by default none.
 
     Returns
     -------
     outcome, ending
-        What was done; frames are counted without the start. Why the flow ended early, if it did.
+        The counts of the run, in which the start is not counted as a frame; and the reason why the flow ended
+        early, or None.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If the flow is impossible, before anything is kept; or if the store has another one.
+        If the flow is impossible, before anything is stored; or if the store holds another flow.
 
     """
     began = time.monotonic()
@@ -53,14 +54,14 @@ def run_flow(
         pending.check(identity)
         new = pending.store is None or not count_frames(pending.store)
         if new:
-            flow.after(flow.start)  # shows what is impossible, before anything is kept
+            flow.after(flow.start)  # raises an error if the flow is impossible, before a store is created
         store = pending.begin(identity)
         if new:
             store.add([flow.start.row()])
         runner = Runner(store, means or Means())
         frames = frames_left(flow, store)
         runner.carry_out(frames)
-        # An ending takes frames back.
+        # If the flow ended early, frames beyond that time were deleted, so count again.
         runner.outcome.made[FrameRow.table] = max(0, count_frames(store) - 1 - frames.kept)
         runner.carry_out(growth_left(flow, store))
         return replace(runner.finish(), seconds=time.monotonic() - began), ending(store)

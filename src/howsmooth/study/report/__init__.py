@@ -1,7 +1,7 @@
-"""The page that a newcomer reads: self-contained, from the store alone.
+"""Write the HTML report of a study, from its store alone, as one file without external resources.
 
-``page`` puts it together; ``numbers`` writes what its script explores, ``tables`` its tables and headlines,
-and ``caveats`` what a reader must know. ``wording`` says how numbers and names are shown.
+``page`` assembles the report. ``chart_data`` writes the numbers for its script, ``tables`` the tables and
+headlines, ``limitations`` the remarks on how to read the results, and ``number_formats`` formats numbers.
 """
 
 from __future__ import annotations

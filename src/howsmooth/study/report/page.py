@@ -1,7 +1,7 @@
-"""The page, put together: one file, with its style, its script and its numbers inside.
+"""Assemble the report: one HTML file that contains its style, its script and its data.
 
-Its content security policy names the digests of the one style sheet and the one script that it has,
-so that a browser runs and applies nothing else, whatever the data hold.
+The content security policy names the digests of its one style sheet and its one script. So a browser applies
+no other style and runs no other script, even if the data contain HTML.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from markupsafe import Markup
 
 from howsmooth.scopes import SCOPE_MEANINGS, SCOPES
 from howsmooth.study.figures import Picture
-from howsmooth.study.names import amount_in_words, kind_in_words, place_in_words, sentence
-from howsmooth.study.pages import digest, style_sheet, templates_of
-from howsmooth.study.published_rows import compare
-from howsmooth.study.radius import STRATA
+from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.published_values import compare
+from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
-from howsmooth.study.report import tables, wording
-from howsmooth.study.report.caveats import caveats
-from howsmooth.study.report.numbers import bounds_beside, embedded, scatter, sensitive
+from howsmooth.study.report import number_formats, tables
+from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
+from howsmooth.study.report.limitations import limitations
+from howsmooth.study.text_formatting import amount_in_words, kind_in_words, place_in_words, sentence
 
 __all__ = ["render"]
 
@@ -36,21 +36,16 @@ _DOTS_AN_INCH = 96  # of a CSS pixel
 
 
 def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
-    """Write the report.
+    """Return the report as HTML without references to other files or sites.
 
     Parameters
     ----------
     contents
-        Of the store.
+        The contents of the store.
     exponents
-        Fitted from it.
+        The exponents fitted to its measurements.
     pictures
-        Drawn from it; their PNG files are put into the page.
-
-    Returns
-    -------
-    str
-        HTML without a single reference to anything outside.
+        The figures of its measurements, whose PNG files are embedded.
 
     """
     rows = contents.measurements
@@ -58,9 +53,9 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
     style, script = _style(found), _script()
     compared = compare(contents.published)
     data = {
-        "scatter": scatter(rows, exponents, contents.published, compared),
-        "bounds": bounds_beside(contents.bounds, rows),
-        "tokens": sensitive(contents.sensitivities),
+        "scatter": scatter_data(rows, exponents, contents.published, compared),
+        "bounds": bounds_data(contents.bounds, rows),
+        "tokens": sensitivity_data(contents.sensitivities),
     }
     kinds = set(contents.kinds.values())
     page: str = _template(contents).render(
@@ -68,7 +63,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         script=Markup(script),
         style_digest=digest(style),
         script_digest=digest(script),
-        data=[(name, embedded(value)) for name, value in data.items() if value is not None],
+        data=[(name, script_json(value)) for name, value in data.items() if value is not None],
         points=data["scatter"],
         published=plain_rows(compared),
         items=tables.items_of(compared),
@@ -76,7 +71,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         most_bounds=_MOST_BOUNDS,
         tokens=data["tokens"],
         study=contents.study,
-        level=wording.CONFIDENCE,
+        level=number_formats.CONFIDENCE,
         families=found,
         exponents=plain_rows(exponents),
         strata=STRATA,
@@ -93,25 +88,25 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
-        caveats=caveats(contents),
+        caveats=limitations(contents),
     )
     return page
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    nouns = {wording.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
+    nouns = {number_formats.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates_of("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words}
     environment.filters |= {
-        "number": wording.number,
-        "slope": wording.slope,
-        "chance": wording.chance,
-        "plain": wording.plain,
+        "number": number_formats.number,
+        "slope": number_formats.slope,
+        "chance": number_formats.chance,
+        "plain": number_formats.plain,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
-        "duration": wording.duration,
+        "duration": number_formats.duration,
         "sentence": sentence,
-        "noun": lambda text: nouns.get(wording.plain(text), "text"),
+        "noun": lambda text: nouns.get(number_formats.plain(text), "text"),
     }
     return environment.get_template("report.html.jinja")
 
@@ -119,7 +114,7 @@ def _template(contents: Contents) -> jinja2.Template:
 def _families(
     rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
 ) -> list[dict[str, Any]]:
-    """List one entry a (model, text, scope): its headline, and its figures."""
+    """Return one entry for each model, text and scope, with its headline and figures."""
     found: list[dict[str, Any]] = []
     room = _MOST_INLINED
     for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
@@ -149,14 +144,18 @@ def _image(picture: Picture) -> dict[str, Any]:
         "alt": picture.alt,
         "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
         "file": f"figures/{picture.pdf.name}",
-        # As large as on paper, where there is room; still readable, by scrolling, where there is not.
+        # Show the figure in the size of paper; on a narrow screen shrink it, but not below a legible width,
+        # and let the reader scroll.
         "width": round(picture.inches * _DOTS_AN_INCH),
         "least": round(max(min(picture.inches, 6.5), 0.55 * picture.inches) * _DOTS_AN_INCH),
     }
 
 
 def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Read the style sheets, with a rule for each least width: the policy allows no style of an element."""
+    """Return the style sheets, with a class for each minimal width of an image.
+
+    The content security policy allows no style attributes, which would be simpler.
+    """
     images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
     least = sorted({int(image["least"]) for image in images})
     rules = "".join(f".least-{width} {{ min-width: {width}px; }}\n" for width in least)
@@ -164,7 +163,7 @@ def _style(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _script() -> str:
-    """Read the script, its parts in one scope of their own, with the licence that uPlot asks to carry."""
+    """Return the script of the page in one function scope, with the licence of uPlot."""
     parts = "\n".join(_asset(name) for name in _SCRIPTS)
     return f'/*! uPlot:\n{_asset("uplot/LICENSE")}\n*/\n"use strict";\n(() => {{\n{parts}}})();\n'
 

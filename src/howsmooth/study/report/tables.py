@@ -1,4 +1,4 @@
-"""The headlines, and the rows of the page's tables."""
+"""Build the headlines and the rows of the tables in the report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.names import decimal, place_in_words
 from howsmooth.study.records import plain_rows
-from howsmooth.study.report.wording import CONFIDENCE, number
+from howsmooth.study.report.number_formats import CONFIDENCE, number
+from howsmooth.study.text_formatting import decimal, place_in_words
 
 __all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
 
@@ -21,11 +21,11 @@ ITEM_MEANINGS = {
     "dropout": "dropout stays on in an untrained model",
     "stopping": "an absolute stopping rule, and at most 100 steps",
 }
-"""What each item of the published code changes, in a few words."""
+"""What each item of the paper's published code changes."""
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
-    """Say in one sentence what was found of a (model, text, scope), from its measurements and exponents."""
+    """Return one sentence on the constants and exponents of a model, text and scope."""
     span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
     low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
     values = f"The constant goes from {low} to {high}"
@@ -49,21 +49,21 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """List for each place the lowest bound above and the highest below, with their ratios to the constant.
+    """Return the lowest upper and highest lower bound of each attention, with ratios to the constant.
 
-    Whole layers come before their heads, which can be very many.
+    Whole layers come before heads, of which there can be very many.
 
     Parameters
     ----------
     found
-        As :func:`~howsmooth.study.report.numbers.bounds_beside`.
+        The result of :func:`~howsmooth.study.report.chart_data.bounds_data`.
 
     """
     table = []
     for place_ in sorted(found["places"], key=lambda one: one["head"] is not None):
         value = place_["measured"] and place_["measured"][0]
         holding = [row for row in place_["rows"] if row[4] and row[2]]
-        # Below, only what is said of this sequence: the largest constant of a ball may be elsewhere.
+        # A lower bound on the supremum over a ball is no lower bound on the constant at this sequence.
         upper = min((row for row in holding if row[1]), key=lambda row: row[2], default=None)
         lower = max((row for row in holding if row[6] and not row[1]), key=lambda row: row[2], default=None)
         row = {name: found["names"][name][place_[name]] for name in ("model", "text", "scope")}
@@ -79,7 +79,7 @@ def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Say for each (model, text, scope) how many measurements converged, and how narrowly."""
+    """Return for each model, text and scope how many measurements converged, and their interval widths."""
     width = (rows["upper"] - rows["lower"]) / rows["lipschitz"].where(rows["lipschitz"] > 0)
     found = (
         rows.assign(width=width)
@@ -96,7 +96,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """List the masks of each model."""
+    """Return the masks that occur in each model."""
     return [
         (str(model), ", ".join(sorted(str(name) for name in group.unique())))
         for model, group in rows.groupby("model", sort=True)["masking"]
@@ -104,13 +104,13 @@ def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """List the processes that measured, with their environments."""
+    """Return the runs that measured, with their environments as lists."""
     return [
         {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in plain_rows(table)
     ]
 
 
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """List the items of the published code that occur, each with its meaning."""
+    """Return the items of the published code that occur, each with its meaning."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]

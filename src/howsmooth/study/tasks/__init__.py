@@ -1,1 +1,1 @@
-"""The kinds of work that a study is made of: each says what is left to do, and makes rows of data."""
+"""Define the tasks of studies: each lists the work that is left, and computes rows of the store."""

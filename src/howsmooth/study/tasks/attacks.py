@@ -1,7 +1,7 @@
-"""Attacks: all that is tried on one attention at one length, to make it as steep as can be in a ball.
+"""Define the task of attacking one attention at one length, by a search for tokens in a ball.
 
-The constant at the tokens at hand, at those that are written down from the parameters, at the best that
-gradient ascent finds, and the smallest upper bound.
+It measures the constant at the given tokens, at constructed tokens and at the best tokens of gradient ascent,
+and computes the smallest upper bound.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from torch import Tensor
 from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.models.parameter_files import save_parameters
-from howsmooth.study.names import file_stem
+from howsmooth.study.attention_sources import Ball, Target, longest
 from howsmooth.study.plan import AttackPlan
+from howsmooth.study.preparation import Models
 from howsmooth.study.records import Attack, Row
-from howsmooth.study.sources import Ball, Target, longest
-from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, failure_row
+from howsmooth.study.text_formatting import file_stem
 
 __all__ = ["INPUTS", "AttackTask"]
 
 INPUTS = "inputs"
-"""The folder, in that of the store, for the tokens found."""
+"""The name of the folder for the worst tokens, inside the folder of the store."""
 
 _RTOL = 1e-4
 _RANDOM_STARTS = 2
 _ATOM_STEPS = 3
-# Tokens on the sphere may be longer than its radius by a rounding error.
+# Relative tolerance: rounding can make tokens on the sphere slightly longer than its radius.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class AttackTask(Task):
-    """All that is tried on one attention at one length.
+    """All attacks on one attention at one length.
 
     Attributes
     ----------
     asked
-        How hard to try.
+        The plan, which sets the effort of the search.
     source, text
-        The name of the model or of the parameter file, and of the text; the latter is empty without one.
+        The names of the model or parameter file, and of the text, which may be empty.
     target
         The attention at this length.
     n
-        The length.
+        The number of tokens.
     ball
-        In which tokens are sought.
+        The ball in which to search for tokens.
     seed
-        Of all random numbers.
+        The seed of all random numbers.
     folder
-        That of the store, for the tokens found.
+        The folder of the store, in which the worst tokens are saved.
 
     """
 
@@ -74,7 +74,7 @@ class AttackTask(Task):
 
     @property
     def key(self) -> tuple[int, int | None, int]:
-        """What tells its rows from those of other tasks: layer, head and n."""
+        """The layer, head and length, which identify the rows of the task."""
         return self.target.layer, self.target.head, self.n
 
     @property
@@ -84,27 +84,27 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The kind of rows and the scope."""
+        """The table and the scope."""
         return Attack.table, self.target.scope
 
     @property
     def words(self) -> str:
-        """Where the attention stands, and the length."""
+        """The layer, head and length in words."""
         return f"{self.target.place}, n = {self.n}"
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Count the attention at this length, of which all rows are found together."""
+        """Return 1, since all rows of one attention and length count as one attack."""
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Try everything, and save the steepest tokens with the attention."""
+        """Try all attacks, and save the worst tokens with the attention."""
         try:
             yield self._rows()
         except Exception as error:
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Say that nothing came of the attention at this length."""
+        """Return the failure of the attacks on this attention at this length."""
         one = self.target
         where = (self.source, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)
@@ -114,7 +114,7 @@ class AttackTask(Task):
         tried = list(self._tried(f))
         uppers = self._uppers(f)
         most = self.ball.radius * (1 + _ROUNDING)
-        # The tokens at hand may lie outside a ball that was asked for.
+        # The given tokens may lie outside the ball that the user asked for; then they do not count.
         best = max(
             (one for one in tried if one.row.kind != "tokens" or longest(one.x) <= most),
             key=lambda one: one.value,
@@ -123,7 +123,7 @@ class AttackTask(Task):
         return [*(replace(one.row, file=file) if one is best else one.row for one in tried), *uppers]
 
     def _tried(self, f: SelfAttention) -> Iterator[_Tried]:
-        """Measure at one input after another, and time each with the search for it."""
+        """Measure the constant at each input, and time each input with the search for it."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)
@@ -143,7 +143,7 @@ class AttackTask(Task):
             began = time.perf_counter()
 
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
-        """Yield inputs by kind and name, each with the estimate there and how many it took to find it."""
+        """Yield each input as (kind, name, tokens, estimate of the constant, evaluations of the search)."""
         if self.target.x is not None:
             x = self.target.x.double()
             yield "tokens", "tokens", x, self._measured(f, x), 1
@@ -167,7 +167,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Find the smallest upper bound on the ball; no theorem speaks of rotary positions."""
+        """Return the smallest upper bound on the ball; none for rotary positions, which no theorem covers."""
         if f.rotary is not None:
             return []
         began = time.perf_counter()
@@ -203,7 +203,7 @@ class AttackTask(Task):
         )
 
     def _save(self, best: _Tried) -> str:
-        """Save the steepest tokens with the attention; return the file, relative to the folder."""
+        """Save the worst tokens with the attention; return the file's path relative to the folder."""
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")
@@ -222,7 +222,7 @@ class AttackTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """An input, the constant there, and the row that says so."""
+    """An input, the constant there, and its row."""
 
     row: Attack
     value: float
@@ -230,9 +230,9 @@ class _Tried:
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name the tokens of constructions so that no two share a name; the paper's choice is ``two_cluster``.
+    """Yield constructed tokens with unique names; the paper's construction is ``two_cluster``.
 
-    Of a head's two clusters the first is the one that the paper's rule chooses.
+    A head may have two two-cluster constructions; the first uses the eigenvalue that the paper chooses.
     """
     several = len({one.head for one in constructions}) > 1
     used = set()

@@ -1,4 +1,4 @@
-"""Bounds beside the constants: all that apply at one sequence, one layer after another."""
+"""Define the task of computing all bounds on one layer at one sequence."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from howsmooth.scopes import ATTENTION_SCOPES
+from howsmooth.study.preparation import OpenStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Key, Measurement, Row, Run
-from howsmooth.study.sequences import bounded_lengths
+from howsmooth.study.sequence_placement import bounded_lengths
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import OpenStudy
 from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 
@@ -22,14 +22,14 @@ __all__ = [
 ]  # fmt: skip
 
 SHARE = 0.2
-"""The part of the time of the measurements that bounds take by default at most."""
+"""The largest share of the measuring time that bounds may take by default."""
 
 
 class BoundsTask(SequenceTask[Key]):
-    """The bounds of one layer at one sequence, sample 0."""
+    """The bounds on one layer at one sequence, sample 0."""
 
     kind = Bounding
-    # They stand beside measurements that are there: a report without them is better than none.
+    # A failure does not end the run: a report without bounds is better than none.
     essential = False
 
     @property
@@ -38,7 +38,7 @@ class BoundsTask(SequenceTask[Key]):
         return f"{super().words}, bounds"
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Count the attention, of which all bounds are found together."""
+        """Return 1, since all bounds on one attention are counted together."""
         return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
@@ -75,7 +75,7 @@ class BoundsTask(SequenceTask[Key]):
 
 
 def bounds_left(study: OpenStudy) -> Work:
-    """List the bounds that the store does not have, of all that is measured, from short to long."""
+    """Return the bounds that the store does not have, for all measured attentions, from short to long."""
     tasks: list[BoundsTask] = []
     kept = 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
@@ -97,7 +97,7 @@ def bounds_left(study: OpenStudy) -> Work:
 
 @dataclass(frozen=True)
 class Spent:
-    """The seconds that bounds of some attentions took: ``alike`` and ``n`` as a task has them."""
+    """The seconds that the bounds on one attention took, with the ``alike`` and ``n`` of their task."""
 
     alike: tuple[Any, ...]
     n: int
@@ -105,7 +105,7 @@ class Spent:
 
 
 def spent_on_bounds(store: Store) -> list[Spent]:
-    """List what the bounds of each attention in a store took."""
+    """Return the seconds that the bounds on each attention in a store took."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         Spent((Bounding.table, model, scope), n, seconds)
@@ -114,10 +114,10 @@ def spent_on_bounds(store: Store) -> list[Spent]:
 
 
 def seconds_for_bounds(study: OpenStudy) -> float:
-    """Return how long bounds may still take: by default a fifth of the other work, less what they took."""
+    """Return the seconds that bounds may still take: by default a fifth of the other work."""
     assert study.store is not None
     if study.plan.bounds == "all":
         return math.inf
-    # Runs say how long they worked, on bounds too.
+    # The time of a run includes its bounds, so subtract them to get the other work.
     spent = sum(one.seconds for one in spent_on_bounds(study.store))
     return SHARE * (study.store.total(Run, "worked") - spent) - spent

@@ -1,4 +1,4 @@
-"""Constants: one capture for all layers of a batch, one batched estimate for all samples of a layer."""
+"""Define the task of measuring constants, with one capture and one batched estimate for several samples."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 
 from howsmooth import lipschitz
 from howsmooth.study.plan import Plan, derive_seed
+from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord, keys_of
-from howsmooth.study.subjects import OpenStudy, Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 
 __all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
 
-# Samples of a length are measured together up to about this much memory.
+# Samples of one length are measured in one batch if they need at most about this many bytes.
 _BATCH_BYTES = 2**31
 _ARRAYS_A_HEAD = 6
-# Sensitivities are kept of the first sample, up to this many tokens: more could not be shown.
+# Sensitivities are stored for the first sample up to this many tokens; the report cannot show more.
 _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask[Key]):
-    """The constants of some samples of one length and scope, which share one forward pass."""
+    """The constants at some samples of one length and scope, which share one forward pass."""
 
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer by layer, and sample by sample where one of them spoils the others."""
+        """Measure layer by layer; if a batch fails, measure its samples one by one."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -55,7 +55,7 @@ class ConstantsTask(SequenceTask[Key]):
                 yield self.failed(error, (site.layer, site.head), [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Row]:
-        """Measure some samples of one layer and head together."""
+        """Measure some samples of one layer and head in one batch."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
@@ -110,13 +110,13 @@ class ConstantsTask(SequenceTask[Key]):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Keep the words of sample 0, for the sensitive tokens."""
+        """Return the record of the tokens of sample 0, which the report shows with their sensitivities."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)
 
     def _sensitivity(self, site: Any, estimate: Any, slot: int) -> Sensitivity:
-        """Say how the leading directions are spread over the tokens."""
+        """Return the share of each token in the leading singular vectors."""
         where = (self.model, self.subject.text.name, self.scope, site.layer, site.head, self.n, 0)
         return Sensitivity(
             *where, _energy(estimate.input_direction[slot]), _energy(estimate.output_direction[slot])
@@ -124,7 +124,7 @@ class ConstantsTask(SequenceTask[Key]):
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
-    """Return each token's share of a direction (n, d), to seven digits."""
+    """Return each token's share of the squared norm of a direction (n, d), to seven digits."""
     shares = direction.double().square().sum(dim=-1).cpu()
     total = float(shares.sum())
     parts = shares / total if total > 0 else torch.zeros_like(shares)
@@ -134,7 +134,7 @@ def _energy(direction: torch.Tensor) -> tuple[float, ...]:
 def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
-    """Return the seed of the solver's start, which depends on nothing but what is measured."""
+    """Return the seed of the solver's start, which depends only on what is measured."""
     return derive_seed(
         purpose="start",
         seed=plan.seed,
@@ -149,7 +149,7 @@ def start_seed(
 
 
 def constants_left(study: OpenStudy) -> Work:
-    """List the constants that the store does not have, subject by subject, from short to long."""
+    """Return the constants that the store does not have, subject by subject, from short to long."""
     tasks, kept = [], 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
         where = {"model": subject.model.label, "text": subject.text.name}
@@ -168,6 +168,6 @@ def constants_left(study: OpenStudy) -> Work:
 
 
 def batch_size(heads: int, n: int, dtype: str) -> int:
-    """How many sequences of n tokens are measured together without filling the memory."""
+    """Return how many sequences of n tokens can be measured in one batch without filling the memory."""
     itemsize = 8 if dtype == "float64" else 4
     return max(1, _BATCH_BYTES // (heads * n * n * itemsize * _ARRAYS_A_HEAD))

@@ -1,4 +1,4 @@
-"""Bounds at the sequences of a study: all that apply, or the reason why one of them is left out."""
+"""Compute the bounds on a captured attention at one sequence, or the reasons why they are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from howsmooth.study.records import SiteBound, SiteBounds
 
 __all__ = ["bound_site"]
 
-# What is left out, since it would take longer than the measurements that it stands beside.
+# Bounds that are left out because they would take longer than the measurement.
 _SEARCHES = frozenset(
     {"two_heavy_tokens_lower_bound", "causal_two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
 )
@@ -29,29 +29,29 @@ _SLOW = frozenset(
     }
 )
 _MOST_TOKENS = 256
-# A singular value decomposition of the probabilities.
+# This bound takes a singular value decomposition of the (n, n) probabilities.
 _CUBIC = frozenset({"yudin_theorem_3"})
 _MOST_TOKENS_IF_CUBIC = 1024
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 
 
 def bound_site(site: Any) -> SiteBounds:
-    """Compute all bounds on a captured attention at its tokens, one sequence.
+    """Compute all bounds on a captured attention at its tokens, which are one sequence.
 
-    Left out are searches over inputs (``howsmooth attack`` makes them), at more than 256 tokens the
-    certificates and ``covariance_upper_bound``, in 512 or more dimensions the joint certificate of several
-    heads at more than 64 tokens, and ``yudin_theorem_3`` at more than 1,024. The others form no matrix of all
-    pairs of tokens.
+    Some bounds are left out to save time: searches over inputs (``howsmooth attack`` makes them); the
+    certificates and ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint
+    certificate of several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens.
+    The other bounds form no (n, n) matrix.
 
     Parameters
     ----------
     site
-        As :func:`howsmooth.models.capture` returns it, of one of the scopes that are attention alone.
+        A site that :func:`howsmooth.models.capture` returned, with one of the scopes of attention alone.
 
     Returns
     -------
     SiteBounds
-        With one entry a bound; where there is none, its source says why.
+        One entry for each bound; if there is none, its source gives the reason.
 
     """
     try:
@@ -93,26 +93,26 @@ def _nothing(name: str, side: str, quantity: Quantity, error: Exception) -> Site
 
 
 class _LeftOutError(HowsmoothError):
-    """A bound that would take too long."""
+    """The bound is left out because it would take too long."""
 
 
-# Eigenvalues of extreme matrices may not converge; a formula may overflow.
+# Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
 _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
 
 
 def _check_cost(name: str, question: Question) -> None:
-    """Leave out what would take too long.
+    """Refuse a bound that would take too long.
 
     Raises
     ------
     _LeftOutError
-        Saying why.
+        If it would take too long; the message says why.
 
     """
     n = question.length or 0
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
     if name in _SEARCHES:
-        raise _LeftOutError("left out: a search over inputs, which howsmooth bound carries out")
+        raise _LeftOutError("left out: it needs a search over inputs; howsmooth bound computes it")
     wide = name == "certificate_heads" and d >= _WIDE
     most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS
     if name in _CUBIC:

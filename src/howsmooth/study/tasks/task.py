@@ -1,4 +1,4 @@
-"""What a task is: something to compute whose rows are written together, here or on a worker."""
+"""Define tasks: computations in this process or on a worker, whose results are rows of the store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from howsmooth.study.feeds import Feed, SequenceData
-from howsmooth.study.names import encodable
+from howsmooth.study.datasets import Feed, SequenceData
 from howsmooth.study.plan import Plan
+from howsmooth.study.preparation import Models, Subject, capture_sites
 from howsmooth.study.records import Failure, Row
 from howsmooth.study.store import now
-from howsmooth.study.subjects import Models, Subject, capture_sites
+from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]
 
@@ -22,14 +22,14 @@ K = TypeVar("K", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """Something that could not be computed.
+    """A failed computation.
 
     Attributes
     ----------
     rows
-        What is recorded of it.
+        The failures to record.
     error
-        Why.
+        The error.
 
     """
 
@@ -38,25 +38,25 @@ class Failed:
 
 
 Found = Sequence[Row] | Failed
-"""What comes of a task, step by step: rows that are written together, or a failure."""
+"""One result of a task: rows that are written together, or a failure."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Tasks of one kind that are left to do.
+    """The tasks of one kind that are left to do.
 
     Attributes
     ----------
     kind
-        Which rows are asked for.
+        The class of the requested rows.
     words
-        What these are, such as ``"constants"``.
+        The plural noun for these rows, such as ``"constants"``.
     tasks
-        In the order in which they are carried out.
+        The tasks, in the order in which they are carried out.
     kept
-        How many of the rows asked for the store has.
+        The number of requested rows that the store already has.
     failed
-        What cannot be done at all, and why.
+        The computations that are impossible, with their errors.
 
     """
 
@@ -68,16 +68,16 @@ class Work:
 
 
 class Task(ABC):
-    """Something to compute, for a runner.
+    """A computation that a runner carries out.
 
     Attributes
     ----------
     kind
-        Which rows it is for; others may come beside them.
+        The class of the requested rows; the task may also produce rows of other classes.
     essential
-        Whether a failure ends a run that is not to keep going.
+        Whether a failure ends the run, unless the run is to keep going.
     n
-        How many tokens each sequence has.
+        The number of tokens of each sequence.
 
     """
 
@@ -88,58 +88,58 @@ class Task(ABC):
     @property
     @abstractmethod
     def model(self) -> str:
-        """The model that it needs: once that cannot be loaded, none of its tasks is tried again."""
+        """The name of the model it needs. If a model fails to load, all its tasks are skipped."""
 
     @property
     def size(self) -> int:
-        """How many results are asked for: rows, or groups of rows."""
+        """The number of requested results: rows, or groups of rows."""
         return 1
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share whose times grow with n alone: at least the kind of rows."""
+        """A key of tasks whose times differ only because of n. It contains at least the table."""
         return (self.kind.table,)
 
     @property
     def words(self) -> str:
-        """Where it is, for people."""
+        """A short description of the task for progress messages."""
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Say how many of the rows asked for some that were found are."""
+        """Return how many of some rows count as requested results."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
-        """Return the task with all data that it needs, fit to be sent to another process."""
+        """Return the task with all data that it needs, ready to be sent to another process."""
         return self
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute what is missing, with the models that this process has loaded."""
+        """Compute the missing rows, step by step, with the models that this process has loaded."""
 
     def failed(self, error: Exception) -> Failed:
-        """Say that the task failed as a whole."""
+        """Return the failure of the whole task."""
         return Failed([failure_row(error, self.kind, self.model)], error)
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTask(Task, Generic[K]):
-    """Something to compute at some sequences of one model, text, length and scope.
+    """A computation at some sequences of one model, text, length and scope.
 
     Attributes
     ----------
     plan, subject
-        What is asked for.
+        The plan, and the model with its text.
     feed
-        What the sequences are cut from; ``None`` in a packed task.
+        The source that the sequences are cut from; ``None`` in a packed task.
     n, scope
-        The length, and what is called attention.
+        The number of tokens, and the scope of the map.
     starts
-        The first tokens of the samples, in the order in which they are captured.
+        The first token of each sample, in the order of the batch.
     missing
         The keys of the rows that the store does not have.
     data
-        The inputs, in a packed task.
+        The inputs of the sequences; ``None`` unless the task is packed.
 
     """
 
@@ -154,17 +154,17 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def size(self) -> int:
-        """How many rows are missing."""
+        """The number of missing rows."""
         return len(self.missing)
 
     @property
     def model(self) -> str:
-        """The name under which the model's results stand."""
+        """The name of the model in results."""
         return self.subject.model.label
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The kind of rows, the model and the scope."""
+        """The table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -174,7 +174,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers with something missing, whose keys say the scope first and then the layer."""
+        """The layers with missing rows; a key has the scope first and then the layer."""
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
@@ -184,7 +184,7 @@ class SequenceTask(Task, Generic[K]):
         return replace(self, feed=None, data=data)
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Load the model, and compute what is missing."""
+        """Load the model, and compute the missing rows."""
         assert models is not None
         try:
             model = models.load_for(self.subject)
@@ -195,10 +195,10 @@ class SequenceTask(Task, Generic[K]):
 
     @abstractmethod
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute what is missing with the loaded model."""
+        """Compute the missing rows with the loaded model."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Capture all layers in one pass or, if that fails, those that can be captured, and failures."""
+        """Capture all layers in one pass; if that fails, capture each alone, with a failure for the rest."""
         yield from each_if_not_all(self.layers, lambda layers: self._captured(model, layers), self._no_layer)
 
     def _captured(self, model: Any, layers: Sequence[int]) -> list[Any]:
@@ -215,7 +215,7 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Say that the task failed, as a whole or at one layer and head, and for some samples."""
+        """Return the failure of the task, or of one layer and head, for some samples or for all."""
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed(
             [failure_row(error, self.kind, *where, sample) for sample in samples or self.starts], error
@@ -223,7 +223,10 @@ class SequenceTask(Task, Generic[K]):
 
 
 def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[Any]:
-    """Take all items together or, if that fails, each that can be taken and ``refused`` for the others."""
+    """Yield the results of ``take`` for all items together; if that fails, for each item alone.
+
+    For an item that fails alone, yield the result of ``refused(error, item)``.
+    """
     try:
         found = take(items)
     except Exception:
@@ -251,7 +254,7 @@ def failure_row(
     n: int | None = None,
     sample: int | None = None,
 ) -> Failure:
-    """Record a failure of a model, of a text with it, of a layer and head, or of a sample there."""
+    """Return the row of a failure; fields that are None say that it concerns all of their values."""
     return Failure(
         model=model,
         text=text,

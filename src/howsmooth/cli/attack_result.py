@@ -1,0 +1,83 @@
+"""Print the result of ``howsmooth attack`` as tables or as JSON."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
+from howsmooth.study.attack_tables import AttackOutputs
+from howsmooth.study.exponents import LEVEL
+from howsmooth.study.progress import Outcome
+from howsmooth.study.records import Attack, plain_rows
+from howsmooth.study.store import STORE_NAME
+from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
+
+__all__ = ["attacks_as_json", "show_attacks"]
+
+
+def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
+    """Return the attacks as one JSON object; a value that overflows is null, but its logarithm is given."""
+    return as_json(
+        out=folder,
+        seconds=round(outcome.seconds, 3),
+        attacked=outcome.made[Attack.table],
+        kept=outcome.kept[Attack.table],
+        **published.identity,
+        attacks=plain_rows(published.summary),
+        exponents=plain_rows(published.exponents),
+        exponent_confidence=LEVEL,
+        heads=plain_rows(published.heads),
+        files={
+            "store": folder / STORE_NAME,
+            **published.files,
+            "figures": [path for figure in published.figures for path in figure],
+        },
+    )
+
+
+def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
+    """Print a table of the constants found for each attention, their exponents, and the file paths."""
+    label = readable(str(published.identity.get("source", "")))
+    place = itemgetter("layer", "head")
+    fits = [row for row in plain_rows(published.exponents) if not row["note"]]
+    for (layer, head), family in groupby(plain_rows(published.summary), key=place):
+        rows = list(family)
+        where = f"{label}, {place_in_words(layer, head)}, scope {rows[0]['scope']}"
+        heading(f"\n{where}, {mask_in_words(rows[0]['masking'])}, R = {rows[0]['radius']:.4g}")
+        names = ["n", "given tokens", "paper", "found", "by", "÷ paper", "upper bound", "by", "reached"]
+        show_table(names, map(_attack, rows), wrapped=["by"])
+        growth = [
+            f"{row['series']} like n^{decimal(row['slope'], 2)} "
+            f"[{decimal(row['low'], 2)}, {decimal(row['high'], 2)}]"
+            for row in fits
+            if place(row) == (layer, head)
+        ]
+        if growth:
+            paragraph(f"  growth: {'; '.join(growth)}")
+    words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"
+    words += f", {outcome.kept[Attack.table]} were already there" if outcome.kept[Attack.table] else ""
+    paragraph(f"{words}.")
+    say(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv, heads.csv")
+    say(f"Also in {folder}: {STORE_NAME}, figures/, and the tokens found in inputs/")
+
+
+def _attack(row: dict[str, Any]) -> list[str]:
+    share = row["found_to_upper"]
+    return [
+        str(row["n"]),
+        _number(row["tokens"]),
+        _number(row["paper"]),
+        _number(row["found"]) + ("" if row["converged"] else " ?"),
+        row["found_by"],
+        _number(row["found_to_paper"], 3),
+        "" if row["log_upper"] is None else amount(row["log_upper"], 4),
+        row["upper_by"],
+        "" if share is None else f"{100 * share:.3g} %",
+    ]
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}g}"

@@ -1,0 +1,128 @@
+"""Run a plan of measurements for ``howsmooth measure`` and ``howsmooth study``, and handle Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from howsmooth.cli.options import as_typed
+from howsmooth.cli.progress import shown_progress
+from howsmooth.study.text_formatting import encodable, readable
+
+if TYPE_CHECKING:
+    from howsmooth.study.plan import Execution, Plan
+    from howsmooth.study.preparation import OpenStudy
+    from howsmooth.study.progress import Listener
+    from howsmooth.study.runner import Means
+    from howsmooth.study.tasks.task import Work
+
+__all__ = ["FAILED", "INTERRUPTED", "carry_out", "means_of", "resumable"]
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+FAILED = 3
+"""The exit code if some measurements failed and the others were made."""
+
+
+def carry_out(
+    plan: Plan, execution: Execution, *, again: str, keep_going: bool, as_json: bool, quiet: bool
+) -> int:
+    """Measure a plan, write its tables, figures and report, and print the result.
+
+    Parameters
+    ----------
+    plan, execution
+        What to measure, and with which workers and output folder.
+    again
+        The command that continues the study, to be shown after a failure or an interruption.
+    keep_going
+        Whether to go on with the other measurements after a failure.
+    as_json, quiet
+        Whether to print JSON, or nothing.
+
+    Returns
+    -------
+    int
+        The exit code: 0, or :data:`FAILED` if a measurement failed.
+
+    """
+    # Imported here because these modules take seconds to load, which --help should not.
+    from howsmooth.cli import measure_result
+    from howsmooth.cli.terminal_output import counted
+    from howsmooth.study.outputs import write_outputs
+    from howsmooth.study.run import run
+
+    out = execution.out
+    with resumable(out, again), shown_progress(quiet=quiet) as display:
+        with means_of(execution, display, keep_going=keep_going) as means:
+            outcome = run(plan, out, means, beside=_beside(plan))
+        display.phase("Drawing figures")
+        published = write_outputs(out, display)
+    if as_json:
+        typer.echo(measure_result.measured_as_json(plan, outcome, published, out))
+    elif not quiet:
+        measure_result.show_measured(plan, outcome, published, out)
+    if not outcome.failed:
+        return 0
+    reason = readable(outcome.first_failure, longest=300)
+    typer.echo(
+        f"{counted(outcome.failed, 'computation')} failed. Reason of the first failure: {reason} "
+        f"Try again with:\n  {again}",
+        err=True,
+    )
+    return FAILED
+
+
+@contextmanager
+def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
+    """Start the workers that the options ask for, and stop them when the context ends."""
+    from howsmooth.study.executors import opened_executor, threads_each
+    from howsmooth.study.runner import Means
+
+    how = execution
+    with opened_executor(how.executor, workers=how.workers, scheduler=how.scheduler) as pool:
+        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, how.threads))
+
+
+def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
+    """List what to measure beside the constants: the values of the paper's published code, if asked for."""
+    if not plan.as_published:
+        return []
+    from howsmooth.paper.published import parse_items
+    from howsmooth.paper.published.task import published_left
+
+    return [published_left(parse_items(plan.as_published))]
+
+
+@contextmanager
+def resumable(folder: Path, again: str) -> Iterator[None]:
+    """On Ctrl-C, print how many rows the folder holds and how to continue, and exit with the code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(_interrupted(folder, again), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _interrupted(folder: Path, again: str) -> str:
+    from howsmooth.study.records import ATTACK_PLACE, Attack, FrameRow, Measurement, PublishedValue
+    from howsmooth.study.store import Store
+
+    # One attack writes several rows, so attacks are counted by attention and length.
+    kinds = {kind: kind.key for kind in (Measurement, PublishedValue, FrameRow)} | {Attack: ATTACK_PLACE}
+    kept = []
+    if Store.exists(folder):
+        with Store.open(folder, write=False) as store:
+            counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
+            kept = [f"{count} {table}" for table, count in counts.items() if count]
+    if not kept:
+        return "interrupted: nothing had been measured yet."
+    return (
+        f"interrupted: {' and '.join(kept)} are saved in {encodable(str(folder))}. "
+        f"Continue with the same command:\n  {again}"
+    )

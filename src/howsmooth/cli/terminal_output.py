@@ -1,0 +1,105 @@
+"""Print headings, tables and lines to the terminal, and format results as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from howsmooth.study.text_formatting import encodable
+
+__all__ = ["amount", "as_json", "counted", "heading", "paragraph", "say", "show_table"]
+
+
+def as_json(**described: Any) -> str:
+    """Return the keyword arguments as one JSON object that starts with the version of howsmooth.
+
+    NaN and infinite numbers become null.
+    """
+    written = {"howsmooth": version("howsmooth"), **described}
+    return json.dumps(_plain(written), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to the types that JSON has."""
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, str | Path):
+        return encodable(str(value))
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def heading(words: str) -> None:
+    """Print a line in bold."""
+    Console().print(Text(encodable(words), "bold"))
+
+
+def paragraph(words: str) -> None:
+    """Print text wrapped to the width of the terminal."""
+    Console().print(Text(encodable(words)))
+
+
+def say(words: str) -> None:
+    """Print a line without wrapping, since rich would break a long path in two."""
+    print(encodable(words))
+
+
+def show_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    left: Collection[str] = (),
+    wrapped: Collection[str] = (),
+) -> None:
+    """Print a table.
+
+    Parameters
+    ----------
+    columns
+        The column names; if all are blank, the table has no header.
+    rows
+        The cells of each row.
+    left
+        Names of columns aligned to the left; all other columns are aligned to the right.
+    wrapped
+        Names of columns aligned to the left whose cells are wrapped to several lines.
+
+    """
+    header = any(name.strip() for name in columns)
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
+    for name in columns:
+        begins = name in left or name in wrapped
+        table.add_column(
+            name, justify="left" if begins else "right", no_wrap=name not in wrapped, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row))
+    Console().print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with a noun in the singular or plural, such as "3 tokens"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def amount(log: float, digits: int = 5) -> str:
+    """Format the number whose natural logarithm is ``log``, also if the number would overflow."""
+    if log == -math.inf:
+        return "0"
+    if log == math.inf:
+        return "inf"
+    if abs(log) < 600:
+        return f"{math.exp(log):.{digits}g}"
+    power = math.floor(log / math.log(10))
+    return f"{math.exp(log - power * math.log(10)):.{digits}g}e{power:+d}"

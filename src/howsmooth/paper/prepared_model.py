@@ -1,0 +1,307 @@
+"""Load a model at the texts of a figure, and measure it at the sequences of a study with the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from howsmooth import texts
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.errors import ArgumentError
+from howsmooth.paper.figure import FigureContext
+from howsmooth.paper.published.task import published_left
+from howsmooth.paper.row_cache import Key
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.preparation import (
+    Subject,
+    capture_sites,
+    checked_subjects,
+    layer_and_head_counts,
+    place_sequences,
+)
+from howsmooth.study.progress import Silent
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Measurement, PublishedValue
+from howsmooth.study.run import run
+from howsmooth.study.runner import Means
+from howsmooth.study.sequence_placement import Sequences
+from howsmooth.study.store import Store
+from howsmooth.study.text_formatting import file_stem, readable, sentence
+
+__all__ = ["MODELS", "Column", "PreparedModel", "StudyRows", "bilinear", "columns", "loaded", "usual_length"]
+
+MODELS = (
+    ModelSpec("builtin-encoder"),
+    ModelSpec("builtin-encoder", as_decoder=True),
+    ModelSpec("gpt2", random_init=True),
+)
+"""Models like the paper's that need no network: an encoder, the same as a decoder, and a random GPT-2."""
+
+_MASKED_LAYER = 6
+_FEW = 4  # the number of words and tokens with which to see whether a layer is masked
+_USUAL = 64
+# The time of the published values relative to the constants: the corrected constant, the constant with each
+# item of the published code, and the constant with all items.
+_PUBLISHED_COST = 6.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """A layer of a model, as each column of Figure 1 shows one.
+
+    Attributes
+    ----------
+    spec
+        The model.
+    layer
+        The index of the layer.
+    width
+        The dimension of its tokens.
+
+    """
+
+    spec: ModelSpec
+    layer: int
+    width: int
+
+    @property
+    def stem(self) -> str:
+        """The name of its folder."""
+        return file_stem(self.spec.label, f"layer-{self.layer:02d}")
+
+    @property
+    def layers(self) -> Ranges:
+        """The layer as a selection for a plan."""
+        return Ranges.parse(str(self.layer), "layers")
+
+    @property
+    def cost(self) -> float:
+        """The relative time of a measurement, which grows between the width and its square."""
+        return float(self.width**1.5)
+
+
+def columns(context: FigureContext) -> list[Column]:
+    """Return the layers to show: those that the options name, or the paper's choice for each model.
+
+    Returns
+    -------
+    list of Column
+        Layers model by model. Without models in the options, these are :data:`MODELS`. Without layers in the
+        options, the layer is the first one of a model without mask, and layer 6 (or the last) of a masked
+        model.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If a model or a text cannot be loaded, or a layer does not exist.
+
+    """
+    from howsmooth.models import capture  # imports transformers, which takes seconds
+
+    content = texts.load_text(context.options.texts[0]).content
+    beginning = " ".join(content.split(maxsplit=_FEW)[:_FEW])
+    found = []
+    for spec in context.options.models or MODELS:
+        model = loaded(context, spec)
+        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=context.options.device)
+        site = capture(model, ids, layers=[0], scope="attention")[0]
+        count, _ = layer_and_head_counts(model, spec.label)
+        usual = str(min(_MASKED_LAYER, count - 1) if site.causal else 0)
+        asked = context.options.layers or Ranges.parse(usual, "layers")
+        layers = asked.resolve(count, spec.label, "layers")
+        found += [Column(spec, layer, site.x.shape[-1]) for layer in layers]
+    return found
+
+
+def loaded(context: FigureContext, spec: ModelSpec) -> Any:
+    """Load a model as a study of the first text does, to inspect it."""
+    return context.models.load(spec, texts.load_text(context.options.texts[0]).content)
+
+
+def usual_length(context: FigureContext, spec: ModelSpec) -> int:
+    """Return 64, or the number of positions of the model if it has fewer."""
+    longest: int | None = loaded(context, spec).max_length
+    return _USUAL if longest is None else min(_USUAL, longest)
+
+
+class StudyRows(NamedTuple):
+    """The rows of a study that its plan asks for; the store may hold more.
+
+    ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
+    empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.
+    """
+
+    rows: pd.DataFrame
+    published: pd.DataFrame
+    held: dict[str, Sequences]
+
+
+class PreparedModel:
+    """A model at all texts of a figure, loaded and checked. It records in the context where they come from.
+
+    Parameters
+    ----------
+    context
+        The context of the figure.
+    spec
+        The model.
+    lengths, samples, layers, scopes
+        The fields of :class:`howsmooth.study.plan.Plan`.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the model, a text, a length or a layer does not exist.
+
+    """
+
+    def __init__(
+        self,
+        context: FigureContext,
+        spec: ModelSpec,
+        *,
+        lengths: tuple[int, ...],
+        samples: int,
+        layers: Ranges,
+        scopes: tuple[str, ...] = ("attention",),
+    ) -> None:
+        asked = context.options
+        self.context = context
+        self.plan = Plan(
+            models=(spec,),
+            texts=asked.texts,
+            lengths=lengths,
+            samples=samples,
+            scopes=scopes,
+            layers=layers,
+            seed=asked.seed,
+            device=asked.device,
+            dtype=asked.dtype,
+            bounds="none",
+        )
+        self._feeds = dict(checked_subjects(self.plan, context.models))
+        self.subjects = list(self._feeds)
+        self.label = spec.label
+        self.texts = [one.text.name for one in self.subjects]
+        context.made.update(self._made())
+
+    def sequences(
+        self, subject: Subject, held: Mapping[Any, int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield n and tokens of shape (samples, n) for each length, at the sequences of a study of this plan.
+
+        ``held`` maps (length, sample) to the first tokens of sequences that a store already has.
+        """
+        feed = self._feeds[subject]
+        places = place_sequences(self.plan, subject, feed, held or {})
+        for n in self.plan.lengths:
+            tokens = feed.inputs([places[n, sample] for sample in range(self.plan.samples)], n)
+            assert isinstance(tokens, Tensor)  # of a text
+            yield n, tokens
+
+    def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
+        """Capture the chosen layers at tokens of shape (samples, n)."""
+        model = self.context.models.load_for(subject)
+        inputs = tokens.to(self.plan.device)
+        return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
+
+    def key(self, subject: Subject, **more: str | int) -> Key:
+        """Return the values on which a unit of work at a text depends."""
+        return {
+            "model": subject.model.label,
+            "fingerprint": subject.fingerprint,
+            "text": subject.text.name,
+            "digest": subject.text.digest,
+            "seed": self.plan.seed,
+            "dtype": self.plan.dtype,
+            **more,
+        }
+
+    def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
+        """Measure the plan as a study in a folder; ``published`` adds the values of the published code."""
+        plan, folder = self.plan, context.folder / name
+        means = Means(_StudyProgress(context, published=published), context.command, models=context.models)
+        context.made[f"Constants for {readable(self.label)}"] = (
+            f"relative tolerance {plan.rtol:g}, confidence {plan.confidence:g}."
+        )
+        run(plan, folder, means, beside=[published_left(None)] if published else [])
+        with Store.open(folder, write=False) as store:
+            held: dict[str, Sequences] = {text: store.sequences(self.label, text) for text in self.texts}
+            rows, beside = (
+                table[
+                    table["text"].isin(self.texts)
+                    & table["n"].isin(plan.lengths)
+                    & (table["sample"] < plan.samples)
+                ]
+                for table in (store.table(Measurement), store.table(PublishedValue))
+            )
+        return StudyRows(rows, beside if published else beside.iloc[:0], held)
+
+    def _made(self) -> dict[str, str]:
+        """Return descriptions of where the model and the texts come from."""
+        plan, model = self.plan, self.subjects[0].model
+        label = readable(model.label)
+        source = sentence(readable(model.source, longest=300))
+        found = {f"Model {label}": f"{source} {model.layers} attention layers, {model.heads} heads."}
+        for one, feed in self._feeds.items():
+            source = sentence(readable(one.text.source, longest=300))
+            name = readable(one.text.name)
+            found[f"Text {name}"] = f"{source} {one.text.characters} characters, SHA-256 {one.text.digest}."
+            found[f"Tokens of {name} for {label}"] = (
+                f"{feed.count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
+                f"and tokenizer: {one.fingerprint}."
+            )
+        lengths = ", ".join(str(n) for n in plan.lengths)
+        found[f"Sequences for {label}"] = (
+            f"{plan.samples} sequences of each text at n = {lengths}, none overlapping another of the same "
+            f"model and text; seed {plan.seed}, {plan.dtype}."
+        )
+        return found
+
+
+class _StudyProgress(Silent):
+    """A listener that reports the progress of a study as shares of the time of a context."""
+
+    def __init__(self, context: FigureContext, *, published: bool) -> None:
+        self._parts = context.parts((1.0, _PUBLISHED_COST) if published else (1.0,))
+        self._share = 0.0
+
+    def phase(self, words: str) -> None:
+        """Continue with the share of the published values when they begin."""
+        if "published" in words:
+            del self._parts[:-1]
+            self._share = 0.0
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        """Report the share done. It never decreases, even if the expected time grows."""
+        self._share = max(self._share, done / total if total else 1.0)
+        self._parts[0].say(words, self._share)
+
+
+def bilinear(site: Any, label: str) -> SelfAttention:
+    """Return the attention of a site in float64, if its scores are ⟨A x_i + b, x_j⟩, unmasked or causal.
+
+    Raises
+    ------
+    ArgumentError
+        If it has rotary positions or another mask. Constructed tokens need one matrix A, and a mask that does
+        not depend on the length.
+
+    """
+    f = site.map
+    require_plain_scores(f, "constructed tokens", argument="model")
+    if not isinstance(f, SelfAttention) or f.rotary is not None or f.mask is not None or f.window:
+        got = "rotary positions" if isinstance(f, SelfAttention) and f.rotary is not None else site.masking
+        raise ArgumentError(
+            "model",
+            expected="models whose scores are ⟨A x_i + b, x_j⟩ with one matrix A, unmasked or causal",
+            got=f"{label}, with {got}",
+            remedy="Choose another --model for this figure; howsmooth attack searches such models.",
+        )
+    return f.to(dtype=torch.float64, device="cpu")

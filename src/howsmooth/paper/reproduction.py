@@ -1,0 +1,136 @@
+"""Make all figures of the paper: measure and draw each, and write its files and the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.paper.all_bounds import ALL_BOUNDS
+from howsmooth.paper.crossover import CROSSOVER
+from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.figure_1 import FIGURE_1
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.gamma_radius import GAMMA_RADIUS
+from howsmooth.paper.gpt2_growth import GPT2_GROWTH
+from howsmooth.paper.page import PAGE, render, section
+from howsmooth.paper.quadratic_growth import QUADRATIC_GROWTH
+from howsmooth.paper.row_cache import writing
+from howsmooth.paper.two_dirac import TWO_DIRAC
+from howsmooth.paper.worst_inputs import WORST_INPUTS
+from howsmooth.study.environment import environment
+from howsmooth.study.output_files import replace_file, write_table
+from howsmooth.study.progress import Listener, Silent
+
+__all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
+
+FIGURES: tuple[Figure, ...] = (
+    FIGURE_1, TWO_DIRAC, CROSSOVER, WORST_INPUTS, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH, ALL_BOUNDS,
+)  # fmt: skip
+"""All figures, in the order of the paper."""
+
+_SECTION = "section.html"
+"""The file in a figure's folder that holds its section of the page."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reproduction:
+    """The results of :func:`produce`.
+
+    Attributes
+    ----------
+    page
+        The path of the page.
+    findings
+        The findings of the figures made by this call, by figure name.
+    seconds
+        The time that each figure took, by name.
+    refused
+        The reasons why figures could not be made, by name.
+
+    """
+
+    page: Path
+    findings: dict[str, Finding] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def choose_figures(names: Sequence[str]) -> list[Figure]:
+    """Return the figures with some names, in the order of the paper; all figures if no name is given.
+
+    Raises
+    ------
+    ArgumentError
+        If no figure has one of the names.
+
+    """
+    known = {one.name: one for one in FIGURES}
+    for name in names:
+        if name not in known:
+            raise ArgumentError("figure", expected=f"one of {', '.join(known)}", got=repr(name))
+    return [one for one in FIGURES if not names or one.name in names]
+
+
+def produce(
+    chosen: Sequence[Figure],
+    options: FigureOptions,
+    folder: Path,
+    listener: Listener | None = None,
+    command: str = "",
+) -> Reproduction:
+    """Make some figures, and write the page.
+
+    Parameters
+    ----------
+    chosen
+        The figures to make.
+    options
+        The options for all of them.
+    folder
+        The output folder. Each figure has a folder with its name in it, beside the page.
+    listener
+        The listener that is told the progress.
+    command
+        The command that the user typed, to be recorded with the measurements and on the page.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If none of the figures can be made; it is the error of the first. If some can be made, the reasons of
+        the others are in the result and on the page.
+
+    """
+    made = Reproduction(folder / PAGE)
+    listener, models = listener or Silent(), models_for(options)
+    errors: list[HowsmoothError] = []
+    for figure in chosen:
+        began, own = time.perf_counter(), folder / figure.name
+        listener.phase(f"{figure.paper}: {figure.title}")
+        try:
+            finding = figure.make(FigureContext(options, own, models, listener, command))
+            for number, (_, table) in enumerate(finding.tables, 1):
+                write_table(table, own, f"table-{number}.csv")
+            with writing(own):
+                # Keep the section in a file, so that later commands can include it in their page.
+                replace_file(own / _SECTION, section(figure, finding, folder))
+            made.findings[figure.name] = finding
+        except HowsmoothError as error:
+            errors.append(error)
+            made.refused[figure.name] = " ".join(str(error).split())
+        made.seconds[figure.name] = time.perf_counter() - began
+    if errors and not made.findings:
+        raise errors[0]
+    listener.phase("Writing the page")
+    sections = []
+    for figure in FIGURES:
+        path = folder / figure.name / _SECTION
+        if figure.name in made.refused:
+            sections.append((figure, section(figure, Finding([], []), folder, made.refused[figure.name])))
+        elif path.is_file():
+            sections.append((figure, path.read_text(encoding="utf-8")))
+    with writing(folder):
+        replace_file(made.page, render(sections, command, environment(options.device)))
+    return made

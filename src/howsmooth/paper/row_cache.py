@@ -1,0 +1,79 @@
+"""Cache the rows of finished units of work, each unit in one file that is written whole or not at all.
+
+The cache is for work that is not a study of sequences, such as constants at constructed tokens, or
+eigenvalues of heads; studies have a store. A unit's key holds everything on which its rows depend. So a
+changed model or text makes a new unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from howsmooth.errors import StoreError
+from howsmooth.study.output_files import replace_file
+
+__all__ = ["Key", "Row", "kept_rows", "writing"]
+
+Key = Mapping[str, str | int | None]
+"""The values on which a unit depends, by name."""
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Create a folder, and turn an OSError in the context into a StoreError with a remedy.
+
+    Raises
+    ------
+    StoreError
+        If a file cannot be written.
+
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or folder} cannot be written: {error.strerror}. Finished measurements are "
+            "saved. Free disk space or make it writable, and run the same command again, or choose another "
+            "--out."
+        ) from error
+
+
+def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Return the rows of a unit from its file; if there is no file, measure the rows and write it.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be written, cannot be read, or was changed after it was written.
+
+    """
+    path = folder / f"{_digest(dict(key))[:24]}.json"
+    if not path.exists():
+        content = {"key": dict(key), "rows": list(measure())}
+        with writing(folder):
+            replace_file(path, json.dumps({**content, "digest": _digest(content)}))
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        whole = kept.pop("digest") == _digest(kept)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise StoreError(
+            f"{path} is damaged: it was changed after it was written. Delete it, and run the same command "
+            "again, which measures only what is missing."
+        )
+    return list(kept["rows"])
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,321 @@
+"""Load attentions to bound or attack, from a model at the tokens of a text or from a parameter file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.bounds.norm_layers import norm_radius
+from howsmooth.errors import ArgumentError
+from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
+from howsmooth.study.datasets import Inputs, open_data
+from howsmooth.study.plan import ModelSpec, Plan, SourcePlan
+from howsmooth.study.preparation import (
+    Models,
+    capture_sites,
+    check_fits,
+    check_sources,
+    place_sequences,
+    subject_of,
+)
+from howsmooth.study.text_formatting import encodable, place_in_words
+
+__all__ = [
+    "AttentionSource",
+    "Ball",
+    "FileSource",
+    "ModelSource",
+    "SourceLayer",
+    "Target",
+    "open_attention_source",
+    "shortened",
+]
+
+_USUAL = 64
+
+
+@dataclass(frozen=True)
+class Ball:
+    """The ball that contains the tokens: its radius, and a description of where the radius comes from."""
+
+    radius: float
+    origin: str
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One attention, with the tokens it receives and the norm layer before it.
+
+    Attributes
+    ----------
+    layer, head
+        The indices of its layer and head. The head is ``None`` if it has all heads; a file has the layer 0.
+    scope, masking
+        The names of its scope and its mask.
+    attention
+        The attention map.
+    norm
+        The norm layer whose outputs are the tokens; None if there is none.
+    x
+        Tokens of shape (n, d): those that the model passes to it at the text, or those of the file; None if
+        there are none.
+
+    """
+
+    layer: int
+    head: int | None
+    scope: str
+    masking: str
+    attention: SelfAttention
+    norm: LayerNorm | RMSNorm | None
+    x: Tensor | None
+
+    @property
+    def place(self) -> str:
+        """Its layer and head in words."""
+        return place_in_words(self.layer, self.head)
+
+    def ball(self, radius: float | str) -> Ball:
+        """Return the ball of a radius, which is a number, ``"auto"`` or ``"data"`` as in an attack's plan.
+
+        Raises
+        ------
+        ArgumentError
+            If there is neither a norm layer nor tokens to take the radius from.
+
+        """
+        if not isinstance(radius, str):
+            return Ball(float(radius), "given")
+        if radius == "auto" and self.norm is not None:
+            return Ball(norm_radius(self.norm), f"the {type(self.norm).__name__} before the attention")
+        if self.x is None:
+            raise ArgumentError(
+                "radius",
+                expected="a number, because there is neither a norm layer nor a token to take it from",
+                got=repr(radius),
+                remedy="Give --radius.",
+            )
+        return Ball(longest(self.x), f"the longest of {self.x.shape[0]} tokens")
+
+
+def longest(x: Tensor) -> float:
+    """Return the largest Euclidean norm of a token in x, of shape (n, d)."""
+    return float(torch.linalg.vector_norm(x.double(), dim=-1).max())
+
+
+@dataclass(frozen=True, eq=False)
+class SourceLayer:
+    """One layer of a model or a file, as a map that a flow adds to the tokens.
+
+    Attributes
+    ----------
+    layer
+        The index of the layer.
+    layout
+        The order of residual and norm in the model, ``pre-norm`` or ``post-norm``; empty for attention alone.
+    map
+        The attention alone; for ``pre-norm`` the attention after its norm layer; for ``post-norm`` the whole
+        block.
+    x
+        Tokens (n, d) that the model passes to the map at the text, or those of the file; None if there are
+        none.
+
+    """
+
+    layer: int
+    layout: str
+    map: TokenMap
+    x: Tensor | None
+
+    @property
+    def place(self) -> str:
+        """The index of the layer in words."""
+        return f"layer {self.layer}"
+
+
+class FileSource:
+    """The attention of a parameter file: one layer, with all its heads or some of them.
+
+    It has the attributes of :class:`ModelSource`.
+    """
+
+    text = ""
+
+    def __init__(self, plan: SourcePlan) -> None:
+        for option, on in (("--random-init", plan.random_init), ("--as-decoder", plan.as_decoder)):
+            if on:
+                raise ArgumentError(
+                    "source", expected=f"a model with {option}", got=f"the parameter file {plan.source!r}"
+                )
+        self._scope = plan.scope
+        self._file: ParameterFile = read_parameter_file(plan.source)
+        self.label = encodable(Path(plan.source).name)
+        f = self._file.attention
+        plan.layers.resolve(1, self.label, "layers")
+        self._heads = plan.heads.resolve(f.heads, self.label, "heads") if plan.scope == "head" else ()
+        self.description = f"parameters of {encodable(str(self._file.path))}: {f.describe()}"
+        self.longest = None if self._file.x is None else int(self._file.x.shape[0])
+        self.usual_length = self.longest
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the file."""
+        return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
+
+    def attentions(self, length: int) -> list[Target]:
+        """Return the chosen heads, or the whole attention, at a length.
+
+        They have the tokens of the file if these have this length.
+        """
+        f, x = self._file.attention, self._file.x if self.longest == length else None
+        masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"
+        if f.window is not None and f.mask is None:
+            masking = f"sliding window {f.window}" + (", causal" if f.causal else "")
+        parts: list[tuple[int | None, SelfAttention]] = [(None, f)]
+        if self._scope == "heads":
+            parts = [(None, f.without_output())]
+        elif self._scope == "head":
+            parts = [(h, f.head(h)) for h in self._heads]
+        return [Target(0, h, self._scope, masking, shortened(part, length), None, x) for h, part in parts]
+
+    def everywhere(self) -> list[Target]:
+        """Return the whole attention of the file."""
+        return [Target(0, None, "attention", "", self._file.attention, None, self._file.x)]
+
+
+class ModelSource:
+    """The attention layers of a model, at sequences of a text.
+
+    For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
+    sample. It does not depend on the other lengths, so lengths can be added to an attack.
+
+    Attributes
+    ----------
+    label
+        The name of the model in results.
+    description
+        A description of where the model comes from.
+    text
+        The name of the text; empty for a parameter file.
+    fingerprint
+        The SHA-256 of the weights, the tokenizer and the text.
+    longest
+        The largest length with tokens, which the model's positions and the text limit. ``None`` for a
+        parameter file without tokens.
+    usual_length
+        The default length: 64, or less if the model or the text is shorter. ``None`` if there is no default.
+
+    """
+
+    def __init__(self, plan: SourcePlan) -> None:
+        spec = ModelSpec(plan.source, random_init=plan.random_init, as_decoder=plan.as_decoder)
+        self._plan = Plan(
+            models=(spec,),
+            texts=(plan.text,),
+            samples=1,
+            scopes=(plan.scope,),
+            layers=plan.layers,
+            heads=plan.heads,
+            seed=plan.seed,
+        )
+        text = open_data(self._plan.sources[0])
+        check_sources([text])
+        self._model = Models(self._plan).load(spec, text.content)
+        self._subject, self._feed = subject_of(self._plan, spec, text, self._model)
+        self.label, self.text = self._subject.model.label, self._subject.text.name
+        self.description = self._subject.model.source
+        both = f"{self._subject.fingerprint} {self._subject.text.digest}"
+        self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
+        most = self._subject.model.max_length
+        self.longest = self._feed.count if most is None else min(self._feed.count, most)
+        self.usual_length = max(1, min(_USUAL, self.longest))
+
+    def attentions(self, length: int) -> list[Target]:
+        """Run the model on the text, and return its attentions with the tokens they receive."""
+        return [_target(site) for site in self._sites(length, self._plan.scopes[0])]
+
+    def blocks(self, length: int) -> list[SourceLayer]:
+        """Run the model on the text, and return its layers with norm layers and the tokens they receive.
+
+        Raises
+        ------
+        CaptureError
+            If a layer is neither pre-norm nor post-norm; the message describes it.
+
+        """
+        return [
+            SourceLayer(
+                s.layer,
+                s.layout,
+                s.map.inner if isinstance(s.map, Residual) else s.map,
+                s.x[0].detach().cpu(),
+            )
+            for s in self._sites(length, "block")
+        ]
+
+    def everywhere(self) -> list[Target]:
+        """Return the attention of every layer, at the default length."""
+        from howsmooth.models import capture  # imports transformers, which takes seconds
+
+        return [_target(site) for site in capture(self._model, self._inputs(self.usual_length))]
+
+    def _sites(self, length: int, scope: str) -> Sequence[Any]:
+        inputs = self._inputs(length)
+        return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
+
+    def _inputs(self, length: int) -> Inputs:
+        """Return the inputs of the sequence of a length; seed, text and model determine where it begins."""
+        subject = replace(self._subject, lengths=(length,))
+        check_fits(self._plan, subject, self._feed)
+        start = place_sequences(self._plan, subject, self._feed, {})[length, 0]
+        return self._feed.inputs([start], length)
+
+
+AttentionSource = FileSource | ModelSource
+"""A model or a parameter file with attentions."""
+
+
+def open_attention_source(plan: SourcePlan) -> AttentionSource:
+    """Open a parameter file, or load a model.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If it cannot be opened, or has no such layers or heads.
+
+    """
+    return FileSource(plan) if is_parameter_file(plan.source) else ModelSource(plan)
+
+
+def shortened(attention: SelfAttention, length: int) -> SelfAttention:
+    """Return the attention for ``length`` tokens, with its mask and score bias cut to the first tokens.
+
+    Raises
+    ------
+    ArgumentError
+        If its mask, score bias or rotary positions are for fewer tokens.
+
+    """
+    mask, bias = attention.mask, attention.score_bias
+    most = max((t.shape[-1] for t in (mask, bias) if t is not None), default=0)
+    if most <= length:
+        attention.check_length(length)
+        return attention
+    return attention._rebuilt(
+        mask=None if mask is None else mask[:length, :length],
+        score_bias=None if bias is None else bias[:, :length, :length],
+    )
+
+
+def _target(site: Any) -> Target:
+    return Target(
+        site.layer, site.head, site.scope, site.masking, site.map, site.norm, site.x[0].detach().cpu()
+    )

@@ -1,0 +1,122 @@
+"""Compute tables of all bounds on the attentions of a source, beside their measured constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from howsmooth import bounds
+from howsmooth.errors import ArgumentError
+from howsmooth.study.attention_sources import AttentionSource, Ball, Target, longest
+from howsmooth.study.plan import BoundPlan
+from howsmooth.study.progress import SILENT, Listener
+
+__all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame"]
+
+LOCAL = "‖D_X f‖"
+"""The quantity that is measured: the local Lipschitz constant at the tokens X."""
+
+TABLE_COLUMNS = (
+    "source", "layer", "head", "scope", "masking", "n", "radius", "radius_from", "quantity", "name", "side",
+    "value", "log_value", "holds", "origin",
+)  # fmt: skip
+"""The columns of ``bounds.csv``; ``origin`` is the theorem, with the hypotheses that fail."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    """The bounds of one attention at one length.
+
+    Attributes
+    ----------
+    target
+        The attention.
+    n
+        The number of tokens.
+    ball
+        The ball of tokens over which the global bounds hold.
+    rows
+        The table that :func:`howsmooth.bounds.table` returns.
+
+    """
+
+    target: Target
+    n: int
+    ball: Ball
+    rows: pd.DataFrame
+
+
+def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
+    """Compute a table of bounds for each attention of a source at each length.
+
+    Parameters
+    ----------
+    plan
+        The lengths and the radius of the ball.
+    source
+        The source of attention, opened for this plan.
+    listener
+        The listener that is told how many tables are finished.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If a length or the radius is impossible or missing.
+
+    """
+    lengths = plan.lengths or (source.usual_length,)
+    for round_, n in enumerate(lengths):
+        if n is None:
+            raise ArgumentError(
+                "lengths",
+                expected="numbers of tokens, because the file holds no tokens X",
+                got="none",
+                remedy="Give --lengths.",
+            )
+        targets = source.attentions(n)
+        for place, one in enumerate(targets):
+            done = float(round_ * len(targets) + place)
+            listener.advance(done, float(len(targets) * len(lengths)), f"{one.place}, n = {n}")
+            ball = one.ball(plan.radius)
+            rows = _rows(one, n, ball.radius)
+            yield Bounded(one, n, Ball(float(rows.attrs["radius"]), ball.origin), rows)
+
+
+def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
+    """Concatenate all tables of bounds into one table with :data:`TABLE_COLUMNS`."""
+    tables = []
+    for one in bounded:
+        table = one.rows.reset_index().rename(columns={"source": "origin"})
+        where = {
+            "source": label,
+            "layer": one.target.layer,
+            "head": one.target.head,
+            "scope": one.target.scope,
+            "masking": one.target.masking,
+            "n": one.n,
+            "radius": one.ball.radius,
+            "radius_from": one.ball.origin,
+            "log_value": one.rows.attrs["log_values"],
+        }
+        tables.append(table.assign(**where).astype({"head": "Int64"})[list(TABLE_COLUMNS)])
+    return pd.concat(tables, ignore_index=True)
+
+
+def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
+    if one.x is None:
+        return bounds.table(one.attention, length=n, radius=radius)
+    farthest = longest(one.x)
+    if radius >= farthest * (1 - 1e-6):
+        # If all tokens are zero, `bounds.table` chooses the radius.
+        return bounds.table(one.attention, one.x, radius=max(radius, farthest) or None)
+    # The ball does not contain the tokens, so compute global bounds for the ball and local ones for the
+    # tokens separately.
+    ball = bounds.table(one.attention, length=n, radius=radius)
+    tokens = bounds.table(one.attention, one.x)
+    local = tokens.index == LOCAL
+    rows = pd.concat([tokens[local], ball])
+    logs = [log for log, here in zip(tokens.attrs["log_values"], local, strict=True) if here]
+    rows.attrs = ball.attrs | {"log_values": [*logs, *ball.attrs["log_values"]]}
+    return rows

@@ -1,0 +1,65 @@
+"""Connect to a Dask cluster whose workers carry out the tasks of a study. No other module imports Dask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+
+from howsmooth.errors import ArgumentError, WorkerError
+
+try:
+    from distributed import Client
+except ImportError as error:
+    raise ArgumentError(
+        "executor",
+        expected="processes, because Dask is not installed",
+        got="dask",
+        remedy="Install it, here and on the workers, with: pip install 'howsmooth[dask]'",
+    ) from error
+
+__all__ = ["connected_cluster"]
+
+_PATIENCE = 30.0
+
+
+@contextmanager
+def connected_cluster(scheduler: str) -> Iterator[Executor]:
+    """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
+
+    If a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
+    lost while they ran it.
+
+    Parameters
+    ----------
+    scheduler
+        The address of the scheduler, such as ``tcp://10.0.0.1:8786``.
+
+    Yields
+    ------
+    Executor
+        The executor. Its attribute ``workers`` is the number of worker processes at the time of connection.
+
+    Raises
+    ------
+    WorkerError
+        If no scheduler answers within half a minute, or it has no workers.
+
+    """
+    try:
+        client = Client(scheduler, timeout=_PATIENCE, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise WorkerError(
+            f"no Dask scheduler answers at {scheduler} ({error}). Start one with dask scheduler, which "
+            "prints its address."
+        ) from error
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=_PATIENCE)
+        except TimeoutError as error:
+            raise WorkerError(
+                f"the Dask scheduler at {scheduler} has no workers. Start some with: dask worker {scheduler}"
+            ) from error
+        executor = client.get_executor(pure=False)
+        executor.workers = len(client.nthreads())
+        yield executor

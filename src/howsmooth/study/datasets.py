@@ -1,0 +1,297 @@
+"""Read the inputs of a study (texts, images, audio and others), and cut them into sequences for a model.
+
+Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.datasets` reads images,
+audio, token ids and embedded tokens. For all of them, this module decides where the sequences lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from howsmooth import texts
+from howsmooth.study.plan import InputSpec
+from howsmooth.study.sequence_placement import Sequences, arrange, draw_distinct
+
+__all__ = [
+    "DataSource",
+    "Feed",
+    "Inputs",
+    "SequenceData",
+    "TextFeed",
+    "feed_of",
+    "open_data",
+    "sequence_starts",
+    "token_pieces",
+]  # fmt: skip
+
+
+Inputs = torch.Tensor | dict[str, torch.Tensor]
+"""The inputs of a model: token ids of shape (batch, n), or tensors by argument name."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """A text, or a file or folder of other inputs, that was read.
+
+    Attributes
+    ----------
+    kind
+        One of :data:`howsmooth.study.plan.KINDS`.
+    name, source, digest
+        Its name, a description of where it comes from, and its SHA-256, as the store records them.
+    size
+        The number of characters, tokens, images or audio samples.
+    content
+        The text; empty for other kinds.
+    opened
+        The opened input of :mod:`howsmooth.models.datasets`; ``None`` for a text.
+
+    """
+
+    kind: str
+    name: str
+    source: str
+    digest: str
+    size: int
+    content: str = field(default="", repr=False)
+    opened: Any = field(default=None, repr=False)
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """A data source prepared for one model: it knows the possible lengths, and makes the model's inputs."""
+
+    @property
+    def count(self) -> int:
+        """The number of tokens, frames or images of the source for this model."""
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...] | None:
+        """The (first token, number of tokens) of each part that windows may lie in; None for whole inputs.
+
+        Images are whole inputs: they are not cut into windows.
+        """
+
+    @property
+    def beyond(self) -> int:
+        """The number of tokens beyond its end that a window also occupies."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The possible lengths; empty if every length is possible."""
+
+    @property
+    def usual(self) -> tuple[int, ...]:
+        """The lengths to measure if the user asks for none; empty if the model does not determine them."""
+
+    @property
+    def preparation(self) -> str:
+        """A description of how the source becomes inputs of the model."""
+
+    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
+        """Return the model's inputs for some sequences of n tokens.
+
+        ``starts`` holds the first token of each sequence, or the number of each image.
+        """
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return a label for each token of a sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextFeed:
+    """A tokenised text, from which windows are cut.
+
+    ``places`` holds the index of the first character of each token in the text. It is empty if the tokenizer
+    does not report these positions.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    content: str
+    tokenizer: Any
+    preparation: str
+
+    beyond = 0
+    lengths: tuple[int, ...] = ()
+    usual: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of tokens of the text."""
+        return len(self.tokens)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The whole text as the one part that windows may lie in."""
+        return ((0, self.count),)
+
+    def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
+        """Return token ids of shape (batch, n)."""
+        return torch.stack([self.tokens[start : start + n] for start in starts])
+
+    def words(self, start: int, n: int) -> tuple[str, ...]:
+        """Return the piece of the text that belongs to each token of a sequence.
+
+        If the tokenizer does not report positions, return the decoded form of each token instead.
+        """
+        if not len(self.places):
+            return tuple(self.tokenizer.decoded(self.tokens[start : start + n].tolist()))
+        # Include the token after the last: its first character is the end of the last piece.
+        return tuple(token_pieces(self.content, self.places[: start + n + 1].tolist(), start, n))
+
+    def place(self, start: int) -> int | None:
+        """Return the index of the first character of a sequence; None if the tokenizer does not report it."""
+        return int(self.places[start]) if len(self.places) else None
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceData:
+    """The inputs of some sequences, and the token labels of the first sequence, as sent to a worker process.
+
+    ``arrays`` maps the names of the model's inputs to NumPy arrays; a single input has an empty name. NumPy
+    is used because PyTorch sends tensors between processes through shared memory, with one open file for
+    each.
+    """
+
+    arrays: Mapping[str, Any]
+    place: int | None
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, feed: Feed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
+        """Return the data of the sequences that begin at ``starts``.
+
+        With ``worded`` they include the token labels of the first sequence.
+        """
+        inputs = feed.inputs(starts, n)
+        named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
+        arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
+        place = feed.place(starts[0]) if worded and isinstance(feed, TextFeed) else None
+        return cls(arrays, place, feed.words(starts[0], n) if worded else ())
+
+    def inputs(self, device: str) -> Inputs:
+        """Return the inputs as tensors on a device."""
+        tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
+        return tensors.get("", tensors)
+
+
+def open_data(spec: InputSpec) -> DataSource:
+    """Read a text, or another input, that the user asked for."""
+    if spec.kind == "text":
+        text = texts.load_text(spec.places[0])
+        return DataSource("text", text.name, text.source, text.digest, len(text.content), text.content)
+    from howsmooth.models.datasets import open_input  # imports transformers, which takes seconds
+
+    opened = open_input(spec.kind, spec.places)
+    return DataSource(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
+
+
+def dataset_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
+    """Prepare a data source for a model.
+
+    Parameters
+    ----------
+    source
+        The data source.
+    model
+        The loaded model.
+    layers
+        The layers that will be captured.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the model takes another kind of input.
+
+    """
+    if source.kind != "text":
+        from howsmooth.models import datasets
+
+        feed: Feed = datasets.dataset_of(source.opened, model, layers)
+        return feed
+    tokens, places = model.tokenizer.located(source.content)
+    return TextFeed(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(places, dtype=torch.int64),
+        source.content,
+        model.tokenizer,
+        model.tokenizer_source,
+    )
+
+
+def sequence_starts(
+    feed: Feed, lengths: Iterable[int], samples: int, seed: int, held: Sequences
+) -> dict[tuple[int, int], int]:
+    """Return where the sequences of a study lie in a data source.
+
+    Windows do not overlap; :func:`howsmooth.study.sequence_placement.arrange` places them. Images are drawn
+    in random order, and the same images serve for every length.
+
+    Parameters
+    ----------
+    feed
+        The data source, prepared for a model.
+    lengths, samples, seed, held
+        The arguments of :func:`~howsmooth.study.sequence_placement.arrange`.
+
+    Returns
+    -------
+    dict
+        For each (length, sample), the first token of the window or the number of the image.
+
+    Raises
+    ------
+    ValueError
+        If the sequences do not fit into the source.
+
+    """
+    if feed.parts is None:
+        if samples > feed.count:
+            raise ValueError(f"it holds {feed.count} inputs, fewer than {samples} samples")
+        drawn = draw_distinct(samples, feed.count, seed)
+        return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
+    beyond = feed.beyond
+    room = {(n + beyond, sample): start for (n, sample), start in held.items()}
+    placed = arrange(feed.count, [n + beyond for n in lengths], samples, seed, room, feed.parts)
+    return {(n - beyond, sample): start for (n, sample), start in placed.items()}
+
+
+def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
+    """Cut the text of a sequence into one piece for each token.
+
+    Parameters
+    ----------
+    content
+        The whole text.
+    places
+        The index of the first character of each token in the text.
+    first, n
+        The first token of the sequence, and its number of tokens.
+
+    Returns
+    -------
+    list of str
+        The pieces. Joined, they are the text from the first token up to the token after the last. Characters
+        that the tokenizer drops between two tokens, such as a space, belong to the first of the two. If
+        several tokens share one character, it belongs to the first, and the pieces of the others are empty.
+
+    """
+    # Make the cuts monotone from the end: a tokenizer may report positions out of order.
+    ends = [len(content)]
+    for place in reversed(places[first : first + n + 1]):
+        ends.append(min(ends[-1], place))
+    cuts = ends[::-1]
+    if first + n < len(places):
+        cuts.pop()  # the end of the text, which lies beyond the token after the sequence
+    found = []
+    done = cuts[0]
+    for index in range(n):
+        end = next((cut for cut in cuts[index + 1 :] if cut > cuts[index]), cuts[-1])
+        found.append(content[done:end])
+        done = max(done, end)
+    return found

@@ -1,0 +1,97 @@
+"""Split a table by layer and head, fit their exponents, and draw an overview with a panel for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_panels
+from howsmooth.study.text_formatting import decimal, place_in_words
+
+__all__ = ["Part", "draw_overview", "parts_of", "range_of_exponents"]
+
+_FEW_COLUMNS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The rows of one layer, or of one head of it, with the fitted exponent."""
+
+    layer: int
+    head: int | None
+    rows: pd.DataFrame
+    fit: Exponent
+
+    @property
+    def name(self) -> str:
+        """The layer and head in words."""
+        return place_in_words(self.layer, self.head)
+
+    @property
+    def stem(self) -> list[str]:
+        """The layer and head as parts of a file name."""
+        return [f"layer-{self.layer:02d}", *([] if self.head is None else [f"head-{self.head:02d}"])]
+
+
+def parts_of(table: pd.DataFrame, value: str) -> list[Part]:
+    """Split a table by layer and head, and fit the exponents of the constants in the column ``value``."""
+    parts = []
+    for _, rows in table.groupby(["layer", "head"], dropna=False, sort=True):
+        layer, head = rows["layer"].iloc[0], rows["head"].iloc[0]
+        n, values, converged = (rows[name].to_numpy() for name in ("n", value, "converged"))
+        fit = fit_exponent(n, values, converged)
+        parts.append(Part(int(layer), None if pd.isna(head) else int(head), rows, fit))
+    return parts
+
+
+def draw_overview(
+    parts: Sequence[Part], draw: Callable[[Axes, Part], None], unit: str, most_columns: int
+) -> Figure:
+    """Draw a small panel for each layer or head, with its exponent.
+
+    Parameters
+    ----------
+    parts
+        The layers or heads.
+    draw
+        A function that draws one of them on given axes, and sets the limits.
+    unit
+        What the length counts, such as "tokens".
+    most_columns
+        The largest number of heads side by side; layers are drawn in at most four columns.
+
+    """
+    heads = len({part.head for part in parts})
+    columns = min(heads, most_columns) if heads > 1 else min(len(parts), _FEW_COLUMNS)
+    width = 2.3 if columns <= _FEW_COLUMNS else 1.7
+    figure, axes = new_panels(len(parts), columns, (width, 2.0), (1.6, 1.3), shared=True)
+    for axis, part in zip(axes, parts, strict=True):
+        draw(axis, part)
+        axis.set_title(part.name, pad=4)
+        axis.text(
+            0.04,
+            0.96,
+            "no exponent" if part.fit.note else f"{decimal(part.fit.slope, 2)} {part.fit.ends(2)}",
+            transform=axis.transAxes,
+            va="top",
+            fontsize=8.5 if columns <= 8 else 7.5,
+            color=GREY if part.fit.note else FIT_COLOUR,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
+        )
+    for axis in axes[-columns:]:
+        axis.set_xlabel(f"length n ({unit})")
+    figure.supylabel("local Lipschitz constant", fontsize=10)
+    return figure
+
+
+def range_of_exponents(parts: Sequence[Part]) -> str:
+    """Return a sentence with the smallest and the largest exponent."""
+    found = [part.fit.slope for part in parts if not part.fit.note]
+    if not found:
+        return "No exponent could be fitted."
+    return f"Fitted exponents from {decimal(min(found), 2)} to {decimal(max(found), 2)}."

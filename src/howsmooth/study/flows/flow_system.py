@@ -1,0 +1,256 @@
+"""Load the system of a flow: the maps that move the tokens, and the tokens at the start."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, TokenMap
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.parameter_files import is_parameter_file
+from howsmooth.study.attention_sources import AttentionSource, ModelSource, SourceLayer, open_attention_source
+from howsmooth.study.flows.initial_tokens import DRAWN, draw_tokens, kind_of_start, onto_sphere, read_tokens
+from howsmooth.study.flows.named_systems import SYSTEMS, build_system
+from howsmooth.study.flows.plan import FlowPlan
+from howsmooth.study.plan import SourcePlan
+
+__all__ = ["System", "load_system"]
+
+_TOKENS, _DIMENSION = 40, 2
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """The maps of a flow, and the tokens at the start.
+
+    Attributes
+    ----------
+    label
+        The name of the system in results.
+    title
+        A phrase that describes the system.
+    text
+        The name of the text from which the tokens come; empty if they come from no text.
+    maps
+        One map, or the layers of a model in sequence.
+    start
+        Where the tokens come from: ``gaussian``, ``sphere``, ``given`` by the source, or the path of a file.
+    x
+        The tokens at the start, of shape (n, d) in float64.
+    radius
+        The radius of the sphere, or the standard deviation of Gaussian tokens.
+    origin
+        What identifies the parameters: the name of a system, or a digest.
+    norms
+        Whether the norm layers of a model take part; ``None`` if there is no model.
+
+    """
+
+    label: str
+    title: str
+    text: str
+    maps: tuple[TokenMap, ...]
+    start: str
+    x: Tensor
+    radius: float
+    origin: str
+    norms: bool | None = None
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers, each of which lasts one unit of time; ``None`` for one map."""
+        return len(self.maps) if len(self.maps) > 1 else None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether attention is causal, so that the order of the tokens matters."""
+        attentions = (f.outer if isinstance(f, Compose) else f for f in self.maps)
+        return any(getattr(f, "causal", False) for f in attentions)
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of ``origin`` and of the tokens."""
+        return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties that all frames of one store share, apart from the plan."""
+        return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
+
+
+def load_system(plan: FlowPlan) -> System:
+    """Build a named system, read a parameter file or load a model, and prepare the tokens at the start.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the system cannot be loaded, or the start does not fit it.
+
+    """
+    system = _named(plan) if plan.source in SYSTEMS else _found(plan)
+    if plan.closure and system.start != "gaussian":
+        raise ArgumentError(
+            "closure", expected="tokens drawn with --start gaussian", got=f"--start {plan.start}"
+        )
+    for name in ("closure", "rescale"):
+        if getattr(plan, name) and system.layers is not None:
+            raise ArgumentError(
+                name,
+                expected="one layer",
+                got=f"{system.layers} layers in sequence",
+                remedy=f"Choose one with --layers, or leave --{name} out.",
+            )
+    return system
+
+
+def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
+    """Move the tokens onto the sphere if the plan asks for one; return them with the radius."""
+    if not plan.sphere:
+        return x, plan.radius
+    radius = plan.radius if start in DRAWN else float(x.square().sum(dim=1).mean().sqrt())
+    return onto_sphere(x, radius), radius
+
+
+# ---- Named systems
+
+
+def _named(plan: FlowPlan) -> System:
+    of_models = ("--layers", "--random-init", "--as-decoder", "--norms")
+    asked = (bool(plan.layers.items), plan.random_init, plan.as_decoder, plan.norms)
+    for option, on in zip(of_models, asked, strict=True):
+        if on:
+            raise ArgumentError("source", expected=f"a model with {option}", got=f"the system {plan.source}")
+    if plan.attention == "sinkhorn" and plan.causal:
+        raise ArgumentError(
+            "causal",
+            expected="softmax or l2 attention, because causal weights cannot be doubly stochastic",
+            got="sinkhorn",
+        )
+    start = kind_of_start(plan)
+    if start in DRAWN:
+        x = draw_tokens(plan, start, plan.tokens or _TOKENS, plan.dimension or _DIMENSION)
+    else:
+        x = read_tokens(plan, Path(start))
+    title = f"{SYSTEMS[plan.source].title}; {plan.attention} attention"
+    title += f"{', causal' if plan.causal else ''}{'' if plan.beta == 1 else f', β = {plan.beta:g}'}"
+    maps = (build_system(plan, x.shape[1]),)
+    return System(plan.source, title, "", maps, start, *_placed(plan, start, x), plan.source)
+
+
+# ---- Parameter files and models
+
+
+def _found(plan: FlowPlan) -> System:
+    """Return the system of a parameter file or a model."""
+    for name, left in (("attention", "softmax"), ("causal", False), ("beta", 1.0), ("dimension", None)):
+        if getattr(plan, name) != left:
+            raise ArgumentError(
+                name,
+                expected=f"a named system ({', '.join(SYSTEMS)}) with --{name}",
+                got=repr(plan.source),
+                remedy="The attention of a model or file cannot be changed by this option.",
+            )
+    of_file = is_parameter_file(plan.source)
+    if of_file and plan.norms:
+        raise ArgumentError(
+            "source", expected="a model with --norms", got=f"the parameter file {plan.source!r}"
+        )
+    source = open_attention_source(_request(plan))
+    start = kind_of_start(plan, _own(plan, source, of_file=of_file))
+    read = None if start in (*DRAWN, "given") else read_tokens(plan, Path(start))
+    length = _length(plan, source, start) if read is None else int(read.shape[0])
+    found = _layers(plan, source, length)
+    x = _tokens(plan, start, read, found[0], length)
+    maps = tuple(one.map.to(dtype=torch.float64) for one in found)
+    title = maps[0].describe()
+    if not of_file:
+        where = found[0].place if len(maps) == 1 else f"{len(maps)} layers in sequence"
+        title = f"{where}, {'with' if plan.norms else 'without'} norm layers; {title}"
+    text = source.text if start == "given" else ""
+    norms = None if of_file else plan.norms
+    placed = _placed(plan, start, x)
+    return System(source.label, title, text, maps, start, *placed, source.fingerprint, norms)
+
+
+def _request(plan: FlowPlan) -> SourcePlan:
+    return SourcePlan(
+        source=plan.source,
+        text=plan.text,
+        layers=plan.layers,
+        random_init=plan.random_init,
+        as_decoder=plan.as_decoder,
+        seed=plan.seed,
+    )
+
+
+def _own(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
+    """Return the word for a source's own tokens, ``text`` or ``file``; empty if a file has none.
+
+    Refuse a start from the tokens of a file that has none.
+    """
+    word = "file" if of_file else "text"
+    if source.longest is not None:
+        return word
+    if plan.start == word:
+        raise ArgumentError(
+            "start",
+            expected="a file with tokens X",
+            got=f"{plan.source!r} without",
+            remedy="Choose a --start.",
+        )
+    return ""
+
+
+def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
+    """Return the number of tokens, if they are not read from a file of tokens."""
+    if start != "given":
+        return plan.tokens or _TOKENS
+    length = plan.tokens or source.usual_length or _TOKENS
+    if source.longest is not None and length > source.longest:
+        raise ArgumentError("tokens", expected=f"at most {source.longest}", got=str(length))
+    return length
+
+
+def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[SourceLayer]:
+    """Return the velocity map of each layer: attention alone, or attention after its norm layer."""
+    if not plan.norms or not isinstance(source, ModelSource):
+        found = [SourceLayer(one.layer, "", one.attention, one.x) for one in source.attentions(length)]
+        f = found[0].map
+        if f.d != f.d_out:
+            raise ArgumentError(
+                "source",
+                expected="attention whose values have the dimension of its tokens, or with an output matrix",
+                got=f"d = {f.d} and d_out = {f.d_out} in {plan.source!r}",
+            )
+        return found
+    try:
+        found = source.blocks(length)
+    except CaptureError as error:
+        raise CaptureError(f"{error} Leave --norms out to use attention alone.") from error
+    for one in found:
+        if one.layout != "pre-norm":
+            raise ArgumentError(
+                "norms",
+                expected="pre-norm layers, X + f(N(X)), which are steps of a flow",
+                got=f"the {one.layout} {one.place} of {plan.source!r}",
+                remedy="Leave --norms out; --sphere with --method residual normalises after each step.",
+            )
+    return found
+
+
+def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
+    """Return the tokens at the start: drawn, read from a file, or those of the source."""
+    d = first.map.d
+    if start in DRAWN:
+        return draw_tokens(plan, start, length, d)
+    if read is None:
+        if first.x is None:
+            raise ArgumentError("tokens", expected="the number of tokens of the file", got=str(length))
+        return first.x.double()
+    if read.shape[1] != d:
+        raise ArgumentError("start", expected=f"tokens (n, {d})", got=f"shape {tuple(read.shape)}")
+    return read

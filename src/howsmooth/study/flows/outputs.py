@@ -1,0 +1,268 @@
+"""Write the outputs of a flow beside its store: trajectory, metrics, a figure and an animation."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float64
+from torch import Tensor
+
+from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
+from howsmooth.study.figures.flow_animation import animate_flow
+from howsmooth.study.figures.flow_view import FlowView
+from howsmooth.study.figures.flows import draw_flow
+from howsmooth.study.flows.flow_system import System
+from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, frames
+from howsmooth.study.flows.plan import FlowPlan
+from howsmooth.study.output_files import write_table, written_beside
+from howsmooth.study.progress import SILENT, Listener
+from howsmooth.study.records import GrowthRow
+from howsmooth.study.store import Store
+from howsmooth.study.text_formatting import readable
+
+__all__ = ["FlowOutputs", "measure_frames", "view_of", "write_flow_outputs"]
+
+_PART_OF_SPREAD = 0.05
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class FlowOutputs:
+    """The files written by :func:`write_flow_outputs`, and the tables in them.
+
+    Attributes
+    ----------
+    metrics
+        One row for each frame, from :func:`measure_frames`.
+    growth
+        The growth of perturbations at some times; empty if it was not measured.
+    tolerance
+        The distance below which tokens are in one cluster.
+    figures
+        The paths of the figure as PNG and PDF.
+    animation
+        The path of the animation, if there is one.
+    trajectory, table
+        The paths of ``trajectory.npz`` and ``metrics.csv``.
+
+    """
+
+    metrics: pd.DataFrame
+    growth: pd.DataFrame
+    tolerance: float
+    figures: tuple[Path, Path]
+    animation: Path | None
+    trajectory: Path
+    table: Path
+
+
+def write_flow_outputs(
+    folder: Path, plan: FlowPlan, system: System, listener: Listener = SILENT
+) -> FlowOutputs:
+    """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
+
+    Parameters
+    ----------
+    folder
+        The folder with the store.
+    plan, system
+        The plan and the system of the flow.
+    listener
+        The listener that is told the progress.
+
+    Raises
+    ------
+    StoreError
+        If the store cannot be read or a file cannot be written.
+
+    """
+    with written_beside(folder, "frames"):
+        with Store.open(folder, write=False) as store:
+            listener.phase("Measuring clusters")
+            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(frame_at(store, 0).x)
+            metrics = measure_frames(store, tolerance, plan.beta, listener)
+            growth = store.table(GrowthRow, ["time"])[list(GrowthRow.columns())]
+            trajectory = _write_trajectory(store, folder / "trajectory.npz")
+            view = view_of(store, plan, system, metrics, tolerance)
+        table = write_table(metrics, folder, "metrics.csv")
+        if len(growth):
+            write_table(growth, folder, "growth.csv")
+        listener.phase("Drawing")
+        figures = draw_flow(view, folder)
+        moving = animate_flow(view, folder, plan.animation, listener)
+    return FlowOutputs(metrics, growth, tolerance, figures, moving, trajectory, table)
+
+
+# ---- Metrics
+
+
+def measure_frames(store: Store, tolerance: float, beta: float, listener: Listener) -> pd.DataFrame:
+    """Measure how far the tokens of each frame have clustered.
+
+    Parameters
+    ----------
+    store
+        The store of the flow.
+    tolerance
+        The distance below which tokens are in one cluster.
+    beta
+        The inverse temperature β of the interaction energy.
+    listener
+        The listener that is told how many frames are measured.
+
+    Returns
+    -------
+    DataFrame
+        One row for each frame. ``time`` is its time, and ``clusters`` the number of clusters.
+        ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
+        :func:`howsmooth.dynamics.log_interaction_energy` with A = I. ``spread`` is the root mean square
+        distance of the tokens from their mean. ``to_last`` is the root mean square distance of each token
+        from its position in the last frame, an upper bound on the distance W₂ to that frame. ``evaluations``
+        and ``seconds`` are those of the frame.
+
+    """
+    count = count_frames(store)
+    last = frame_at(store, count - 1).x
+    rows = []
+    for frame in frames(store):
+        rows.append(
+            {
+                "time": frame.time,
+                "clusters": int(cluster_labels(frame.x, tolerance).max()) + 1,
+                "effective_rank": effective_rank(frame.x),
+                "log_energy": log_interaction_energy(frame.x, beta=beta),
+                "spread": _spread(frame.x),
+                "to_last": _distance(frame.x, last),
+                "evaluations": frame.evaluations,
+                "seconds": frame.seconds,
+            }
+        )
+        listener.advance(float(len(rows)), float(count), f"{len(rows)} of {count}")
+    return pd.DataFrame(rows)
+
+
+def _spread(x: Float64[Tensor, "n d"]) -> float:
+    """Return the root mean square distance of tokens from their mean."""
+    return _distance(x, x.mean(dim=0).expand_as(x))
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    # Scale before squaring: squares of numbers beyond 1e154 overflow.
+    difference = (x - y).numpy()
+    size = float(np.abs(difference).max())
+    if size == 0 or not math.isfinite(size):
+        return size
+    return size * float(np.sqrt(np.square(difference / size).sum(axis=1).mean()))
+
+
+# ---- The trajectory
+
+
+def _write_trajectory(store: Store, path: Path) -> Path:
+    """Write ``times`` and ``states`` to an ``.npz`` file, and ``mean`` and ``covariance`` if they exist."""
+    partial = path.with_name(f".{path.name}.partial")
+    with zipfile.ZipFile(partial, "w") as archive:
+        for name, first in _numbers(frame_at(store, 0)).items():
+            # Without a date, the same flow gives the same file. Writing frame by frame saves memory.
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                shape = (count_frames(store), *first.shape)
+                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for frame in frames(store):
+                    file.write(_numbers(frame)[name].astype("<f8").tobytes())
+    partial.replace(path)
+    return path
+
+
+def _numbers(frame: Frame) -> dict[str, Float64[np.ndarray, "..."]]:
+    found = {"times": np.array(frame.time), "states": frame.x.numpy()}
+    if frame.mean is not None and frame.covariance is not None:
+        found |= {"mean": frame.mean.numpy(), "covariance": frame.covariance.numpy()}
+    return found
+
+
+# ---- The view to draw
+
+
+def view_of(
+    store: Store, plan: FlowPlan, system: System, metrics: pd.DataFrame, tolerance: float
+) -> FlowView:
+    """Return the view of a flow: up to three coordinates are all shown, else two principal directions."""
+    d = system.x.shape[1]
+    if d <= _MOST_SHOWN:
+        basis, names = np.eye(d), tuple(f"coordinate {i + 1}" for i in range(d))
+    else:
+        basis, share = _principal(frames(store), d)
+        names = tuple(f"principal direction {i + 1} ({100 * part:.0f} %)" for i, part in enumerate(share))
+    points, means, covariances = [], [], []
+    for frame in frames(store):
+        points.append(frame.x.numpy() @ basis)
+        if frame.mean is not None and frame.covariance is not None:
+            means.append(frame.mean.numpy() @ basis)
+            covariances.append(basis.T @ frame.covariance.numpy() @ basis)
+    growth = store.table(GrowthRow, ["time"])
+    last = frame_at(store, len(points) - 1).x
+    return FlowView(
+        title=f"{readable(system.label)}: {system.title}",
+        below=_below(store, plan, system),
+        times=metrics["time"].to_numpy(),
+        points=np.stack(points),
+        axes=names,
+        metrics=_shown(plan, metrics, tolerance),
+        ordered=system.in_order,
+        clusters=cluster_labels(last, tolerance).numpy(),
+        mean=np.stack(means) if means else None,
+        covariance=np.stack(covariances) if covariances else None,
+        sphere=system.radius if plan.sphere and d in (2, 3) else None,
+        growth=growth if len(growth) else None,
+    )
+
+
+def _below(store: Store, plan: FlowPlan, system: System) -> str:
+    n, d = system.x.shape
+    words = [f"{n} tokens in dimension {d}", plan.method]
+    if plan.step is not None:
+        words[-1] += f", step {plan.step:g}"
+    if plan.sphere:
+        words.append("on a sphere")
+    if plan.rescale:
+        words.append("rescaled by exp(\N{MINUS SIGN}tV)")
+    ended = ending(store)
+    if ended is not None:
+        words.append(f"{ended.status} at t = {ended.lower:.4g}")
+    return "; ".join(words)
+
+
+def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFrame:
+    """Return the metrics to draw, with titles as column names."""
+    words = {"clusters": f"clusters (nearer than {tolerance:.3g})"}
+    if plan.sphere:
+        words["log_energy"] = "log of the interaction energy"
+    else:
+        words["spread"] = "distance from the mean (rms)"
+    words["effective_rank"] = "effective rank"
+    return metrics[list(words)].rename(columns=words)
+
+
+def _principal(
+    all_frames: Iterator[Frame], d: int
+) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
+    """Return the two principal directions of the tokens, each frame weighted alike, and their shares."""
+    tiny = np.finfo(np.float64).tiny
+    total = np.zeros((d, d))
+    for frame in all_frames:
+        x = frame.x.numpy()
+        x = x / max(float(np.abs(x).max()), tiny)
+        x = x - x.mean(axis=0)
+        spread = x.T @ x
+        total += spread / max(float(np.trace(spread)), tiny)
+    values, vectors = np.linalg.eigh(total)
+    basis = vectors[:, ::-1][:, :2]
+    basis = basis * np.sign(basis[np.abs(basis).argmax(axis=0), [0, 1]])
+    return basis, values[::-1][:2] / max(float(values.sum()), tiny)

@@ -1,0 +1,34 @@
+"""Load the templates and styles that the HTML pages share, and compute their content digests."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+import jinja2
+
+__all__ = ["digest", "style_sheet", "templates_of"]
+
+_BASE = Path(__file__).parent / "templates" / "page.css"
+
+
+def templates_of(package: str) -> jinja2.Environment:
+    """Return the jinja environment of a package: values are escaped, undefined variables are errors."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(package),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def style_sheet(own: str) -> str:
+    """Return the shared style sheet followed by a page's own rules, which then take precedence."""
+    return _BASE.read_text(encoding="utf-8") + own
+
+
+def digest(content: str) -> str:
+    """Return the SHA-256 digest of a script or style as a content security policy writes it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

@@ -1,0 +1,72 @@
+"""Write the files beside a store. A reader sees the old file or the new one, never a part of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+
+from howsmooth.errors import StoreError
+
+__all__ = ["csv_of", "replace_file", "write_table", "written_beside"]
+
+
+@contextmanager
+def written_beside(folder: Path, kept: str) -> Iterator[None]:
+    """Turn an OSError in the context into a StoreError that says the rows in the store are safe.
+
+    Parameters
+    ----------
+    folder
+        The folder of the store.
+    kept
+        The name of the rows in the store, such as "measurements".
+
+    Raises
+    ------
+    StoreError
+        In place of an OSError.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or folder} cannot be written: {error.strerror}. The {kept} are saved in "
+            f"{folder}. Make it writable or free disk space, and run the same command again."
+        ) from error
+
+
+def csv_of(table: pd.DataFrame) -> str:
+    """Return a table as CSV text."""
+    return table.to_csv(index=False, lineterminator="\n")
+
+
+def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Write a table as a CSV file into a folder, which is created if needed, and return its path.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be written.
+
+    """
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, csv_of(table))
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
+    return path
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a text file, replacing an existing file in one step."""
+    partial = path.with_name(f".{path.name}.partial")
+    # File names that are not UTF-8 become lone surrogates in Python, which UTF-8 cannot encode.
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
+    partial.replace(path)

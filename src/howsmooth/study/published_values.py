@@ -1,0 +1,83 @@
+"""Read the values of the paper's published code from a store, and fit their exponents.
+
+Each quantity stands beside the corrected constant of the same sequence. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from howsmooth.study.exponents import fit_exponent
+from howsmooth.study.records import PublishedValue
+from howsmooth.study.store import Store
+
+__all__ = ["CORRECTED", "PUBLISHED", "compare", "quantities", "read_rows"]
+
+CORRECTED, PUBLISHED = "corrected", "as published"
+
+_FIT = ("slope", "low", "high", "quarter", "intercept", "n_points", "n_min", "n_max", "note")
+_COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
+
+
+def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the quantities to measure for some items of the published code.
+
+    Returns
+    -------
+    dict
+        Each quantity's name with its items: the corrected constant (no item), each item alone, and all items
+        together.
+
+    """
+    single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
+    return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
+
+
+def read_rows(folder: Path) -> pd.DataFrame:
+    """Read the published values of the store in a folder, with the columns of ``published.csv``.
+
+    Raises
+    ------
+    StoreError
+        If there is no store, or it cannot be read.
+
+    """
+    with Store.open(folder, write=False) as store:
+        return store.contents().published[list(PublishedValue.columns())]
+
+
+def compare(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit the exponent of every quantity of every layer.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row for each model, text, layer and quantity, the quantities in the order in which they were
+        measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected
+        constant. Corrected constants that did not converge are left out of the fits. Values of the published
+        iteration are never left out, since the published code does not check whether it converged.
+
+    """
+    table = []
+    for (model, text, layer), family in rows.groupby(["model", "text", "layer"], sort=True):
+        right = family[family["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
+        for (quantity, items), group in family.groupby(["quantity", "items"], sort=False):
+            usable = (group["settled"] | group["lower"].isna()) & np.isfinite(group["lipschitz"])
+            fit = fit_exponent(group["n"].to_numpy(), group["lipschitz"].to_numpy(), usable.to_numpy())
+            ratio = group.set_index(["n", "sample"])["lipschitz"] / right
+            table.append(
+                {
+                    "model": model,
+                    "text": text,
+                    "layer": layer,
+                    "quantity": quantity,
+                    "items": items,
+                    **{name: getattr(fit, name) for name in _FIT},
+                    "ratio": float(ratio.median()),
+                }
+            )
+    return pd.DataFrame(table, columns=list(_COLUMNS))

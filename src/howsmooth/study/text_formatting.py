@@ -1,0 +1,102 @@
+"""Format names, numbers and phrases for file names and for messages.
+
+Names of models, texts and files come from the user and may contain any characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+__all__ = [
+    "amount_in_words",
+    "decimal",
+    "encodable",
+    "file_stem",
+    "kind_in_words",
+    "mask_in_words",
+    "place_in_words",
+    "readable",
+    "sentence",
+    "unit_in_words",
+]
+
+_KINDS = {"tokens": "token ids", "embeddings": "embedded tokens"}
+_UNITS = {"images": "tokens: patches of the image", "audio": "tokens: frames of the audio"}
+_AMOUNTS = {
+    "text": "characters", "tokens": "token ids", "embeddings": "embedded tokens", "audio": "audio samples"
+}  # fmt: skip
+
+_LONGEST_STEM = 120
+# Names reserved by Windows, with any suffix.
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
+_LONGEST_NAME = 60
+
+
+def file_stem(*parts: str) -> str:
+    """Make a file name without suffix from some parts.
+
+    If characters have to be replaced or cut, a short digest is added, so that different parts never give the
+    same file name.
+    """
+    # Parts that contain the separator "--" could give the same name as other parts, so quote them.
+    ambiguous = len(parts) > 1 and any("--" in part or part[:1] == "-" or part[-1:] == "-" for part in parts)
+    words = repr(parts) if ambiguous else "--".join(parts)
+    plain = unicodedata.normalize("NFKD", words).encode("ascii", "ignore").decode().lower()
+    slug = re.sub(r"[^a-z0-9.-]+", "-", plain).strip("-.")[:_LONGEST_STEM]
+    if _DEVICE.fullmatch(slug):
+        slug = f"x-{slug}"
+    if slug and slug == words:
+        return slug
+    return f"{slug}-{hashlib.sha256(words.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}".lstrip("-")
+
+
+def encodable(words: str) -> str:
+    """Replace lone surrogates, by which Python represents undecodable bytes of file names, by escapes."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def decimal(value: float, digits: int) -> str:
+    """Format a number with fixed digits, a true minus sign, and no negative zero."""
+    return f"{value:z.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def sentence(words: str) -> str:
+    """Make a sentence of a phrase: start with a capital letter and end with a full stop."""
+    words = words.strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+
+
+def kind_in_words(kind: str) -> str:
+    """Return a noun for a kind of input, such as "token ids"."""
+    return _KINDS.get(kind, kind)
+
+
+def unit_in_words(kind: str) -> str:
+    """Return what the length of a sequence counts for a kind of input, such as "tokens"."""
+    return _UNITS.get(kind, "tokens")
+
+
+def amount_in_words(kind: str, amount: int) -> str:
+    """Return the size of an input with its unit, such as "1000 characters"."""
+    return f"{amount} {_AMOUNTS.get(kind, kind)}"
+
+
+def place_in_words(layer: int, head: int | None) -> str:
+    """Return "layer 3", or "layer 3, head 1"."""
+    return f"layer {layer}" + ("" if head is None else f", head {head}")
+
+
+def mask_in_words(masking: str) -> str:
+    """Return the name of a mask, with "unmasked" for no mask."""
+    return "unmasked" if masking == "none" else masking
+
+
+def readable(words: str, longest: int = _LONGEST_NAME) -> str:
+    """Replace control and direction characters, and shorten long text in the middle."""
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+    if len(plain) <= longest:
+        return plain
+    half = (longest - 3) // 2
+    return f"{plain[:half]}...{plain[-half:]}"
