@@ -191,7 +191,7 @@ def open_data(spec: InputSpec) -> DataSource:
     return DataSource(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
 
 
-def dataset_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
+def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
     """Prepare a data source for a model.
 
     Parameters
