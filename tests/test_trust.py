@@ -397,7 +397,7 @@ def nothing_above(root: Path) -> None:
 def test_names_of_models_and_texts_in_studies(root: Path, model: str, text: str) -> None:
     made, _ = make_tools(models={model: SmallModel()}, texts={text: words(400)})
     if "\0" in model + text:  # no file system has it, and no plan takes it
-        with pytest.raises(ArgumentError, match="expected words"):
+        with pytest.raises(ArgumentError, match="expected a non-empty string"):
             make_plan(models=(ModelSpec(model),), texts=(text,))
         return
     plan = make_plan(models=(ModelSpec(model),), texts=(text,), lengths=(2, 4), samples=2)

@@ -25,15 +25,15 @@ from howsmooth.study.figures import draw_all
 from howsmooth.study.progress import Silent
 from howsmooth.study.published_values import compare
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
-from howsmooth.study.report import render
+from howsmooth.study.report import chart_data, render
 from howsmooth.study.report.chart_data import (
     MOST_ENERGIES,
     MOST_POINTS,
     bounds_data,
-    embedded,
-    piece,
-    scatter,
-    sensitive,
+    scatter_data,
+    script_json,
+    sensitivity_data,
+    visible_token,
 )
 from howsmooth.study.report.tables import ITEM_MEANINGS, sharpest
 from howsmooth.study.text_formatting import decimal
@@ -251,14 +251,14 @@ def test_the_plotting_library_is_the_published_one_with_its_licence(file: Path) 
     )
 )
 def test_embedded_data_are_json_and_nothing_else(value: Any) -> None:
-    written = embedded(value)
+    written = script_json(value)
     assert json.loads(written) == value
     assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", written)
 
 
 def test_numbers_that_json_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
-        embedded([math.nan])
+        script_json([math.nan])
 
 
 def test_every_item_of_the_published_code_has_a_meaning() -> None:
@@ -267,7 +267,7 @@ def test_every_item_of_the_published_code_has_a_meaning() -> None:
 
 def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:
     fits = exponents(contents.measurements)
-    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    found = scatter_data(contents.measurements, fits, contents.published, compare(contents.published))
     assert found is not None
     names = found["names"]
     drawn = {
@@ -304,10 +304,10 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
     contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_POINTS == 50_000
-    monkeypatch.setattr(numbers, "MOST_POINTS", 500)
+    monkeypatch.setattr(chart_data, "MOST_POINTS", 500)
     fits = exponents(contents.measurements)
     total = len(contents.measurements) + len(contents.published)
-    found = scatter(contents.measurements, fits, contents.published, compare(contents.published))
+    found = scatter_data(contents.measurements, fits, contents.published, compare(contents.published))
     assert found is not None
     shown = len(found["points"]["n"])
     assert 250 < shown <= 500
@@ -324,7 +324,7 @@ def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Co
         input_energy=[[1 / n] * n for n in lengths],
         output_energy=[[1 / n] * n for n in lengths],
     )
-    found = sensitive(rows)
+    found = sensitivity_data(rows)
     assert found is not None
     shown = [row["n"] for row in found["rows"]]
     assert sum(2 * n for n in shown) <= MOST_ENERGIES * 1.01
@@ -350,13 +350,13 @@ def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
 
 @given(st.text(max_size=300))
 def test_a_token_stays_in_its_place(token: str) -> None:
-    assert piece(token)
-    assert piece(token).isprintable()
-    assert len(piece(token)) <= 40
+    assert visible_token(token)
+    assert visible_token(token).isprintable()
+    assert len(visible_token(token)) <= 40
 
 
 def test_tokens_that_are_not_seen_have_a_sign() -> None:
-    assert [piece(token) for token in ("", "\n", " \t", " a\xa0b", "\u202e")] == [
+    assert [visible_token(token) for token in ("", "\n", " \t", " a\xa0b", "\u202e")] == [
         "∅",
         "↵",
         " →",

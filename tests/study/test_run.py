@@ -244,7 +244,7 @@ def test_a_second_model_is_checked_before_the_first_is_measured(tmp_path: Path) 
 def test_captures_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     tools, work = make_tools()
     wrong = replace(tools, capture=lambda *arguments, **options: tools.capture(*arguments, **options)[:-1])
-    with pytest.raises(CaptureError, match="could not be told apart"):
+    with pytest.raises(CaptureError, match="could not be assigned"):
         run(make_plan(), tmp_path / "out", wrong)
     assert work.measured == []
 
@@ -257,7 +257,7 @@ def test_a_model_that_changes_between_two_loads_is_refused(tmp_path: Path) -> No
 
     tools, _ = make_tools(models=models, before_measure=change)
     plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")))
-    with pytest.raises(ModelError, match="other changed while it was measured"):
+    with pytest.raises(ModelError, match="other changed during the study"):
         run(plan, tmp_path, tools)
     assert {row[0] for row in rows_of(tmp_path)} == {"small"}
 

@@ -312,7 +312,7 @@ def _parsed(written: str) -> float | None:
 
 
 def flag() -> Kind:
-    """Return the kind of true and false."""
+    """Return the kind of boolean values."""
 
     def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):

@@ -30,7 +30,7 @@ class TaskTimes:
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
     def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
-        """Add finished rows: the ``alike`` of their task, their length, their number and their time."""
+        """Add the time of finished rows, given the ``alike`` of their task, their length and their number."""
         before, others = self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
 

@@ -164,7 +164,7 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return the sequences with the energies of their tokens.
+    """Return the sequences with the share of each token in the leading singular vectors (its energy).
 
     Parameters
     ----------
