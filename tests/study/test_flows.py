@@ -28,7 +28,7 @@ from howsmooth.study.flows.outputs import FlowOutputs, measure_frames, view_of, 
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.flows.run import run_flow
 from howsmooth.study.plan import derive_seed
-from howsmooth.study.progress import Outcome, Silent
+from howsmooth.study.progress_listener import Outcome, Silent
 from howsmooth.study.records import Ending, GrowthRow
 from howsmooth.study.store import Store
 from tests._cases import random_attention, tokens

@@ -27,7 +27,7 @@ from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
-from howsmooth.study.sequence_placement import arrange, overlapping
+from howsmooth.study.text_windows import arrange, overlapping
 from tests._study import contents_of, make_plan, make_tools, rows_of
 
 IMAGES = InputSpec("images", ("builtin",))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from howsmooth.paper.published import ITEMS
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import draw_all
-from howsmooth.study.progress import Silent
+from howsmooth.study.progress_listener import Silent
 from howsmooth.study.published_values import compare
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
 from howsmooth.study.report import chart_data, render

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequence_placement import overlapping
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.tasks.constants import batch_size
+from howsmooth.study.text_windows import overlapping
 from tests._study import (
     FakeModel,
     Heard,

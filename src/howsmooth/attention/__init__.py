@@ -8,7 +8,7 @@ residual connections and pre-norm and post-norm blocks.
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.map import AbstractMeasure, TokenMap
-from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention

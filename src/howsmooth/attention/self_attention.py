@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.heads import HeadsAttention, in_heads
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.norms import LayerNorm, RMSNorm
+from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.attention.weighting import EarlierAtoms, Weighting

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.problem import Question
+from howsmooth.bounds.problem import Problem
 from howsmooth.bounds.selection import all_bounds
 from howsmooth.lipschitz import local_lipschitz
 
@@ -45,7 +45,7 @@ def table(
         ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
 
     """
-    question = Question.of(source, X, length, radius)
+    question = Problem.of(source, X, length, radius)
     rows: list[tuple[str, float, str, str, float, bool, str]] = []
     for bound in all_bounds(question):
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)

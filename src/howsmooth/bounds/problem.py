@@ -1,4 +1,4 @@
-"""The class ``Question``: the attention and the tokens or ball for which bounds are asked."""
+"""The class ``Problem``: the attention and the tokens or ball for which bounds are asked."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from howsmooth.bounds.norm_layers import norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["Question"]
+__all__ = ["Problem"]
 
 # The radius used when all tokens are zero, since the theorems need a positive one.
 _LEAST_RADIUS = 1e-150
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class Problem:
     """An attention, and the tokens or the ball for which bounds on its Lipschitz constant are asked.
 
     Attributes
@@ -48,7 +48,7 @@ class Question:
     @classmethod
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
-    ) -> Question:
+    ) -> Problem:
         """Return the question asked by the arguments of :func:`best` or :func:`~howsmooth.bounds.table`.
 
         Raises

@@ -53,7 +53,7 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     output_norm_upper_bound,
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.problem import Question
+from howsmooth.bounds.problem import Problem
 from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.token_upper_bounds import (
     covariance_upper_bound,
@@ -70,7 +70,7 @@ Statement = Callable[[], Bound]
 """A function without arguments that computes a bound."""
 
 
-def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
+def all_bounds(question: Problem, *, side: str | None = None) -> list[Bound]:
     """Return all bounds that apply to the attention of a question, also those whose hypotheses fail.
 
     They are local bounds at tokens X if X is given, bounds on the ball for n tokens if a length is given, and
@@ -79,7 +79,7 @@ def all_bounds(question: Question, *, side: str | None = None) -> list[Bound]:
     return [evaluate() for _, evaluate in applicable_bounds(question, side=side)]
 
 
-def applicable_bounds(question: Question, *, side: str | None = None) -> list[tuple[str, Statement]]:
+def applicable_bounds(question: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
     """Return the bounds of :func:`all_bounds` without computing them, as pairs (name, function)."""
     found: list[tuple[str, Statement]] = []
     rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
@@ -96,7 +96,7 @@ def _each(statements: Iterable[Callable[..., Bound]], *arguments: object) -> lis
     return [(statement.__name__, partial(statement, *arguments)) for statement in statements]
 
 
-def _on_the_ball(question: Question) -> list[tuple[str, Statement]]:
+def _on_the_ball(question: Problem) -> list[tuple[str, Statement]]:
     parameters = _parameters(question)
     n, radius = question.length, question.radius
     if len(parameters.heads) > 1:
@@ -118,7 +118,7 @@ def _on_the_ball(question: Question) -> list[tuple[str, Statement]]:
     return [] if n is None else _each((masked_ball_upper_bound,), head, n, radius)
 
 
-def _at_tokens(question: Question, *, rotary: bool) -> list[tuple[str, Statement]]:
+def _at_tokens(question: Problem, *, rotary: bool) -> list[tuple[str, Statement]]:
     X, attention = question.X, question.attention
     if X is None:
         return []
@@ -143,7 +143,7 @@ def _heads(attention: Head | SelfAttention) -> int:
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
-def _from_below(question: Question) -> list[tuple[str, Statement]]:
+def _from_below(question: Problem) -> list[tuple[str, Statement]]:
     parameters, n, radius = _parameters(question), question.length, question.radius
     if parameters.masking == "other":
         return []
@@ -169,7 +169,7 @@ def _from_below(question: Question) -> list[tuple[str, Statement]]:
     return found
 
 
-def _parameters(question: Question) -> Parameters:
+def _parameters(question: Problem) -> Parameters:
     return parameters_of(question.attention)
 
 
@@ -215,7 +215,7 @@ def best(
     """
     if side not in ("upper", "lower"):
         raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
-    question = Question.of(source, X, length, radius)
+    question = Problem.of(source, X, length, radius)
     if side == "lower" and question.X is not None:
         raise ArgumentError(
             "side",

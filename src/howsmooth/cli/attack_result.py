@@ -10,7 +10,7 @@ from typing import Any
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.study.attack_tables import AttackOutputs
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.progress import Outcome
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Attack, plain_rows
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable

@@ -14,7 +14,7 @@ from howsmooth.cli.terminal_output import as_json, counted, heading, paragraph, 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.outputs import Outputs
 from howsmooth.study.plan import Plan
-from howsmooth.study.progress import Outcome
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
 from howsmooth.study.text_formatting import decimal, kind_in_words, readable

@@ -16,7 +16,7 @@ from howsmooth.study.text_formatting import encodable, readable
 if TYPE_CHECKING:
     from howsmooth.study.plan import Execution, Plan
     from howsmooth.study.preparation import OpenStudy
-    from howsmooth.study.progress import Listener
+    from howsmooth.study.progress_listener import Listener
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work
 

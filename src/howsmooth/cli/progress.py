@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress_listener import Listener, Silent
 
 __all__ = ["duration", "shown_progress"]
 

@@ -62,7 +62,7 @@ def _now(found: Status) -> str:
 
 
 def merged_as_json(merged: Merged, folder: Path) -> str:
-    """Return the counts of a merge as one JSON object."""
+    """Return the numbers of rows that a merge of stores added or found already there, as a JSON object."""
     return as_json(out=folder, **asdict(merged))
 
 

@@ -27,7 +27,7 @@ from howsmooth.distributed.softmax import SharedSoftmax, shared_softmax
 from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.jacobian.attention import StreamedAttentionJacobian
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
-from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian, norm_jacobian
+from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian, norm_jacobian
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["SharedMap", "check_shareable", "together"]

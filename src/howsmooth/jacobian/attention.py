@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian.fused import fused
-from howsmooth.jacobian.norms import NormJacobian, norm_jacobian
+from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.proved import attention_error

@@ -26,7 +26,7 @@ from howsmooth.attention import (
 )
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
-from howsmooth.jacobian.norms import NormJacobian, ScaleJacobian
+from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.proved import composed_error, image_off, provable, residual_error
 from howsmooth.jacobian.staged import StagedJacobian

@@ -136,7 +136,10 @@ class Block:
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return this block's rows of ``t`` (heads, group, rows, width), which has all rows of ``block``."""
+        """Return the rows of ``t`` that belong to this block.
+
+        ``t`` (heads, group, rows, width) has the rows of ``block``, a larger block that contains this one.
+        """
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:

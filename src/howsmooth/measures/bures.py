@@ -44,7 +44,7 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Return a distance in the units of the means."""
+        """Return a distance between the scaled means, multiplied by 2^exponent, in the units of the means."""
         return in_units(scaled, self.exponent)
 
     @property

@@ -19,7 +19,7 @@ from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.row_cache import Key, Row, kept_rows
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import Models
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress_listener import Listener, Silent
 
 __all__ = ["Figure", "FigureContext", "Finding", "models_for"]
 

@@ -22,8 +22,8 @@ from howsmooth.study.figures.style import literal
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.preparation import Subject, layer_and_head_counts
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.sequence_placement import Sequences
 from howsmooth.study.text_formatting import decimal, encodable, file_stem, readable
+from howsmooth.study.text_windows import Sequences
 
 __all__ = ["GPT2_GROWTH", "measure", "show"]
 

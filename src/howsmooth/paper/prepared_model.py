@@ -25,14 +25,14 @@ from howsmooth.study.preparation import (
     layer_and_head_counts,
     place_sequences,
 )
-from howsmooth.study.progress import Silent
+from howsmooth.study.progress_listener import Silent
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run
 from howsmooth.study.runner import Means
-from howsmooth.study.sequence_placement import Sequences
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import file_stem, readable, sentence
+from howsmooth.study.text_windows import Sequences
 
 __all__ = ["MODELS", "Column", "PreparedModel", "StudyRows", "bilinear", "columns", "loaded", "usual_length"]
 

@@ -179,7 +179,7 @@ def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
-    """Measure one head at its radii, and at the norm of real tokens if it is given."""
+    """Yield one row for each radius of a head, and one for the norm of real tokens, with its constant."""
     parameters = parameters_of(f)
     head = parameters.one_head("quadratic growth")
     tokens, n = balanced(head), int(key["n"] or 0)

@@ -22,7 +22,7 @@ from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.output_files import replace_file, write_table
-from howsmooth.study.progress import Listener, Silent
+from howsmooth.study.progress_listener import Listener, Silent
 
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
 
@@ -37,7 +37,7 @@ _SECTION = "section.html"
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """The results of :func:`produce`.
+    """What :func:`produce` made: a page, the findings and time of each figure, and refused figures.
 
     Attributes
     ----------

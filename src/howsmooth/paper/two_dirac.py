@@ -130,7 +130,10 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the growth and its ratio to the rate of the proposition, and describe the results."""
+    """Draw the constant at two Diracs against R, and its ratio to the rate of Proposition 3.6.
+
+    The finding that is returned has the pictures and sentences about them.
+    """
     logs = rows.filter(like="log_").astype(np.float64)
     ratios = logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp).join(rows["radius"])
     decades = (logs / math.log(10)).join(rows["radius"])

@@ -141,7 +141,7 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound ‖F‖ if λ_1 is t."""
+        """Bound the norm of F, the rounding error of the recurrence, if the largest eigenvalue is t."""
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least

@@ -1,4 +1,4 @@
-"""Lanczos on JᵀJ with one basis, for operators so large that the vectors decide what fits in memory.
+"""Lanczos on JᵀJ with one basis, for operators so large that stored vectors dominate the memory.
 
 It is Golub–Kahan in the form that needs no left vectors: from a Gaussian start, k steps give V_k with
 V_kᵀ JᵀJ V_k = T_k tridiagonal, whose entries are those of B_kᵀB_k. So the same interval holds

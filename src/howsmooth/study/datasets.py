@@ -14,7 +14,7 @@ import torch
 
 from howsmooth import texts
 from howsmooth.study.plan import InputSpec
-from howsmooth.study.sequence_placement import Sequences, arrange, draw_distinct
+from howsmooth.study.text_windows import Sequences, arrange, draw_distinct
 
 __all__ = [
     "DataSource",
@@ -229,7 +229,7 @@ def sequence_starts(
 ) -> dict[tuple[int, int], int]:
     """Return where the sequences of a study lie in a data source.
 
-    Windows do not overlap; :func:`howsmooth.study.sequence_placement.arrange` places them. Images are drawn
+    Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn
     in random order, and the same images serve for every length.
 
     Parameters
@@ -237,7 +237,7 @@ def sequence_starts(
     feed
         The data source, prepared for a model.
     lengths, samples, seed, held
-        The arguments of :func:`~howsmooth.study.sequence_placement.arrange`.
+        The arguments of :func:`~howsmooth.study.text_windows.arrange`.
 
     Returns
     -------

@@ -26,11 +26,11 @@ from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.records import Row
-from howsmooth.study.sequence_placement import bounded_lengths
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask
+from howsmooth.study.text_windows import bounded_lengths
 
 __all__ = ["WITHIN", "Forecast", "Part", "forecast"]
 

@@ -24,8 +24,8 @@ from howsmooth.study.records import (
     SequenceRecord,
     TextRecord,
 )
-from howsmooth.study.sequence_placement import overlapping
 from howsmooth.study.store import Store
+from howsmooth.study.text_windows import overlapping
 
 __all__ = ["Merged", "merge_stores"]
 

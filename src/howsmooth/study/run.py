@@ -18,7 +18,7 @@ from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import OpenStudy, opened_study
-from howsmooth.study.progress import Outcome
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds

@@ -1,7 +1,11 @@
 """Certificates: upper bounds on ‖D_X f‖ at given tokens, proved including all floating-point rounding."""
 
 from howsmooth.bounds.certificates.certificate import Certificate
-from howsmooth.bounds.certificates.parts import certificate_frobenius, certificate_heads, certificate_parts
+from howsmooth.bounds.certificates.jacobian_parts import (
+    certificate_frobenius,
+    certificate_heads,
+    certificate_parts,
+)
 from howsmooth.bounds.certificates.rows import certificate_rows
 
 __all__ = [

@@ -46,7 +46,7 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Return the path of a part of a model, and the part itself.
+    """Find a part of a model by its kind, such as "text", or by its module path; return path and module.
 
     Parameters
     ----------

@@ -381,7 +381,10 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that pick, shift or sort entries: the result still comes from a product."""
+    """Rule for functions that pick, shift or sort scores.
+
+    The result still derives from a product of queries and keys, but its operands can no longer be read.
+    """
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     if known is not None:

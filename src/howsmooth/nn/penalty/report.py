@@ -53,7 +53,7 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest value of each layer, or NaN for a layer that has not converged."""
+        """Return, by layer name, the largest singular value, or NaN for a layer that has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers

@@ -34,7 +34,7 @@ from howsmooth.study.figures.style import (
     save,
     set_axis,
 )
-from howsmooth.study.progress import Listener
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import file_stem, mask_in_words, readable
 
 __all__ = ["draw_attacks"]

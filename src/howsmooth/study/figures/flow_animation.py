@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.figures.flow_view import ELLIPSE, FlowView, limits_of, outline, shown_tokens
 from howsmooth.study.figures.flows import map_axis, set_limits
 from howsmooth.study.figures.style import STYLE, literal, new_figure
-from howsmooth.study.progress import Listener
+from howsmooth.study.progress_listener import Listener
 
 __all__ = ["animate_flow", "check_animation"]
 

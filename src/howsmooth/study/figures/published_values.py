@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from howsmooth.study.figures.style import Files, draw_each, literal, new_panels, save, set_axis
-from howsmooth.study.progress import Silent
+from howsmooth.study.progress_listener import Silent
 from howsmooth.study.text_formatting import decimal, file_stem, readable
 
 __all__ = ["draw_published"]

@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from howsmooth.study.axis_ticks import linear_ticks, log_ticks, number
 from howsmooth.study.exponents import Exponent
-from howsmooth.study.progress import Listener
+from howsmooth.study.progress_listener import Listener
 
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",

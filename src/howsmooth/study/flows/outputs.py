@@ -21,7 +21,7 @@ from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, frames
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.output_files import write_table, written_beside
-from howsmooth.study.progress import SILENT, Listener
+from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import GrowthRow
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import readable

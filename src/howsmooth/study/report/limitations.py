@@ -6,8 +6,8 @@ import pandas as pd
 
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.records import Contents
-from howsmooth.study.sequence_placement import bounded_lengths
 from howsmooth.study.text_formatting import readable
+from howsmooth.study.text_windows import bounded_lengths
 
 __all__ = ["limitations"]
 

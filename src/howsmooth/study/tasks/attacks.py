@@ -89,7 +89,7 @@ class AttackTask(Task):
 
     @property
     def words(self) -> str:
-        """The layer, head and length in words."""
+        """A short description for progress messages: the layer, the head and the length."""
         return f"{self.target.place}, n = {self.n}"
 
     def count(self, rows: Sequence[Row]) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.preparation import OpenStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Key, Measurement, Row, Run
-from howsmooth.study.sequence_placement import bounded_lengths
 from howsmooth.study.store import Store
 from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
+from howsmooth.study.text_windows import bounded_lengths
 
 __all__ = [
     "SHARE", "BoundsTask", "Spent", "bounds_left", "seconds_for_bounds",
@@ -34,7 +34,7 @@ class BoundsTask(SequenceTask[Key]):
 
     @property
     def words(self) -> str:
-        """The model and the length."""
+        """A short description for progress messages: the model and the length."""
         return f"{super().words}, bounds"
 
     def count(self, rows: Sequence[Row]) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.problem import Question
+from howsmooth.bounds.problem import Problem
 from howsmooth.bounds.selection import applicable_bounds
 from howsmooth.errors import HowsmoothError
 from howsmooth.study.records import SiteBound, SiteBounds
@@ -55,7 +55,7 @@ def bound_site(site: Any) -> SiteBounds:
 
     """
     try:
-        question = Question.of(site)
+        question = Problem.of(site)
         statements = [
             (side, name, evaluate)
             for side in ("upper", "lower")
@@ -100,7 +100,7 @@ class _LeftOutError(HowsmoothError):
 _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
 
 
-def _check_cost(name: str, question: Question) -> None:
+def _check_cost(name: str, question: Problem) -> None:
     """Refuse a bound that would take too long.
 
     Raises

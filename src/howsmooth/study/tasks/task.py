@@ -169,7 +169,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def words(self) -> str:
-        """The model and the length."""
+        """A short description for progress messages: the model and the length."""
         return f"{self.model}, n = {self.n}"
 
     @property
