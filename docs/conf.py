@@ -78,6 +78,6 @@ _OTHERS = (
 )
 nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS.split())})\b.*"),
-    (r"py:class", r"howsmooth\..*\.(_T|_Plan|K|T|R)"),  # type variables
+    (r"py:class", r"(howsmooth\..*\.)?(_T|_Plan|K|T|R)"),  # type variables
     (r"py:attr", r"[A-Z]\w+\.\w+"),  # attributes stand in lists, which have no anchors
 ]

@@ -33,14 +33,15 @@ def _home(app: Sphinx, module: str, name: str) -> str | None:
     """Return the module in which a name is defined, or None where Sphinx finds it out by itself.
 
     An alias such as ``tuple[int, int]`` is not defined in the module of ``tuple``, and an attribute whose
-    value is a class is not defined in the module of that class.
+    value is a class, or a function of a module, is not defined in the module of that class or function.
     """
     try:
         value = reduce(getattr, name.split("."), importlib.import_module(module))
     except AttributeError:  # an annotation alone
         return None
     if "." in name:
-        return module if isinstance(value, type) else None
+        elsewhere = isinstance(value, type) or "." not in getattr(value, "__qualname__", name)
+        return module if elsewhere else None
     defined = getattr(value, "__module__", None)
     return module if isinstance(defined, str) and not defined.startswith("howsmooth") else None
 

@@ -350,7 +350,7 @@ def capture_sites(
     inputs
         Token ids (batch, n), or other inputs of the model.
     scope
-        One of :data:`howsmooth.scopes.SCOPES`.
+        One of ``howsmooth.scopes.SCOPES``.
     layers
         The indices of the layers.
     n

@@ -374,7 +374,7 @@ class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
     """Eigenvalues and norms of one head's parameters, and the radius of its ball.
 
     The gammas are real eigenvalues of A, or ``None`` if A has none (see
-    :class:`howsmooth.study.head_eigenvalues.HeadEigenvalues`).
+    ``howsmooth.study.head_eigenvalues.HeadEigenvalues``).
     """
 
     layer: int

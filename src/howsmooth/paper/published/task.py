@@ -25,9 +25,6 @@ from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_i
 
 __all__ = ["PublishedTask", "published_left"]
 
-Wanted = Sequence[tuple[int, str, str]]
-"""Triples (layer, quantity, items) in the order in which they are measured."""
-
 _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 
@@ -37,7 +34,7 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
     kind = PublishedValue
 
-    wanted: Wanted = ()
+    wanted: Sequence[tuple[int, str, str]] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -156,7 +153,9 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
     return left
 
 
-def _wanted(study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None) -> Wanted:
+def _wanted(
+    study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None
+) -> Sequence[tuple[int, str, str]]:
     """Return the quantities to measure for each layer, from a capture at the shortest length."""
     subject, feed = placed.subject, placed.feed
     if not isinstance(feed, TextFeed):
