@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "restarts": ([*SMALL, "--restarts", "-1"], "restarts: expected a number from 0 to 1000000, got -1"),
     "Dask": ([*SMALL, "--executor", "dask"], "executor: expected one of processes, got 'dask'"),
     "no radius": (["attack", "head.npz", "--lengths", "4"], "Give --radius."),
-    "no tokens": (["attack", "zero.npz", "--lengths", "4"], "a number, as all tokens are zero"),
+    "no tokens": (["attack", "zero.npz", "--lengths", "4"], "a number, because all tokens are zero"),
     "mask too short": ([*SMALL, "--lengths", "65"], "the length of the mask"),
 }
 

@@ -340,8 +340,10 @@ def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: P
     store.begin("measure", {"seed": 0})
     contents = contents_of(tmp_path)
     assert {*contents.bounds.columns, "seconds"} == {*Bounding.columns(), "run"}
-    assert contents.bounds["name"].tolist() == ["theorem_3_7"] * 2 + [
+    assert contents.bounds["name"].tolist() == [
+        "theorem_3_7",
         "ball_upper_bound",
+        "theorem_3_7",
         "theorem_3_5",
         "joint",
     ]
