@@ -136,7 +136,7 @@ def heavy_token(attention: object, length: int, radius: float, head: int = 0) ->
         "heavy_token",
         points,
         length,
-        "howsmooth, docs/theory/worst-inputs.md",
+        'howsmooth documentation, "Worst inputs, and lower bounds"',
         "R·y/|y| against copies of w, y = Aw + b, of largest gap",
     )
 
@@ -177,7 +177,7 @@ def two_heavy_tokens(attention: object, length: int, radius: float, head: int = 
         "two_heavy_tokens",
         found[0],
         length,
-        "howsmooth, docs/theory/worst-inputs.md",
+        'howsmooth documentation, "Worst inputs, and lower bounds"',
         "R(cosθ ŷ ± sinθ v) against copies of w, y = Aw + b",
     )
 

@@ -137,7 +137,7 @@ def local_lipschitz(
     ----------
     Definition of the local constant: Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024,
     Section 3; at a measure: Definition C.4 and Lemma C.5. Interval: the documentation's pages "The spectral
-    norm, with an interval" and "Rounding".
+    norm, with an interval" and "Rounding, proved".
 
     """
     asked = _Question(rtol, confidence, max_iterations, seed, method, memory)

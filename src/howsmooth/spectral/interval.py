@@ -3,7 +3,7 @@
 The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
 singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability
 1 − δ. On that event both limits below hold, for every number of steps at once. All are pure
-functions of float64 arrays. Derivations: docs/theory/spectral-norm.md.
+functions of float64 arrays. Derivations: documentation page "The spectral norm, with an interval".
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def rounded_upper(
 
     On the event of :func:`start_quantile` the limit holds for any vectors v_j of length one, however they
     came about, with AV = VT + γ_k v_{k+1} e_kᵀ + F, A = JᵀJ exact and F what rounding did: λ_1 is at most the
-    largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: docs/theory/rounding.md.
+    largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: documentation page "Rounding,
+    proved".
 
     Parameters
     ----------

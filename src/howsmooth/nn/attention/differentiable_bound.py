@@ -18,7 +18,7 @@ from howsmooth.nn.attention.layout import rows_of
 
 __all__ = ["OwnBoundAttention", "hull_radius", "in_double", "ready"]
 
-_SOURCE = "howsmooth, docs/theory/enforce.md"
+_SOURCE = 'howsmooth documentation, "Enforce"'
 
 Weights = Mapping[str, Tensor]
 

@@ -145,7 +145,7 @@ class QueryKeyNormAttention(LipschitzAttention):
         return Bound.upper(
             "query_key_norm_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
-            "howsmooth, docs/theory/enforce.md, Normalised queries and keys",
+            'howsmooth documentation, "Enforce", Normalised queries and keys',
             log_formula=log_formula,
         )
 

@@ -113,7 +113,7 @@ class SoftmaxAttention(LipschitzAttention):
         return Bound.upper(
             "softmax_layer",
             Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL,
-            "howsmooth, Theorem A for several heads, docs/theory/enforce.md",
+            'howsmooth documentation, "Enforce", Theorem A for several heads',
             log_formula=log_formula,
         )
 

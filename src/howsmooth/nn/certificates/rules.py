@@ -16,7 +16,7 @@ from howsmooth.nn.checks import above, norm_above, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
 
-_SOURCE = "modules of PyTorch, docs/theory/enforce.md"
+_SOURCE = 'modules of PyTorch, howsmooth documentation, "Enforce"'
 
 
 @dataclass(frozen=True)

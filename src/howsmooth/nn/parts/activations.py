@@ -13,9 +13,7 @@ from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["GroupSort", "MaxMin"]
 
-_SOURCE = (
-    "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019; docs/theory/enforce.md"
-)
+_SOURCE = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, ICML 2019"
 
 
 class GroupSort(LipschitzModule):

@@ -27,7 +27,7 @@ from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]
 
-_SOURCE = "spectral norm of the weight, docs/theory/enforce.md"
+_SOURCE = 'spectral norm of the weight, howsmooth documentation, "Enforce"'
 _MAPS = ("matrix_exp", "cayley", "householder")
 
 

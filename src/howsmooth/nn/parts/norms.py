@@ -26,7 +26,7 @@ from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"]
 
-_SOURCE = "norm layers, docs/theory/enforce.md"
+_SOURCE = 'norm layers, howsmooth documentation, "Enforce"'
 
 
 class _LipschitzNorm(LipschitzModule):

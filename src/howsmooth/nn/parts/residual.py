@@ -15,7 +15,7 @@ from howsmooth.nn.checks import above, check_placement, check_tokens, times
 
 __all__ = ["AverageResidual", "Residual"]
 
-_SOURCE = "residuals, docs/theory/enforce.md"
+_SOURCE = 'residuals, howsmooth documentation, "Enforce"'
 
 
 class _Residual(Composite):

@@ -26,7 +26,7 @@ from howsmooth.nn.module import LipschitzModule
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
-_SOURCE = "maps of the sequence, docs/theory/enforce.md"
+_SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
 
 
 class _Tokens(LipschitzModule):
