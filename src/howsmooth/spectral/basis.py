@@ -1,6 +1,7 @@
-"""A Krylov basis kept for reorthogonalisation alone, in half precision if need be, in pieces.
+"""A Krylov basis that is kept for reorthogonalisation, in half precision where memory asks for it.
 
-A process may hold some coordinates of every vector only: sums over all are then made by a reduction.
+If processes share the vectors, each holds some coordinates of every vector, and a reduction sums over
+processes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 
 
 class Basis:
-    """Rows (step, member, size) that grow by one a step, kept in a dtype of their own.
+    """The vectors of all steps so far, (step, member, size), in a dtype that may differ from the operator's.
 
-    ``taken`` bounds the sum of squares of all that was taken from each member's vectors, where a tensor
-    (member,) in place of None asks for it.
+    Where ``taken`` is set to a tensor (member,), it bounds the sum of squares of the components that were
+    taken from the vectors of each member.
 
     Half precision holds 2^s v, s the power that brings the entries of a unit vector near to one: without it
     they would fall below its normal range in large dimensions.

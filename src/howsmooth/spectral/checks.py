@@ -1,4 +1,4 @@
-"""What no solver can work with: products without a digit, or that are not finite."""
+"""Checks of operators and products: rounding must leave a digit, and all numbers must be finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
 
 
 def check_finite(norms: Tensor) -> None:
-    """Raise NonFiniteError unless all of what products gave is finite."""
+    """Raise NonFiniteError unless all lengths of the products are finite."""
     if not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             "f",

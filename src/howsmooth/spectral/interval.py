@@ -32,7 +32,7 @@ def start_quantile(dimension: int, confidence: float) -> float:
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
     """Return σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most δ.
 
-    Needs nothing but the leading Ritz value σ̂ of k steps; sharpens Kuczyński and Woźniakowski (1992).
+    The limit needs only the leading Ritz value σ̂ of k steps. It sharpens Kuczyński and Woźniakowski (1992).
     """
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
@@ -40,8 +40,8 @@ def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
 def ritz_values(diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k_1"]) -> Float[np.ndarray, " k"]:
     """Return the eigenvalues of a symmetric tridiagonal matrix in ascending order.
 
-    LAPACK's root-free QR, called by itself: SciPy's checks would take most of the time, at every step of
-    every member.
+    LAPACK's root-free QR is called directly, because SciPy's checks would take most of the time: the function
+    is called at every step of every member.
     """
     if len(diagonal) == 1:
         return diagonal.copy()
@@ -65,12 +65,12 @@ def a_posteriori_upper(
     Parameters
     ----------
     theta
-        All k Ritz values of JᵀJ.
+        The k Ritz values of JᵀJ, for each member.
     log_off_diagonals
         Σ_j log β_j over the k off-diagonals of the tridiagonal matrix, the residual one included;
         −inf after a breakdown, where the limit is θ_1 itself.
     quantile
-        x_δ from :func:`start_quantile`, one or one a member.
+        x_δ from :func:`start_quantile`: one number for all members, or one for each.
 
     """
     theta = np.sort(theta, axis=-1)
@@ -94,8 +94,8 @@ def a_posteriori_upper(
     return upper
 
 
-# Of the start's component along the leading direction, what rounding may have made of it: the rest is left to
-# the polynomial.
+# The share of the start's component along the leading direction that rounding may have made; the polynomial
+# of the a-posteriori limit is given the rest.
 _SHARE = 0.25
 # LAPACK's eigenvalues of a tridiagonal matrix T of k rows are off by at most this times k ‖T‖.
 _EIGENVALUE = 8 * 2.0**-53
@@ -111,10 +111,10 @@ def rounded_upper(
 ) -> tuple[float, float, bool]:
     """Return the leading Ritz value and a limit of λ_max(JᵀJ) that is proved for a run whose products round.
 
-    The last number tells whether further steps would leave the limit as it is, since rounding decides it.
+    The last value is True if rounding decides the limit, so that further steps would not improve it.
 
-    On the event of :func:`start_quantile` the limit holds for any vectors v_j of length one, however they
-    came about, with AV = VT + γ_k v_{k+1} e_kᵀ + F, A = JᵀJ exact and F what rounding did: λ_1 is at most the
+    Let A = JᵀJ be exact and F the matrix of rounding errors with AV = VT + γ_k v_{k+1} e_kᵀ + F. On the event
+    of :func:`start_quantile` the limit holds for any vectors v_j of length one: λ_1 is at most the
     largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: documentation page "Rounding,
     proved".
 
@@ -125,11 +125,11 @@ def rounded_upper(
     quantile
         x_δ from :func:`start_quantile`.
     error
-        Bound on what rounding does to a product with J or with its adjoint, relative to the vector.
+        Bound on the rounding error of a product with J or its adjoint, relative to the length of the vector.
     taken
-        Frobenius norm of what reorthogonalisation has taken from the vectors.
+        Frobenius norm of the components that reorthogonalisation has taken from the vectors.
     rtol
-        Relative width that is asked for: no more work is done on a limit that is far narrower.
+        Relative width of the interval that is asked for; a limit that is far narrower is not refined.
 
     """
     k = len(diagonal)
@@ -137,7 +137,7 @@ def rounded_upper(
     top = max(float(theta[-1]), 0.0)
     with np.errstate(divide="ignore"):
         logs = float(np.log(off).sum())
-    # Lengths of vectors round, too: by far less than this.
+    # The lengths of vectors are rounded, too, by far less than this factor.
     least = math.sqrt(quantile) * (1 - 1e-6)
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
@@ -148,12 +148,12 @@ def rounded_upper(
     allowed = _SHARE * least
     reach = rounding(2 * first) / allowed
     if reach >= first:
-        # So much that t − θ_1 ≥ t/2 is all that is used.
+        # The rounding error is so large that only t − θ_1 ≥ t/2 is used.
         wide = (16 * math.sqrt(k) * error / allowed) ** 2
         return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed), False
     second = top + reach
     if second > first + 0.125 * rtol * top:
-        # ‖(t − T)⁻¹ e_1‖ is the smaller, the less of the leading Ritz vector the start has.
+        # ‖(t − T)⁻¹ e_1‖ is small if the start has a small component along the leading Ritz vector.
         values, vectors = linalg.eigh_tridiagonal(diagonal, off[:-1])
         # Its computed entries may be off by as much as an eigenvalue is, over the gap; all are at most one.
         leading = np.minimum(np.abs(vectors[0]) + 1e-9, 1.0)

@@ -1,4 +1,4 @@
-"""The contract of a batch of linear maps: a product, an adjoint product, and what they act on."""
+"""The base class of a batch of linear maps, which are known by products with vectors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_roundin
 
 @dataclass(frozen=True, eq=False)
 class ProductError:
-    """What is proved of an operator J whose products round, for each map; float64 on the CPU.
+    """Proved bounds on the error of an operator's products, for each map, in float64 on the CPU.
 
-    Its numbers define a map J̃, which the products would be those of in exact arithmetic.
+    J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic.
 
     Parameters
     ----------
@@ -61,8 +61,8 @@ class ProductError:
 class LinearOperator(abc.ABC):
     """``batch`` real linear maps J_1, …, J_batch of one shape, each known by its products only.
 
-    A subclass gives ``_product`` and ``_adjoint_product``; shapes, dtypes and devices are checked
-    once, here.
+    A subclass defines ``_product`` and ``_adjoint_product``. The base class checks shapes, dtypes and
+    devices.
 
     Parameters
     ----------
@@ -71,12 +71,12 @@ class LinearOperator(abc.ABC):
     in_shape, out_shape
         Shape of one input and of one output.
     dtype, device
-        Of inputs and outputs alike.
+        The dtype and the device of inputs and outputs.
     rounding
         Estimate of the relative error of each ‖J_b‖ that rounding in the products, and in forming the
         operator, may cause: float64 on the CPU, (batch,); 32 machine epsilons if None.
     proved
-        Proved bounds in place of that estimate, where there are.
+        Proved bounds on the error of the products; None where nothing is proved.
 
     """
 
@@ -134,7 +134,7 @@ class LinearOperator(abc.ABC):
     def energy_product(
         self, E: Float[Tensor, "batch *in_shape"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch *in_shape"]]:
-        """Return |J_b E_b|² in float64, and J_bᵀ J_b E_b: what a step of Lanczos needs; E (batch, *in_shape).
+        """Return |J_b E_b|² in float64 and J_bᵀ J_b E_b, which a step of Lanczos needs; E (batch, *in_shape).
 
         The default takes the length of J E; a subclass that knows it without forming J E overrides
         ``_energy_product``.
@@ -145,8 +145,8 @@ class LinearOperator(abc.ABC):
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
         """Return the operator of the members named by a 1-D integer tensor, in that order.
 
-        The default computes the whole batch and keeps what was asked; a subclass that can do less
-        work overrides it.
+        The default computes the whole batch and keeps the results of the members asked for. A subclass that
+        can do less work overrides it.
         """
         return Subset(self, members)
 
@@ -215,7 +215,7 @@ class Subset(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """An operator times a positive number: a power of two that brings its norm near to one loses no digit."""
+    """An operator times a positive number, such as a power of two that brings its norm near to one."""
 
     def __init__(self, whole: LinearOperator, factor: float) -> None:
         super().__init__(
