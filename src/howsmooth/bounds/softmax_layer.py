@@ -173,7 +173,7 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two upper bounds on ‖Σ_h O_h F_h‖², ‖F_h‖ <= c_h, whose minimum is M(c)²."""
+        """Return two upper bounds on ‖Σ_h O_h F_h‖² if ‖F_h‖ <= c_h; :meth:`together` takes the smaller."""
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output

@@ -175,7 +175,7 @@ class Moments(System):
         return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return √(|α − α'|² + ‖L − L'‖²).
+        """Return √(|α − α'|² + ‖L − L'‖²), a distance of two Gaussians with means α, α' and roots L, L'.
 
         This is the root mean square distance of x = α + L z and x' = α' + L' z for a standard Gaussian z.
         """

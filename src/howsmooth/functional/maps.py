@@ -112,7 +112,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """Return the map (x, U, dx, dU) ↦ tangents of the cotangents."""
+        """Return the derivative of (x, U) ↦ cotangents along (dx, dU), as a map of (x, U, dx, dU)."""
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
         both = _Given(scores, kernels, ("u", *tangents))

@@ -150,7 +150,7 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobians of a float64 layer at float64 tokens, one in the dtype of each projection.
+        """Return the Jacobian of f at x in the dtype of each projection; f and x are in float64.
 
         Parameters
         ----------

@@ -123,7 +123,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative, then ``through`` to each member at once, then the adjoint."""
+        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, called once for each member."""
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
@@ -206,7 +206,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative that :func:`fused` chooses, without asking if the device has kernels."""
+    """Return what :func:`fused` returns if kernels can run for ``at``; that they can is not checked."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

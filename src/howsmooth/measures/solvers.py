@@ -44,7 +44,7 @@ class Solution:
 
 
 def exact(problem: Problem) -> Solution:
-    """Solve a problem with POT's network simplex."""
+    """Return the network simplex solution (POT) of a transport problem, with an interval for its cost."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the width of the interval tells whether the solver finished
         matrix, log = ot.emd(problem.a, problem.b, problem.costs, numItermax=_PIVOTS, log=True)

@@ -1,4 +1,4 @@
-"""Run a model in training mode: its dropout rates, and the tokens of its attention layers under dropout."""
+"""Dropout rates of a model, and the tokens that its attention layers get in training mode."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Balanced:
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return the tokens X, of shape (n, d)."""
+        """Return the tokens (n, d): pairs ±Ru, then one zero, or two if n is even."""
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
@@ -134,7 +134,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _lengths(options: FigureOptions) -> list[int]:
-    """Return at most four lengths, each with room for a zero and a pair ±Ru."""
+    """Return at most four of the requested lengths >= 3, evenly spaced in their sorted list."""
     asked = sorted(options.lengths or _LENGTHS)
     there = [n for n in asked if n >= 3]
     if not there:

@@ -109,7 +109,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _on_text(column: Column, context: FigureContext) -> _Layer:
-    """Measure every head of a layer on text, and return the layer."""
+    """Return a layer with the converged measurements of its heads on text."""
     longest = loaded(context, column.spec).max_length
     asked = context.options.lengths or _LENGTHS
     lengths = tuple(n for n in asked if longest is None or n <= longest)

@@ -46,7 +46,7 @@ class Basis:
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
     def append(self, row: Tensor) -> None:
-        """Keep unit vectors (member, size)."""
+        """Append one unit vector for each member to the basis; ``row`` has shape (member, size)."""
         if self.count == sum(len(block) for block in self.blocks):
             most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
             rows = max(1, min(32, most // (row.numel() * self.dtype.itemsize)))

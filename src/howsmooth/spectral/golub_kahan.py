@@ -1,4 +1,4 @@
-"""Golub–Kahan bidiagonalisation with full reorthogonalisation, batched, stopped by its own interval.
+"""Batched Golub–Kahan bidiagonalisation, reorthogonalised, until the interval around ‖J‖ is narrow.
 
 From a Gaussian start b on the input side, k steps give orthonormal V_k, U_k and an upper bidiagonal
 B_k with J V_k = U_k B_k. Its largest singular value σ̂ is a lower limit of ‖J‖, and

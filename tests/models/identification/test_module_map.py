@@ -15,7 +15,7 @@ from howsmooth.attention import SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.models.identification.float64_replay import WithoutDowncast
+from howsmooth.models.identification.without_downcast import WithoutDowncast
 from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
 

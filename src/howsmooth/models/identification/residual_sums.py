@@ -158,7 +158,7 @@ def adds_up(terms: list[Tensor], value: Tensor) -> bool:
 
 
 def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find the factors of a sum: a parameter of the layer, else two numbers by least squares; or None."""
+    """Return the factors f, g with target = f·base + g·branch: a parameter, or two numbers; else None."""
     root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d:
