@@ -17,7 +17,7 @@ from howsmooth.bounds.certificates import (
     certificate_heads,
     certificate_parts,
     certificate_rows,
-    parts,
+    jacobian_parts,
     rows,
 )
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
@@ -271,7 +271,10 @@ def test_certificates_are_the_theorems(name: str) -> None:
     diagonal = torch.linalg.matrix_norm(D, 2).amax()
     total = torch.minimum(first, second) + nu + diagonal
     scale = 2.0**at.exponent
-    found = [parts.averages(at, "cholesky"), parts.moving_keys_norm(at, Weights(weights, c, nu), "cholesky")]
+    found = [
+        jacobian_parts.averages(at, "cholesky"),
+        jacobian_parts.moving_keys_norm(at, Weights(weights, c, nu), "cholesky"),
+    ]
     found.append(diagonal_norms(at))
     assert sum(float(part.upper) for part in found) * scale == pytest.approx(float(total), rel=1e-9)
     if f.heads == 1:
@@ -299,7 +302,9 @@ def test_any_weights_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(5):
         q = torch.rand(12, generator=torch.Generator().manual_seed(seed), dtype=F64).pow(4) + 1e-6
         monkeypatch.setattr(
-            parts, "joint_weights", lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0])
+            jacobian_parts,
+            "joint_weights",
+            lambda at, steps, q=q: Weights(q, torch.ones(12, dtype=F64), q[0]),
         )
         assert float(certificate_heads(f, x).value) >= float(true_norm(f, x[None])[0])
 
