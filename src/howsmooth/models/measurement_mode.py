@@ -103,7 +103,7 @@ def implementation(model: nn.Module) -> str:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return every transformers configuration that some module of the model reads, each once."""
+    """Return the transformers configurations of the model's modules, each configuration once."""
     own = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     every = {id(part): part for config in own.values() for part in nested_configs(config)}
     return [config for config in every.values() if hasattr(config, "_attn_implementation_internal")]

@@ -74,7 +74,7 @@ def is_parameter_file(name: object) -> bool:
 
 
 def read_parameter_file(path: str | Path) -> ParameterFile:
-    """Read the attention that a ``.safetensors`` or ``.npz`` file describes, and the tokens it may hold.
+    """Read an attention from a ``.safetensors`` or ``.npz`` file, and tokens if the file has some.
 
     Parameters
     ----------

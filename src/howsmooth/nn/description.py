@@ -195,7 +195,7 @@ def _describe(
 
 
 def build(tree: Any, known: KnownClasses) -> nn.Module:
-    """Build the model that a tree describes, with random weights.
+    """Build a model with random weights from its description, a tree of modules.
 
     Raises
     ------

@@ -17,9 +17,9 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from howsmooth.errors import StoreError
+from howsmooth.errors import StoreError, reason
 
-__all__ = ["STORE_NAME", "begun", "connected", "in_use", "locked", "reason", "store_there", "translated"]
+__all__ = ["STORE_NAME", "begun", "connected", "in_use", "locked", "store_there", "translated"]
 
 STORE_NAME = "study.sqlite"
 """The name of the store file in the folder of a study."""
@@ -257,8 +257,3 @@ def locked(folder: Path) -> FileLock:
             f"out: expected a writable folder, got {folder} ({reason(error)}). Choose another --out."
         ) from error
     return lock
-
-
-def reason(error: OSError) -> str:
-    """Return a description of why a file could not be used."""
-    return error.strerror or type(error).__name__
