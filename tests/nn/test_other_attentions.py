@@ -17,7 +17,7 @@ from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import variant_layers as ball
 from howsmooth.bounds.mask_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
+from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from tests._search import Point, largest_ratio
 from tests._steepest import dense_norm, steepest
 

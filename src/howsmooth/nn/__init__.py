@@ -22,11 +22,18 @@ if TYPE_CHECKING:
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer import MonitorCallback
     from howsmooth.nn.parts.activations import GroupSort, MaxMin
-    from howsmooth.nn.parts.blocks import SelfAttentionBlock
     from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
     from howsmooth.nn.parts.residual import AverageResidual, Residual
-    from howsmooth.nn.parts.tokens import AddPositions, ClipTokens, MeanPool, Patches, PrependToken, TakeToken
+    from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+    from howsmooth.nn.parts.token_modules import (
+        AddPositions,
+        ClipTokens,
+        MeanPool,
+        Patches,
+        PrependToken,
+        TakeToken,
+    )
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
 __all__ = [
@@ -79,7 +86,7 @@ _MODULES = {
     "attention.normalised": ("QueryKeyNormAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
-    "parts.blocks": ("SelfAttentionBlock",),
+    "parts.self_attention_block": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
     "certificates.certification": ("certify",),
     "module": ("LipschitzModule",),
@@ -90,7 +97,7 @@ _MODULES = {
     "monitoring.record": ("MonitorRecord",),
     "parts.residual": ("AverageResidual", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
-    "parts.tokens": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
+    "parts.token_modules": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
     "monitoring.trainer": ("MonitorCallback",),
 }
 _WHOLE_MODULES = ("attention", "penalty")

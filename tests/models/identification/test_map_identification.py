@@ -14,7 +14,7 @@ from transformers import AutoModel, GemmaConfig, GPTNeoXConfig, ModernBertConfig
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm
 from howsmooth.models import capture
 from howsmooth.models.identification.block_arrangement import norm_map
-from howsmooth.models.identification.projection_fit import matching_columns
+from howsmooth.models.identification.qkv_projections import matching_columns
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import ModuleCall
 from howsmooth.models.tracing.mask_and_bias import describe_mask

@@ -19,7 +19,7 @@ from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.identification.module_map import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
-from howsmooth.models.identification.projection_fit import (
+from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
     read_projections,
     weight_and_bias,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
 from howsmooth.models.identification.block_arrangement import later_calls, sums_of
-from howsmooth.models.identification.projection_fit import rows
+from howsmooth.models.identification.qkv_projections import rows
 from howsmooth.models.identification.residual_sums import adds_up, find_sums, like
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance

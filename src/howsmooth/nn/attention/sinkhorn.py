@@ -15,7 +15,7 @@ from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import sinkhorn_layer
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double, ready
-from howsmooth.nn.attention.doubly_stochastic import doubly_stochastic
+from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from howsmooth.nn.checks import look_at
 
 __all__ = ["SinkhornAttention"]

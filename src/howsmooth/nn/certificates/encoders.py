@@ -9,8 +9,8 @@ from torch import nn
 
 from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.certificates.propagation import REWRITINGS
-from howsmooth.nn.parts.blocks import SelfAttentionBlock
 from howsmooth.nn.parts.residual import Residual
+from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 
 __all__ = ["encoder_layer"]
 

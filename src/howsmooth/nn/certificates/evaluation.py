@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.certification import certify
 from howsmooth.nn.checks import check_size
-from howsmooth.nn.parts.tokens import ClipTokens, Patches
+from howsmooth.nn.parts.token_modules import ClipTokens, Patches
 
 if TYPE_CHECKING:
     import pandas as pd
