@@ -1,4 +1,4 @@
-"""Load models of any kind, and capture their attention layers as maps.
+"""Load text, vision and audio models, and capture their attention layers as maps of the tokens.
 
 ``loading`` loads a model by its name, and ``inputs`` makes its inputs from images, audio, token ids or
 embeddings. ``capture`` runs the model once, in ``measurement_mode``, which restores the model afterwards.

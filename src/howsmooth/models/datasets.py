@@ -47,7 +47,7 @@ P = TypeVar("P", ImagePreparation, AudioPreparation)
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
-    """Read the files of a dataset.
+    """Read token ids, embedded tokens, images or audio from files, or take the built-in images or audio.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
 
 
 def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Dataset:
-    """Return the dataset of sequences that a source gives for a model.
+    """Return the Dataset that turns data from :func:`open_input` into sequences for a model.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return the model's preparation of images or of audio; raise ModelError if it is not of this kind."""
+    """Return the model's preparation, of the class ``kind``; raise ModelError if it is of another class."""
     if not isinstance(model.preparation, kind):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
@@ -200,7 +200,7 @@ def _taken(model: LoadedModel) -> str:
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Return the number of tokens in the layers; raise CaptureError if it is not the same in all of them."""
+    """Return how many tokens each of the layers gets; raise CaptureError if the numbers differ."""
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:
@@ -216,7 +216,7 @@ def _tokens_at(
 
 
 class Dataset:
-    """Sequences of a source, of any possible length, as inputs of one model.
+    """Token ids, embedded tokens, images or audio, from which sequences for one model are taken.
 
     Attributes
     ----------
@@ -244,7 +244,7 @@ class Dataset:
     preparation: str
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs for sequences of n tokens.
+        """Return the model's inputs for sequences of n tokens each, which begin at ``starts``.
 
         Parameters
         ----------
@@ -257,7 +257,7 @@ class Dataset:
         raise NotImplementedError
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a name for each token of a sequence, by default its index in the source."""
+        """Return labels of n tokens: their indices in the data, unless a subclass has other labels."""
         return tuple(str(index) for index in range(start, start + n))
 
 
@@ -295,7 +295,7 @@ class TokenDataset(Dataset):
             raise ArgumentError("embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(given))
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return token ids (batch, n), or embedded tokens (batch, n, d)."""
+        """Return the model's inputs: token ids (batch, n), or embedded tokens (batch, n, d)."""
         windows = torch.stack([self._tokens[start : start + n] for start in starts])
         if not windows.is_floating_point():
             return windows
@@ -303,7 +303,7 @@ class TokenDataset(Dataset):
         return {"inputs_embeds": embedded} if self._of_transformers else embedded
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the decoded tokens; for embedded tokens their indices."""
+        """Return the text of each of n tokens, or the indices of embedded tokens, which have no text."""
         if self._tokens.is_floating_point():
             return super().words(start, n)
         return tuple(self._model.tokenizer.decoded(self._tokens[start : start + n].tolist()))
@@ -337,7 +337,7 @@ class ImageDataset(Dataset):
         self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Whether the processor makes images of this size, and the model runs on them."""
+        """Whether the processor can make images of this size (height, width), and the model runs on them."""
         model = self._model.model
         device = next(model.parameters()).device
         try:
@@ -355,7 +355,7 @@ class ImageDataset(Dataset):
 
     @cached_property
     def usual(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Return the length at the model's own image size and, if it accepts others, some shorter lengths."""
+        """The default lengths: that of the model's own image size and, if possible, shorter ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -363,11 +363,11 @@ class ImageDataset(Dataset):
         return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the inputs for the images of these indices, resized so that each has n tokens."""
+        """Return the pixel values of the images ``starts``, resized so that each gives n tokens."""
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name patches by row and column; if the model adds several tokens, name all tokens by index."""
+        """Return each patch's row and column, or indices if the model adds more than one token."""
         if self._added not in (0, 1) or self._preparation.patch is None:
             return super().words(0, n)
         columns = self._sizes[n][1] // self._preparation.patch[1]
@@ -376,7 +376,7 @@ class ImageDataset(Dataset):
 
 
 class AudioDataset(Dataset):
-    """Stretches of audio, for models that take raw samples and compute frames from them."""
+    """Segments of a recording, for models that take raw samples and compute frames (tokens) from them."""
 
     beyond = 1  # consecutive frames use overlapping samples, by less than one frame
 
@@ -391,7 +391,7 @@ class AudioDataset(Dataset):
         self._samples = audio.at(preparation.rate)
 
         def samples_for(n: int) -> int:
-            """Return the smallest number of samples that gives n frames."""
+            """Return the smallest number of audio samples from which the model computes n frames."""
             return bisect_left(range(2**20), n, key=lambda count: int(frames(torch.tensor(count))))
 
         self._field = samples_for(1)
@@ -408,18 +408,18 @@ class AudioDataset(Dataset):
         self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for stretches of n frames."""
+        """Return the model's inputs for audio segments of n frames that begin at the frames ``starts``."""
         length = self._field + (n - 1) * self._hop
         cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
         return in_dtype(self._model.model, self._preparation.prepared(cut))
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name the frames by their time in seconds."""
+        """Return a label for each of n frames: its time in seconds from the start of the recording."""
         return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
 
 
 class AudioChunkDataset(Dataset):
-    """Chunks of audio of a fixed length, for models that take features such as a spectrogram."""
+    """Audio cut into chunks of one fixed length, for models that take features such as a spectrogram."""
 
     def __init__(
         self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
@@ -441,9 +441,9 @@ class AudioChunkDataset(Dataset):
         return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for the chunks whose first tokens are ``starts``."""
+        """Return the model's inputs for the chunks of audio whose first tokens are ``starts``."""
         return self._inputs([start // self._n for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Name the tokens by their index in the chunk."""
+        """Return a label for each of n tokens: its index in its chunk of audio."""
         return super().words(0, n)

@@ -80,7 +80,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason why layers are not captured in some scopes."""
+    """The reason why some layers are not captured, and the scopes in which they are not."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
@@ -94,7 +94,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The layers of a model that mix tokens, and what is refused: the result of :func:`inspect_model`."""
+    """The layers of a model that mix tokens, and which of them are not captured in which scopes, and why."""
 
     #: Name of the model's class.
     model: str
@@ -116,7 +116,7 @@ def inspect_model(
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """List the layers of a model that mix tokens, the scopes in which each is captured, and what is refused.
+    """List a model's layers that mix tokens, the scopes in which each is captured, and why others are not.
 
     The model runs once. Each layer of self-attention is then captured and verified once, as in
     :func:`capture`, for every scope. If one layer is refused, the others are still captured. Members of
@@ -183,7 +183,7 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
 
 
 def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope; append to ``refused`` what is not captured."""
+    """Capture one layer in every scope, and append the scopes in which this fails to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
@@ -209,7 +209,7 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Return ``plain`` with the fields that the captured map determines."""
+    """Return ``plain`` with the fields filled in that the captured map of the layer determines."""
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -254,7 +254,7 @@ def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) ->
 
 
 def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """Return the submodels in which no layer ran, with their kinds of input; empty if no submodel ran."""
+    """Return the submodels in which no layer ran, with their kinds of input; empty if none ran in any."""
     parts = named_parts(model)
     seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
     return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
@@ -270,13 +270,13 @@ def _reason(error: Exception, layer: AttentionLayer) -> str:
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Remove the index and the path of the layer from a message, so that equal layers have equal messages."""
+    """Remove a layer's index and path from a message, so that equal layers have equal messages."""
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Join refusals with the same reason: first the scopes of one layer, then layers with the same scopes."""
+    """Join the refusals with the same reason: first scopes of one layer, then layers with equal scopes."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

@@ -57,7 +57,7 @@ _PAPER = ("A", "V", "b", "W", "causal", "X")
 
 @dataclass(frozen=True, eq=False)
 class ParameterFile:
-    """The attention, and perhaps the tokens, of a parameter file."""
+    """The contents of a parameter file: an attention and, if the file has them, tokens."""
 
     #: Path of the file.
     path: Path
@@ -68,7 +68,7 @@ class ParameterFile:
 
 
 def is_parameter_file(name: object) -> bool:
-    """Whether a name ends like a parameter file (``.safetensors``, ``.npz``) and is no folder."""
+    """Whether a path ends like a parameter file (``.safetensors`` or ``.npz``) and is not a folder."""
     path = Path(str(name))
     return path.suffix in SUFFIXES and not path.is_dir()
 
@@ -166,7 +166,7 @@ def save_parameters(
 
 
 def _as_floats(name: str, t: Tensor) -> Tensor:
-    """Convert real numbers to float32, or to float64 if they are integers or float64 already."""
+    """Return real numbers as float32; integers and float64 numbers as float64."""
     if t.dtype in (torch.float32, torch.float64):
         return t
     if t.is_floating_point():
@@ -219,7 +219,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Return the attention with scores ⟨A x_i + b, x_j⟩: its queries are A x_i + b, its keys x_j."""
+    """Return the attention with the paper's scores ⟨A x_i + b, x_j⟩: queries A x_i + b, keys x_j."""
     A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
     if A.ndim != 3 or A.shape[1] != A.shape[2]:
         raise ArgumentError(
@@ -249,14 +249,14 @@ def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
 
 
 def _with_axis(t: Tensor, rank: int) -> Tensor:
-    """Add a leading axis of heads to a tensor that has ``rank`` axes."""
+    """Put an axis of one head in front of a tensor with ``rank`` axes; return other tensors as they are."""
     return t[None] if t.ndim == rank else t
 
 
 def _setting(
     tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
 ) -> float | None:
-    """Return the single number of a tensor; None if the file has no tensor of this name."""
+    """Return the number in a tensor of one entry; None if the file has no tensor of this name."""
     t = tensors.get(name)
     if t is None:
         return None

@@ -15,7 +15,7 @@ __all__ = ["Site"]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """The map of one attention layer of a model, and the tokens at which the model applied it.
+    """The map of one attention layer of a model, with the tokens at which the model applied it.
 
     The parameters of ``map`` and the tokens ``x`` are copies: later training of the model does not change the
     site, and changes of the site do not change the model.

@@ -1,4 +1,4 @@
-"""Tolerances for comparing two computations of the same values, all derived from machine epsilon."""
+"""Tolerances, derived from machine epsilon, for comparing two computations of the same tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["one_operation", "precision", "relative_error", "tolerance"]
 
 
 def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
-    """Return the machine epsilon of ``dtype``, or of float32 if ``downcast``.
+    """Return the machine epsilon of ``dtype``, or of float32 if the model computes some steps in it.
 
     A float64 model may compute some steps in float32: transformers' RMSNorm of Llama type, and its eager
     softmax, convert to float32 and back. The output of such a layer carries float32 errors, and the captured
@@ -19,7 +19,7 @@ def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
 
 
 def tolerance(eps: float, condition: float = 0.0) -> float:
-    """Return the largest accepted relative error between a captured map and the model's own layer.
+    """Return the largest relative error at which a captured map agrees with the model's own layer.
 
     Parameters
     ----------
@@ -34,12 +34,12 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
 
 
 def one_operation(eps: float) -> float:
-    """Return the largest accepted relative error of a single sum, computed twice in the same precision."""
+    """Return the relative error up to which two computations of one sum agree in the same precision."""
     return 4.0 * eps
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute entry of ``wanted``.
+    """Return max|got − wanted| / max|wanted|, over all entries.
 
     It is 0 if the tensors are equal, and infinite if only ``wanted`` is zero.
     """

@@ -34,7 +34,7 @@ class DropoutRates:
 
 
 def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
-    """Return the dropout rates in a model's configuration, None if no rate is above zero."""
+    """Return the dropout rates in a model's configuration, or None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
         for names in (_WEIGHTS, _OUTPUTS)
@@ -45,7 +45,7 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 def training_tokens(
     model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence in training mode and return the tokens of each site, a list of (batch, n, d).
+    """Run each sequence with dropout, and return the tokens that reach each site, a list of (batch, n, d).
 
     The settings of the model and the random state are restored afterwards.
 

@@ -1,4 +1,4 @@
-"""Identification: find the map that a traced layer computes by comparing numbers, and verify it.
+"""Find which map a traced attention layer computes, by comparing its tensors, and verify the map.
 
 Names, shapes and model types decide nothing. ``self_attention_module`` finds the attention module and its
 tokens; ``map_identification`` reads projections, rotary positions and masks, ``block_arrangement`` residual

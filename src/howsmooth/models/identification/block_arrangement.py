@@ -1,4 +1,4 @@
-"""Find how a traced layer arranges its residual connection and its norms around the attention.
+"""Find how a traced layer arranges its residual connection and its norm layers around the attention.
 
 Let X be the input of the attention, A its output and H the input of the norm whose output is X. The sum of
 residual and attention is α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ with input A. It is
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The first half of a layer: the attention with its residual connection and norms.
+    """The first half of a Transformer layer: the attention with its residual connection and norm layers.
 
     ``map`` is None if no sum of residual and attention was found; ``obstacle`` then says why. Otherwise
     ``map`` at the input H of ``pre_norm`` (at X if ``pre_norm`` is None) is the value found at ``value_at``.
@@ -57,7 +57,7 @@ class Block:
 
 
 def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Block:
-    """Find the residual connection and the norms of a traced layer.
+    """Find the residual connection and the norm layers around the attention of a traced layer.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Bl
 
 @dataclass(frozen=True, eq=False)
 class FoundSum:
-    """A sum of residual and attention that the numbers of a layer confirm."""
+    """A sum α·residual + λ·attention that equals one of the layer's tensors up to rounding."""
 
     target: Target  # where the sum was found
     total: Factors  # the factors α and λ
@@ -95,7 +95,7 @@ class FoundSum:
 
 
 def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the sums of a residual and the output of a call that the numbers confirm, the simplest first."""
+    """Yield the sums of a residual and a call's output that the layer's tensors confirm, simplest first."""
     branch = None if output.output is None else like(output.output, trace.x)
     if branch is None:
         return
@@ -108,7 +108,7 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return the block with its map, from a sum that was found."""
+    """Return the Block with its map, given the sum of residual and attention that was found in the layer."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -120,7 +120,7 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
         layout = "sandwich norms" if found.branch_norm is not None else "pre-norm"
         if target.less is not None and _in_parallel(trace, found, later):
             layout = "parallel"
-        layout += total.words
+        layout += total.layout_suffix
         return Block(layout, total.around(Compose(branch, norm)), "", pre.module, next_norm, reading)
     side = "output" if following is None else _residual_side(trace, following, later)
     if following is not None and side == "output":
@@ -129,25 +129,25 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
             return Block("", None, _no_norm(following))
         block = Compose(norm, total.around(branch))
         at = ValueLocation(following.module, "output")
-        return Block("post-norm" + total.words, block, "", None, following.module, at)
+        return Block("post-norm" + total.layout_suffix, block, "", None, following.module, at)
     if following is not None and side is None:
         return Block("", None, f"what is added to the output of {following.name} was not recognised")
     if pre is not None:
         norm = norm_map(pre)
         if norm is None:
             return Block("", None, _no_norm(pre))
-        layout = ("sandwich norms" if found.branch_norm is not None else "pre-norm") + total.words
+        layout = ("sandwich norms" if found.branch_norm is not None else "pre-norm") + total.layout_suffix
         block = Compose(total.around(branch), norm)
         return Block(layout + ", residual after the norm", block, "", pre.module, next_norm, reading)
     layout = "no norm" if following is None else "pre-norm"
     layout = layout if found.branch_norm is None else "norm of the branch"
-    return Block(layout + total.words, total.around(branch), "", None, next_norm, reading)
+    return Block(layout + total.layout_suffix, total.around(branch), "", None, next_norm, reading)
 
 
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Return whether the residual of the second branch (the MLP) is the output or the input of a norm.
+    """Return whether the residual of the MLP is the output or the input of the norm layer ``following``.
 
     It tells a post-norm layer ("output") from a pre-norm layer that lacks its first norm ("input"), such as
     the first layer of ModernBERT: in both, X + A is the input of the next norm. None if neither is found.
@@ -178,7 +178,7 @@ def _residual_side(
 
 
 def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) -> bool:
-    """Whether another module of the layer has the same input as the attention (a parallel MLP)."""
+    """Whether another module of the layer (a parallel MLP) has the same input as the attention."""
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
     others = [c for c in (*trace.before, *later) if c.inputs is not None and c is not pre]
@@ -192,7 +192,7 @@ def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) ->
 
 
 def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:
-    """Yield the norms whose input is the attention's output alone, each with its output."""
+    """Yield the norm layers whose input is the attention's output alone, as pairs (output, call)."""
     for call in later:
         if is_norm(call.module) and call.inputs is not None and call.output is not None:
             tokens, value = like(call.inputs, branch), like(call.output, branch)
@@ -201,7 +201,7 @@ def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor,
 
 
 def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x: Tensor) -> str:
-    """Return a phrase that says why no sum of residual and attention was found."""
+    """Return a phrase that says why no sum of residual and attention was found in a layer."""
     following = next((c for c in later if is_norm(c.module) and c.inputs is not None), None)
     if following is None or following.inputs is None:
         return "no norm follows its attention, and its output is not the sum of residual and attention"
@@ -218,7 +218,7 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 
 
 def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Return the call of the norm whose output is X, its output and its input H; (None, X, None) if none."""
+    """Return the norm layer call with output X, its output and its input H; (None, X, None) without one."""
     x = trace.x
     given = [
         (c, tokens, hidden)
@@ -251,13 +251,13 @@ def _no_norm(call: ModuleCall) -> str:
 
 
 def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
-    """Return the norm whose output is X, or None if X is not the output of a known norm."""
+    """Return the norm layer whose output is the attention's input X, as a map; None if it is unknown."""
     call = trace.last_norm
     return norm_map(call) if call is not None and same(call.output, trace.x) else None
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
-    """Return the map that a norm computed, with its gain; None if it is neither LayerNorm nor RMSNorm."""
+    """Return the LayerNorm or RMSNorm map that reproduces the output of a call, or None if neither does."""
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:
         return None

@@ -33,7 +33,7 @@ _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the call of the layer around the attention, or of the model if it has no list of layers.
+    """Return the repeatable call of the layer around an attention, or of a model without a list of layers.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer around a self-attention module once, on one sequence, and trace it.
+    """Run the layer around a self-attention module on one sequence, and record its calls and softmaxes.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def trace_layer(
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last norm call before the attention module, with the tokens of the first sequence."""
+    """Return the last call of a norm layer before the attention module, with the first sequence only."""
     norm = next((c.last_norm for c in traced_layer.calls if c.module is self_attention.replay.module), None)
     if norm is None or norm.inputs is None or norm.output is None:
         return None
@@ -93,7 +93,7 @@ def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer)
 
 
 class _LayerTracer:
-    """The hooks of :func:`trace_layer`, which fill a :class:`LayerTrace`."""
+    """The forward hooks of :func:`trace_layer`, which record module calls and softmaxes in a LayerTrace."""
 
     def __init__(self, self_attention: SelfAttentionModule, trace: LayerTrace) -> None:
         self.self_attention = self_attention
@@ -169,5 +169,5 @@ class _LayerTracer:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return a copy in the shape (1, n, d): the tokens of one sequence as rows."""
+    """Return a copy of the tokens (..., d) of one sequence in the shape (1, n, d)."""
     return t.reshape(1, -1, t.shape[-1]).clone() if t.ndim > 0 else t.clone()

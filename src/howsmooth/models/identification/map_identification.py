@@ -1,4 +1,4 @@
-"""Propose maps for what a traced layer computes, from its numbers and never from names or model types.
+"""Propose maps that a traced attention layer may compute, from its tensors and never from names.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -43,7 +43,7 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A hypothesis about the map that a layer computes."""
+    """A map that an attention layer may compute, before it is verified, and how its Jacobian is computed."""
 
     map: CapturedMap
     path: Path  # how its Jacobian is computed
@@ -55,7 +55,7 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield hypotheses about a layer, from the most to the least explicit.
+    """Yield maps that a layer may compute, from the one with every parameter known to the module itself.
 
     In place of a hypothesis that does not fit the trace, the error that says why is yielded.
 
@@ -93,7 +93,7 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Return the map with every parameter known; ``causal`` decides for n = 1, where a mask hides nothing."""
+    """Return the layer as a SelfAttention with all parameters; for n = 1, ``causal`` says if it is causal."""
     layer, n = trace.layer, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -139,7 +139,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return the map that runs a copy of the module around softmaxes in closed form."""
+    """Return the map that runs a copy of the attention module with its softmaxes in closed form."""
     staged = []
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
@@ -168,7 +168,7 @@ def _staged(
 def _replayed(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> ReplayedAttention:
-    """Return the map that runs a copy of the module as it is."""
+    """Return the map that runs an unchanged copy of the attention module, differentiated by PyTorch."""
     layer = CopiedModule.of(
         self_attention.alone, _tail(self_attention, output), self_attention.implementation
     )
@@ -197,7 +197,7 @@ def _replayed(
 
 
 def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear module of the output projection: the projection itself or a module inside it."""
+    """Return the output projection's linear module: the projection module or a module inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -207,7 +207,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return where the output of the attention is found after the last softmax of its module."""
+    """Return the Tail that says which tensor, after the module's last softmax, is the attention's output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -234,7 +234,7 @@ def _heads(trace: LayerTrace) -> int:
 
 
 def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Return the softmax call with operands (1, heads, n, dim); None if they have other axes (windows)."""
+    """Return the softmax call with operands (1, heads, n, dim); None if it attends within windows."""
     operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
@@ -242,7 +242,7 @@ def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the mask (n, n) of all heads; raise CaptureError if the heads have different masks."""
+    """Return the mask (n, n) that all heads share; raise CaptureError if the heads have different masks."""
     if visible is None:
         return None
     each = _by_head(visible, n)
@@ -252,7 +252,7 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
 
 
 def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
-    """Describe the mask (n, n) of all heads, combined with the ``causal`` flag of the softmax call."""
+    """Return the rules and words for a mask (n, n) joined with the ``causal`` flag of the softmax call."""
     if not softmax.causal:
         return describe_mask(visible, n)
     if visible is None:
@@ -261,12 +261,12 @@ def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
 
 
 def _by_head(scores: Tensor, n: int) -> Tensor:
-    """Return a mask or a bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
+    """Return a mask or a score bias in the shape (heads, n, n), or (1, n, n) if all heads share it."""
     return scores.broadcast_to(*scores.shape[:-2], n, n).reshape(-1, n, n)
 
 
 def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
-    """Return the masks of all softmaxes in words, and whether all of them are causal."""
+    """Return the masks of all softmaxes of a layer in words, and whether all of them are causal."""
     found: list[tuple[str, bool]] = []
     for softmax in trace.softmaxes:
         shape = output_of(softmax).shape
@@ -297,7 +297,7 @@ def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[st
 
 
 def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Describe the mask of a softmax whose operands were not read, by its nonzero attention weights."""
+    """Return a mask in words and whether it is causal, judged by the nonzero attention weights."""
     p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
@@ -307,7 +307,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 
 
 def _condition(softmax: SoftmaxCall) -> float:
-    """Return a bound on the absolute scores."""
+    """Return a bound on the absolute attention scores, or 100 if queries or keys are unknown."""
     if softmax.query is None or softmax.key is None or softmax.obstacle:
         return 100.0  # the scores are unknown; a hundred is a common size
     longest = [float(t.norm(dim=-1).max()) for t in (softmax.query, softmax.key)]

@@ -1,4 +1,4 @@
-"""A model's own attention module as a map of its tokens, with its own softmaxes or with replaced ones.
+"""A model's own attention module as a map of its tokens; its softmaxes may be replaced by given functions.
 
 The module is copied with the arguments that the model gave it for one sequence, so that later training does
 not change the copy, and a conversion of the copy does not change the model.
@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Where the output of an attention is found after its last softmax.
+    """Which tensor, after the last softmax of an attention module's run, is the output of the attention.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -39,12 +39,12 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same tail with the projection in another dtype or on another device."""
+        """Return a copy whose output projection (if outside the module) has another dtype or device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the output of the attention from what the attention module returns for one sequence."""
+        """Return the output of the attention, given what the attention module returns for one sequence."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -53,7 +53,7 @@ class Tail:
 
 
 class _Reached(BaseException):
-    """Ends a run as soon as the output is computed; not an Exception, so that no model catches it."""
+    """Ends a run once the wanted tensor is computed; it is no Exception, so that no model catches it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Reached(BaseException):
 
 
 class CopiedModule:
-    """A copy of an attention module with its arguments: a function of the tokens (n, d) of one sequence.
+    """A copy of an attention module and its call's arguments: a function of one sequence of tokens (n, d).
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the module of ``call``, without gradients."""
+        """Copy the attention module that ``call`` calls; the parameters of the copy need no gradients."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
@@ -95,7 +95,7 @@ class CopiedModule:
         return CopiedModule(call, tail, self.implementation)
 
     def run(self, x: Tensor, core: Core | None) -> Tensor:
-        """Return the outputs (n_out, d_out) for tokens (n, d).
+        """Run the copied module on tokens (n, d), and return the attention's output tokens (n_out, d_out).
 
         ``core`` computes the softmax attentions, as in :class:`~howsmooth.attention.staged.Layer`; with None
         the module computes them itself.
@@ -199,7 +199,7 @@ class ReplayedAttention(TokenMap):
         return self.layer.call.x.device
 
     def describe(self) -> str:
-        """Return a phrase that describes the map."""
+        """Return a phrase that describes the map: the class of the module and whether it is causal."""
         kind = type(self.layer.call.module).__name__
         return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
 
@@ -236,7 +236,7 @@ class ReplayedAttention(TokenMap):
         return self.inner
 
     def head(self, h: int) -> TokenMap:
-        """Raise CaptureError: the single heads are not known."""
+        """Raise CaptureError, because the module's single heads are not known."""
         raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:

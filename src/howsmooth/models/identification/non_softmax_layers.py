@@ -33,7 +33,7 @@ _MEMBER = re.compile(r"(^|\.)\d+$")
 
 @dataclass(frozen=True)
 class NonSoftmaxLayer:
-    """A layer that mixes tokens without a softmax."""
+    """A layer of a model that mixes tokens without a softmax: its path, class and position."""
 
     name: str  # path in the model
     module: str  # name of the class
@@ -42,7 +42,7 @@ class NonSoftmaxLayer:
 
 @dataclass(eq=False)
 class _Running:
-    """A member of a module list that is running."""
+    """A call of a member of a module list that has not ended yet, and whether softmax attention ran in it."""
 
     call: TracedCall
     first: int  # how many candidates there were when its call began
@@ -51,7 +51,7 @@ class _Running:
 
 
 class NonSoftmaxTracer:
-    """Hooks that collect the members of module lists in which no softmax attention runs.
+    """Hooks that collect the layers (members of module lists) inside which no softmax attention runs.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class NonSoftmaxTracer:
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Register the hooks within the context."""
+        """Register hooks on all members of the model's module lists within the context."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
@@ -78,14 +78,14 @@ class NonSoftmaxTracer:
             yield
 
     def on_layer(self, layer: AttentionLayer) -> None:
-        """Note that softmax attention ran inside all modules that are running."""
+        """Note, for every module whose call has not ended yet, that a softmax attention ran inside it."""
         self._attention += 1
         for running in self._running:
             running.has_softmax = True
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each candidate by itself and yield those that mix tokens; skip those that raise an error."""
+        """Run each collected layer by itself, and yield the layers that mix tokens; skip errors."""
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
@@ -127,7 +127,7 @@ def _keeps_shape(call: TracedCall, output: Any) -> bool:
 
 
 def _mixes_tokens(call: ModuleReplay) -> bool:
-    """Whether a change of one token changes the output at another token."""
+    """Whether a change of one input token of a layer changes the layer's output at another token."""
     x = call.x
     axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)
     if axis is None:

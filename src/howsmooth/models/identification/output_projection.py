@@ -30,7 +30,7 @@ __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionOutput:
-    """Which module call gives the output of a layer's attention."""
+    """The module call whose output is the output of a layer's attention, and the output projection's call."""
 
     #: The call whose output is the output of the attention.
     call: ModuleCall
@@ -47,7 +47,7 @@ class AttentionOutput:
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find the output projection of a traced layer, and the output of its attention.
+    """Find the output projection of a traced layer, and the call that returns the output of its attention.
 
     ``again`` runs the layer once more and returns its trace.
 
@@ -69,7 +69,7 @@ def find_output(
             following = next((c for c in trace.after if is_given(c, own.output)), None)
             if following is not None:
                 return _outside(trace, self_attention, again, _outermost(trace, following), None, unclear)
-            shows = _reaches_residual(trace, own, again, _places(trace, self_attention, own))
+            shows = _reaches_residual(trace, own, again, _possible_sums_outside(trace, self_attention, own))
             return AttentionOutput(own, None, unclear, obstacle="" if shows else _obstacle(trace, own))
         if _adds_its_input(self_attention):
             raise CaptureError(
@@ -81,7 +81,9 @@ def find_output(
         return _outside(trace, self_attention, again, projection, projection, "")
     if own is not None and _alike(own.output, projection.output):
         return AttentionOutput(own, projection, "")
-    shows = _reaches_residual(trace, projection, again, _residuals(trace, self_attention, projection))
+    shows = _reaches_residual(
+        trace, projection, again, _possible_sums_inside(trace, self_attention, projection)
+    )
     if own is not None and not shows and _is_the_branch(trace, self_attention, own):
         return AttentionOutput(own, projection, "")
     return AttentionOutput(projection, projection, "", obstacle="" if shows else _obstacle(trace, projection))
@@ -95,16 +97,18 @@ def _outside(
     projection: ModuleCall | None,
     unclear: str,
 ) -> AttentionOutput:
-    """Return ``call``, of a module outside the attention module, as the output of the attention.
+    """Take the output of ``call``, of a module outside the attention module, as the output of the attention.
 
     It has an obstacle if the layer does not add the output of ``call`` to a residual.
     """
-    shows = _reaches_residual(trace, call, again, _places(trace, self_attention, call)) and _by_token(call)
+    shows = _reaches_residual(
+        trace, call, again, _possible_sums_outside(trace, self_attention, call)
+    ) and _by_token(call)
     return AttentionOutput(call, projection, unclear, True, "" if shows else _obstacle(trace, call))
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module computes the same output if its input has the shape (1, n, d) of the trace."""
+    """Whether the module of a call gives the same output for its recorded input in the shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -113,7 +117,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
-    """Return a phrase that names the modules between the output of a call and the residual."""
+    """Return an error phrase that names the modules between a call's output and the sum with the residual."""
     following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
@@ -129,7 +133,7 @@ def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Return the concatenated heads (n, heads * dim) of a layer; None if its attention has windows."""
+    """Return the concatenated outputs of a layer's heads, (n, heads * dim); None if it attends in windows."""
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -137,7 +141,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Whether ``tokens`` are the only argument of a call, and its module has a matrix."""
+    """Whether a call of a module with a weight matrix has ``tokens`` as its only argument."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -145,7 +149,7 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Whether the attention module returns the entries of its heads, in any order, and nothing else."""
+    """Whether the attention module returns exactly the entries of its heads' outputs, in any order."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -153,13 +157,13 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module around a module that has the same single argument."""
+    """Return the call of the outermost module around the called module that has the same only argument."""
     around = [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)]
     return around[-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the outermost module whose only argument are the heads; else None and the reason."""
+    """Return the call of the output projection and "", or None and the reason why it is unknown."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -195,8 +199,8 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor of a layer that may be the output of a call plus a residual."""
+class _PossibleSum:
+    """A tensor in the trace of a layer that may be the sum of a residual and the output of a call."""
 
     index: int | None  # index in ``trace.after`` of the call with that tensor; None for the layer's output
     side: Literal["input", "output"]  # whether it is the input or the output of that call
@@ -210,14 +214,14 @@ class _Place:
 
 
 def _reaches_residual(
-    trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], places: Iterable[_Place]
+    trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Whether a change of the projection's output appears unchanged at one of these places.
+    """Whether a change of the output of a projection changes one of the possible sums by the same amount.
 
     The layer runs once more with another output of the projection.
     """
-    places = list(places)
-    if not places:
+    sums = list(sums)
+    if not sums:
         return False
     changed: list[Tensor] = []
 
@@ -232,9 +236,9 @@ def _reaches_residual(
         other = again()
     if not changed or [c.module for c in other.after] != [c.module for c in trace.after]:
         return False
-    for place in places:
-        branches = trace.after[place.branch].output, other.after[place.branch].output
-        values = [*branches, place.seen(trace), place.seen(other)]
+    for one in sums:
+        branches = trace.after[one.branch].output, other.after[one.branch].output
+        values = [*branches, one.seen(trace), one.seen(other)]
         before, after, a, b = (None if t is None else t.flatten() for t in values)
         if before is None or after is None or a is None or b is None:
             continue
@@ -243,10 +247,10 @@ def _reaches_residual(
     return False
 
 
-def _places(
+def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
-) -> Iterator[_Place]:
-    """Yield where a layer may add the output of a projection outside its attention module to a residual.
+) -> Iterator[_PossibleSum]:
+    """Yield the tensors that may be the sum of a residual and a projection outside the attention module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -260,16 +264,16 @@ def _places(
             if index <= branch or _alike(call.inputs, trace.after[branch].output):
                 continue
             if _holds(call.module, self_attention.replay.module):
-                yield _Place(index, "output", branch)
+                yield _PossibleSum(index, "output", branch)
             elif is_linear(call.module) or is_norm(call.module):
-                yield _Place(index, "input", branch)
-        yield _Place(None, "output", branch)
+                yield _PossibleSum(index, "input", branch)
+        yield _PossibleSum(None, "output", branch)
 
 
-def _residuals(
+def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
-) -> Iterator[_Place]:
-    """Yield the sums of a residual and the output of a projection inside the attention module.
+) -> Iterator[_PossibleSum]:
+    """Yield the tensors that are the sum of a residual and a projection inside the attention module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.
@@ -289,11 +293,11 @@ def _residuals(
         )
         if total.branch is None and not beside:
             index = None if target.call is None else trace.after.index(target.call)
-            yield _Place(index, target.reading.side, first)
+            yield _PossibleSum(index, target.reading.side, first)
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Whether the output of the attention module is its attention, without a residual."""
+    """Whether the attention module returns its attention alone, not a sum with a residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.
@@ -303,7 +307,7 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Whether the module's output still depends on the tokens if all its softmax attentions return zero."""
+    """Whether the attention module's output depends on the tokens even if all its softmaxes return zero."""
 
     def silent(softmax: SoftmaxCall) -> Tensor:
         return torch.zeros_like(output_of(softmax))

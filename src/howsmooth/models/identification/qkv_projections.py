@@ -26,14 +26,14 @@ __all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "w
 
 
 class Projection(NamedTuple):
-    """Weight (heads, dim, d) and bias (heads, dim) of the queries, the keys or the values."""
+    """Weight (heads, dim, d) and bias (heads, dim) of the map from tokens to queries, keys or values."""
 
     weight: Float[Tensor, "heads dim d"]
     bias: Float[Tensor, "heads dim"] | None
 
 
 class Projections(NamedTuple):
-    """How queries, keys and values are computed from X."""
+    """The linear maps, rotary positions and norm layers that give queries, keys and values from tokens X."""
 
     query: Projection
     key: Projection
@@ -45,7 +45,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of all linear modules with input X, concatenated, and the weights of their columns."""
+    """The outputs of all linear modules with input X, side by side, with weights and bias of each column."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
@@ -60,7 +60,7 @@ class _Outputs(NamedTuple):
 
 
 def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
-    """Find the linear maps, rotary positions and norms that compute queries, keys and values from X.
+    """Find the linear maps, rotary positions and norm layers that compute queries, keys and values from X.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
 def multihead_parameters(
     module: nn.MultiheadAttention, softmax: SoftmaxCall
 ) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
-    """Return the projections, the output matrix and the output bias of ``nn.MultiheadAttention``.
+    """Return the query, key and value projections, output weight and output bias of nn.MultiheadAttention.
 
     Its projections are no modules, so that the trace does not contain their outputs. The parameters are read
     as PyTorch documents them, and the verification compares the result with the module's numbers.
@@ -172,7 +172,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Return projections with a norm, rotation or scale between them and the softmax; None if none fits."""
+    """Return projections that a norm layer, rotation or scale follows; None if none gives the queries."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     read: list[list[ProjectionReading]] = []
@@ -210,7 +210,7 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Return the end of a message: which modules the layer calls between X and its softmax."""
+    """Return the end of an error message that names the modules called between X and the softmax."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
         for call in trace.inside
@@ -226,7 +226,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of the linear outputs that are the heads before rotary positions, or None."""
+    """Return the columns of linear outputs that become the heads by rotary positions; None if none do."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
@@ -247,7 +247,7 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find, for each column of ``wanted``, an equal column of ``outputs``; None if some column has none.
+    """Return the index of an equal column of ``outputs`` for each column of ``wanted``; None if one has none.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
@@ -277,7 +277,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Return the rotary tables that the layer is given as ``position_embeddings``.
+    """Return the cos and sin tables of rotary positions that the layer is given as ``position_embeddings``.
 
     None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
     """

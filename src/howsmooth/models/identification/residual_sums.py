@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ValueLocation:
-    """Where a value appears in a layer: at the first call of a module after the output of the attention.
+    """Where a tensor is found in a layer: input or output of a module's first call after the attention.
 
     ``side`` is ``"input"`` for the module's first tensor argument and ``"output"`` for the first tensor of
     its output. If ``less`` is a module, the output of its first call is subtracted: a layer that adds two
@@ -46,14 +46,14 @@ class ValueLocation:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """Factors of the residual (``base``) and of the branch in a sum, shape (d,) or (); None means one."""
+    """Factors of the residual (``base``) and of the branch in their sum, shape (d,) or (); None means one."""
 
     base: Tensor | None = None
     branch: Tensor | None = None
 
     @property
-    def words(self) -> str:
-        """Return what these factors add to the name of the layout, such as ", layer scale"."""
+    def layout_suffix(self) -> str:
+        """Return ", layer scale", ", scaled residual" or (without factors) "", to end a layout name."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
@@ -73,7 +73,7 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A tensor of the layer that may be the sum."""
+    """A tensor of a traced layer that may be the sum of a residual and a branch."""
 
     value: Tensor
     reading: ValueLocation
@@ -87,7 +87,7 @@ def find_sums(
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
-    """Yield the sums of a residual and a branch that the numbers confirm, sums without factors first.
+    """Yield tensors of a layer that equal residual + branch up to rounding; sums with factors come last.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def find_sums(
 
 
 def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
-    """Yield the inputs of later modules, the layer's output, and that output minus each later branch."""
+    """Yield tensors that may be residual + branch: inputs of later modules, and the layer's output."""
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
         known = is_linear(call.module) or is_norm(call.module)
@@ -141,7 +141,7 @@ def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iter
 
 
 def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
-    """Whether the value is this sum up to rounding, and is not the sum without the branch."""
+    """Whether a tensor is residual + branch up to rounding, and is not the residual alone."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -152,13 +152,13 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Whether the terms add up to the value, each entry up to the rounding of its own sum."""
+    """Whether the sum of ``terms`` is ``value``, each entry up to the rounding error of its own sum."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
 def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Return the factors f, g with target = f·base + g·branch: a parameter, or two numbers; else None."""
+    """Return factors α, λ with target = α·base + λ·branch, a parameter or two numbers; None if none fit."""
     root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d:
@@ -172,7 +172,7 @@ def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) 
 
 
 def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find two numbers α and λ with value = α·base + λ·branch, or return None."""
+    """Return two numbers α, λ with target = α·base + λ·branch; None if none fit, or if both are one."""
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers
@@ -203,7 +203,7 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of X, which a model may have flattened; None if the sizes do not fit."""
+    """Return tokens in the shape of the layer's input X (a model may flatten them); None if sizes differ."""
     if tokens.shape == x.shape:
         return tokens
     fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()

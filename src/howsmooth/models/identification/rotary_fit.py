@@ -1,4 +1,4 @@
-"""Find rotary positions, norms and scales between the linear projections and the softmax.
+"""Find rotary positions, norm layers and scales between the linear projections and the softmax.
 
 The query of token i in one head is s·R_i N(W x_i): W is a linear projection, N a norm or the identity, s a
 scale, and R_i rotates pairs of entries by angles that depend on the position i. All heads of queries and keys
@@ -25,7 +25,7 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of the linear outputs that may be the queries or the keys, up to a rotation and a scale."""
+    """Columns of the linear outputs of X that may be the queries or keys before a rotation and a scale."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head after the projection
@@ -36,7 +36,7 @@ class ProjectionReading:
 
 @dataclass(frozen=True, eq=False)
 class FittedRotary:
-    """The rotation between projections and softmax that explains queries and keys."""
+    """The rotation that turns the projections of tokens into the queries and keys of the softmax."""
 
     rotary: Rotary | None  # None if nothing is rotated
     order: Int64[
@@ -50,7 +50,7 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns and norms whose vectors have the lengths of the queries (or keys), up to one factor.
+    """Yield columns of linear outputs, and a norm layer, whose vectors are as long as the queries (or keys).
 
     Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
 
@@ -87,7 +87,7 @@ def projection_readings(
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
-    """Find one rotation that maps the projections to queries and keys in all heads; None if there is none."""
+    """Return the rotation that turns projections into queries and keys in all heads; None if none does."""
     wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
     dim = base.shape[-1]
     plain = query.norm is None and key.norm is None
@@ -130,7 +130,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return the norm for heads whose entries are in the given order."""
+    """Return the norm layer with its weight and bias in another order of the entries of a head."""
     if norm is None:
         return None
 

@@ -39,7 +39,7 @@ class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """The self-attention module of one layer, with a call of it that can be repeated."""
+    """The self-attention module of one layer, with its call in the forward pass, which can be repeated."""
 
     layer: AttentionLayer
     replay: ModuleReplay  # the call for all sequences
@@ -52,7 +52,7 @@ class SelfAttentionModule:
 
 
 def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
-    """Find the self-attention module of a traced layer.
+    """Find the module of a traced layer in which queries, keys and values come from the same tokens.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def _refuse_chosen_masks(
     batch: int,
     implementation: str | None,
 ) -> None:
-    """Refuse a mask that a module around the attention computes from the tokens and passes as an argument."""
+    """Refuse a layer whose attention is given a mask that other modules of it compute from the tokens."""
     root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -155,7 +155,7 @@ def _refuse_chosen_masks(
 
 
 def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
-    """Whether the module has a matrix of the dimension of the tokens ``x``.
+    """Whether the called module has a matrix with an axis as long as the dimension of the tokens ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
     """
@@ -163,7 +163,7 @@ def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
 
 
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
-    """Return tokens changed by random noise of about their own size; the noise has a fixed seed.
+    """Return tokens plus random noise of about their own size; the noise has a fixed seed.
 
     Tokens before index ``first``, counted along the axis before the last, do not change. No token gets a
     larger norm than the largest norm in ``x``, because a layer may refuse tokens outside a ball.
@@ -189,7 +189,7 @@ def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[So
 
 
 def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
-    """Return which operands differ between two softmax calls.
+    """Return which of "queries", "keys" and "values" differ between two softmax calls.
 
     If queries and keys could not be read, both count as different where the probabilities differ.
     """
@@ -209,7 +209,7 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
-    """Raise if two runs on the same tokens differ, as in ProbSparse attention, which samples keys."""
+    """Raise _RandomAttention if two runs on the same tokens differ (ProbSparse attention samples keys)."""
     pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
     if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise _RandomAttention(
@@ -219,7 +219,7 @@ def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: 
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two outputs agree up to the order of sums on a GPU; NaN counts as zero and is refused later."""
+    """Whether two outputs agree up to a GPU's order of sums; NaN counts as zero and is refused later."""
     if a is None or b is None or a.shape != b.shape:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)

@@ -1,4 +1,4 @@
-"""Verify that a captured map reproduces the model's own numbers.
+"""Verify that a captured map reproduces the outputs of the model's own layer.
 
 The layer runs by itself on all sequences, with the user's attention implementation: first on the tokens of
 the forward pass, then on changed tokens. Changed tokens reject maps that fit by coincidence, and show whether
@@ -32,7 +32,7 @@ __all__ = ["ModelValues", "model_values", "verify", "verify_block"]
 
 @dataclass(frozen=True, eq=False)
 class ModelValues:
-    """What the model itself computes in one attention module, for all sequences."""
+    """The inputs and outputs of the model's own attention module in one run, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
     heads: (
@@ -43,12 +43,12 @@ class ModelValues:
 
     @property
     def inner(self) -> Tensor:
-        """Return the heads, or the output of the attention if the heads are unknown."""
+        """Return the concatenated heads' outputs, or the output of the attention if they are unknown."""
         return self.attention if self.heads is None else self.heads
 
 
 class _Downcasts(TorchDispatchMode):
-    """A dispatch mode that notices operations between float64 and float32 tensors, such as conversions."""
+    """A dispatch mode that records whether any operation converts between float64 and float32."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class _Downcasts(TorchDispatchMode):
 
 @contextmanager
 def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Notice downcasts within the context if ``dtype`` is float64; for other dtypes nothing is noticed."""
+    """Record in the context whether float64 is converted to float32; do nothing for other dtypes."""
     downcasts = _Downcasts()
     mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
     with mode:
@@ -73,7 +73,7 @@ def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the model's own attention module on ``x``, of the shape of the tokens in the captured call."""
+    """Run the model's own attention module on ``x`` (in the shape of the captured call's tokens)."""
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
@@ -101,7 +101,7 @@ def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
-    """Check that a captured map agrees with the model, at the tokens of the forward pass and at others.
+    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at others.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
-    """Check the output of the attention, after the heads were checked."""
+    """Check the output of the attention against the map; the outputs of the heads were checked before."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         _compare(layer, "its attention", f(own.x), attention, tol)
@@ -198,7 +198,7 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check the map of a block against the layer, at the tokens of the forward pass and at others.
+    """Raise CaptureError unless the map of a block agrees with the layer; return the input of the block.
 
     Returns
     -------
@@ -250,7 +250,7 @@ def verify_block(
 def _tapped(
     self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
 ) -> Iterator[None]:
-    """Fill ``values`` while the layer runs within the context."""
+    """Store in ``values`` the input H and the output of the block when the layer runs in the context."""
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Keep the computation of a float64 module in float64.
+"""Keep the computation of a float64 module in float64 where its code converts to a narrower dtype.
 
 Model code converts to float32 in norms, softmaxes and rotary positions. In a float64 model this rounds in the
 middle of the computation, so that finite differences and Jacobians disagree.
@@ -27,7 +27,7 @@ _REINTERPRETING = {Tensor.view}
 
 
 class WithoutDowncast(TorchFunctionMode):
-    """A torch function mode that turns every conversion to a narrower floating type into one to float64.
+    """A torch function mode that replaces each conversion to a narrower floating dtype by one to float64.
 
     It is for modules whose parameters are float64. It changes ``float()``, ``half()``, ``bfloat16()``,
     ``type()``, ``type_as()``, all forms of ``to()``, and dtypes among the arguments of any torch function
@@ -60,7 +60,7 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of ``to(other)`` as those of ``to(device, dtype)``, with the dtype widened."""
+    """Turn the arguments of ``to(other)`` into arguments of ``to(device, dtype)``, with a widened dtype."""
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):
         return args, kwargs

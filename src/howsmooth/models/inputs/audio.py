@@ -30,7 +30,7 @@ Waveform = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Audio(DataSource):
-    """Audio of one channel.
+    """A recording of one channel: its samples and their rate.
 
     Attributes
     ----------
@@ -51,11 +51,11 @@ class Audio(DataSource):
 
     @property
     def seconds(self) -> float:
-        """Length in seconds."""
+        """Length of the recording in seconds."""
         return len(self.samples) / self.rate
 
     def at(self, rate: int) -> Waveform:
-        """Return the samples at another rate, resampled by a polyphase filter without aliasing."""
+        """Return the samples at another sampling rate, resampled by a polyphase filter without aliasing."""
         if rate == self.rate:
             return self.samples
         shared = math.gcd(rate, self.rate)
@@ -110,7 +110,7 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
 
 
 def _wav(path: Path) -> tuple[int, np.ndarray]:
-    """Return the rate and the samples of a .wav file."""
+    """Return the sampling rate and the samples of a .wav file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # scipy warns of chunks without samples, such as a title
@@ -134,7 +134,7 @@ def _audio(name: str, source: str, rate: int, array: np.ndarray, argument: str) 
 
 
 def _mono(array: np.ndarray, argument: str) -> Waveform:
-    """Check samples, and return the mean of their channels, scaled to -1 to 1."""
+    """Check an array of audio samples, and return the mean of its channels, scaled to -1 to 1."""
     channels = array[:, None] if array.ndim == 1 else array
     if channels.ndim != 2 or not 1 <= channels.shape[1] <= _MOST_CHANNELS:
         raise ArgumentError(
@@ -158,7 +158,7 @@ def _mono(array: np.ndarray, argument: str) -> Waveform:
 
 @cache
 def _builtin() -> Audio:
-    """Synthesise a minute of syllables: three quarters voiced (harmonics with formants), the others noise."""
+    """Synthesise a minute of syllables: three quarters are voiced (with formants), the others noise."""
     random = np.random.RandomState(2000)
     count = _BUILTIN_SECONDS * _BUILTIN_RATE
     made = 0.002 * random.standard_normal(count)

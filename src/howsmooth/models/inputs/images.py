@@ -48,7 +48,7 @@ class Images(DataSource):
 
 
 def load_images(source: object = "builtin") -> Images:
-    """Find images, and check that each can be read.
+    """Find the images of files, folders or arrays, and check that each can be read.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def _digest(images: Iterable[bytes | Image.Image]) -> str:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return the image files at a path, sorted if it is a folder."""
+    """Return a file as a list, or the sorted image files of a folder and its subfolders."""
     try:
         is_file, is_folder = place.is_file(), place.is_dir()
     except (OSError, ValueError):  # a name that no file can have
@@ -217,7 +217,7 @@ def _picture(array: np.ndarray, argument: str) -> Image.Image:
 
 
 def _check_sides(width: int, height: int, argument: str) -> None:
-    """Refuse a narrow strip: resized so that its shorter side fits a model, it would fill the memory."""
+    """Refuse a narrow strip, because with its shorter side enlarged for a model it would fill the memory."""
     if max(width, height) > _MOST_STRETCHED * min(width, height):
         raise ArgumentError(
             argument,

@@ -1,4 +1,4 @@
-"""Find out what kind of input a model takes, and which models (text, vision, audio parts) are inside it."""
+"""Find what kind of input a model takes, and which models (text, vision, audio) are parts of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {"text": "text", "vision": "image", "audio": "audio"}
 
 
 def modality_of(model: nn.Module) -> str:
-    """Return the kind of input of a model, one of :data:`MODALITIES`."""
+    """Return the kind of input that a model takes, one of :data:`MODALITIES`."""
     if not isinstance(model, PreTrainedModel):
         return "embeddings"
     if model.main_input_name == "input_ids":
@@ -27,7 +27,7 @@ def modality_of(model: nn.Module) -> str:
 
 
 def token_width(model: nn.Module) -> int | None:
-    """Return the dimension of a model's embedded tokens, None if the model does not state it."""
+    """Return the dimension d of a model's embedded tokens, or None if the model does not state it."""
     table = embedding_of(model)
     if table is not None:
         return table.embedding_dim
@@ -36,7 +36,7 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Return the paths of the outermost models inside a model, each with the kind of its input."""
+    """Return the outermost models inside a model, as a dict from module path to kind of input."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

@@ -24,7 +24,7 @@ __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
 @dataclass(frozen=True, eq=False)
 class TokenStream(DataSource):
-    """Concatenated sequences of token ids, or of embedded tokens.
+    """Sequences of token ids, or of embedded tokens, concatenated to one tensor.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ def _sequences(tensor: Tensor, argument: str) -> list[Tensor]:
 
 
 def _ids(source: object) -> tuple[str, str, Any]:
-    """Return the name of the source, its path for messages, and its unchecked contents."""
+    """Return the name, the path for messages, and the unchecked token ids of a file, an array or a list."""
     if isinstance(source, Tensor):
         return "tokens", "tokens", source.detach().cpu().numpy()
     if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):

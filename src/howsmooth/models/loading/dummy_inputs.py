@@ -21,7 +21,7 @@ _TOKENS = 16  # the default length
 def sample_inputs(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Make dummy inputs for a model: one sequence of random tokens, a built-in image or built-in audio.
+    """Make dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
 
     Parameters
     ----------

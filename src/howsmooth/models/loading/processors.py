@@ -1,4 +1,4 @@
-"""Turn images and audio into inputs of a model, with the processor of the model's files or of its type."""
+"""Turn images and audio into inputs of a model, with the processor in its files or its type's default."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImagePreparation:
-    """How images become the ``pixel_values`` of a model.
+    """The image processor of a model, with the settings that turn images into ``pixel_values``.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class ImagePreparation:
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return the inputs of the model for some images.
+        """Return the model's inputs for some images, of which the processor makes ``pixel_values``.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return options with which a processor makes images of this size, and crops the same share as before."""
+    """Return processor options for images of this size that crop the same share as its own settings."""
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
@@ -128,7 +128,7 @@ def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
-    """Find the image processor of a model, and try it.
+    """Return the image processor that fits a model, after trying it on two images.
 
     The processor is the one in the model's files. Without such files it is the default processor of the
     model's type, at the image size of the model's configuration. If that processor cannot be used (because it
@@ -188,7 +188,7 @@ def _channels(place: Place, config: Any) -> int:
 def _processors(
     place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> list[tuple[str, Callable[[], Any]]]:
-    """Return functions that build the processors to try, each with a phrase on the origin of its settings."""
+    """Return the image processors to try, each as a phrase on its settings and a function that builds it."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -210,7 +210,7 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the size that a processor gives to all images, and the options with which it does so.
+    """Return the size of the images that a processor makes, and the options with which it makes them.
 
     The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """
@@ -231,7 +231,7 @@ def _tried(
 
 @dataclass(frozen=True)
 class AudioPreparation:
-    """How audio becomes the input of a model.
+    """The feature extractor of an audio model, which turns audio into the model's inputs.
 
     Attributes
     ----------
@@ -255,7 +255,7 @@ class AudioPreparation:
     """The names of the model's arguments; some extractors return more values."""
 
     def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
-        """Return the inputs of the model for waves of equal length, sampled at ``rate``."""
+        """Return the model's inputs for recordings of equal length, sampled at ``self.rate``."""
         made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
         # An attention mask of ones is left out.
         return {
@@ -266,7 +266,7 @@ class AudioPreparation:
 
 
 def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
-    """Find the feature extractor of an audio model, in its files or by its type, and try it.
+    """Return the feature extractor of an audio model, from its files or by its type, after trying it.
 
     Raises
     ------
@@ -311,7 +311,7 @@ def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Return height and width from a number or a pair in a configuration; None if it is neither."""
+    """Read (height, width) from a number or a pair in a configuration; return None if it is neither."""
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]

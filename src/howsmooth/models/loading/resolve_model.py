@@ -22,7 +22,7 @@ __all__ = ["Place", "find", "hub_reachable"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model's files are."""
+    """Where a model's files are: in a folder, on the Hugging Face Hub, or nowhere (default configuration)."""
 
     #: The name that the user gave.
     name: str
@@ -34,7 +34,7 @@ class Place:
     local_files_only: bool
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file of the model, downloaded if necessary; None if there is no such file.
+        """Return the local path of one of the model's files, downloaded if necessary; None if it has none.
 
         Raises
         ------
@@ -57,7 +57,7 @@ class Place:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn every error that transformers raises within the context into a ModelError."""
+        """Turn every error that transformers raises in the context into a ModelError about this model."""
         try:
             yield
         except HowsmoothError:
@@ -99,7 +99,7 @@ _REMEDY = (
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Return where the model of this name is; whether the Hub has it is not checked.
+    """Return the place of the files of the model with this name; whether the Hub has it is not checked.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def find(name: str, *, random_init: bool) -> Place:
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return the folder, or the transformer inside a sentence-transformers folder; None if there is none."""
+    """Return this folder, or the one in it (of sentence-transformers), that has a config.json; else None."""
     if (folder / "config.json").is_file():
         return folder
     parts = folder / "modules.json"

@@ -22,13 +22,13 @@ _ADAPTER = "adapter_config.json"
 
 
 def forget_implementations(config: Any) -> None:
-    """Reset the implementations of attention and experts, so that transformers chooses them."""
+    """Remove a configuration's choice of attention and expert kernels, so that transformers chooses."""
     config._attn_implementation = None
     config._experts_implementation = None
 
 
 def check_files(place: Place, config: Any) -> None:
-    """Refuse weights in anything but safetensors, quantised weights, and adapters.
+    """Raise ModelError for weights not in safetensors, for quantised weights, and for adapters.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 
 def _parts(place: Place, index: str) -> set[object]:
-    """Return the files that an index of weights names; an empty set if there is no index."""
+    """Return the weight files that an index file names; an empty set if there is no index file."""
     found = place.file(index)
     if found is None:
         return set()

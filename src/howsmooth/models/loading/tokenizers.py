@@ -22,7 +22,7 @@ _PROBE = "The cat sat on a mat, and it was all that it had to do."
 
 
 class Tokenizer:
-    """A tokenizer that adds no special tokens.
+    """A tokenizer of transformers that adds no special tokens.
 
     Parameters
     ----------
@@ -57,14 +57,14 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token by itself; without a tokenizer, the token id."""
+        """Return the text of each token id by itself; without a tokenizer, the id as text."""
         if self._backend is None:
             return [str(i) for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """A text that determines the token ids, for fingerprints; empty if there is no tokenizer."""
+        """A text that determines the tokenizer's output, for fingerprints; empty without a tokenizer."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | None:
-    """Return the tokenizer that comes with a model, or None if there is none.
+    """Return the tokenizer that comes with a model, or None if it has none that encodes plain text.
 
     transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it
     encodes most of a plain sentence without the unknown token.

@@ -1,4 +1,4 @@
-"""Reduce the number of layers in the configuration of a large model, and keep every kind of layer."""
+"""Reduce the number of layers in the configuration of a large model, keeping every kind of layer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KINDS = ("layer_types", "layers_block_type")
 
 
 def count_weights(config: Any) -> int:
-    """Return the number of weights of a model with this configuration, without allocating them."""
+    """Return the number of weights of a model with this configuration, without allocating the weights."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
 
 
 def shorten(config: Any, most: int) -> str:
-    """Reduce the layers of a configuration with more than ``most`` weights, in place.
+    """Reduce the number of layers, in place, if a model of this configuration has more than ``most`` weights.
 
     The first layers of each stack are kept: at least two, and enough for every kind of layer that the
     configuration names. Whether the other layers are like them is not checked.

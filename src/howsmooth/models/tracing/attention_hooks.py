@@ -168,7 +168,7 @@ def plain_attention(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """Return softmax attention (batch, heads, m, value_dim), computed in the operands' own precision.
+    """Return softmax attention (batch, heads, m, value_dim), computed in the dtype of the operands.
 
     The formula is written out here a second time, because captured maps of the library are compared with it.
     Long sequences use PyTorch's fused kernel, or are computed in blocks of heads and query rows.
@@ -210,7 +210,7 @@ def _block(
     sinks: Tensor | None,
     causal_rows: slice | None,
 ) -> Tensor:
-    """Return attention for some query rows; for causal attention ``causal_rows`` are their positions."""
+    """Return softmax attention for a block of query rows, at positions ``causal_rows`` if it is causal."""
     scores = capped_scores(query, key, scale, softcap)
     if causal_rows is not None:
         order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)

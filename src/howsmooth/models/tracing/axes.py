@@ -1,4 +1,4 @@
-"""Follow the axes of a tensor through reshapes and permutations.
+"""Follow the axes of a tensor through reshapes and permutations, each axis as a product of factors.
 
 Attention code merges, splits and swaps the axes of its scores between ``q @ k.T`` and ``p @ v``. To bring
 queries and keys into the arrangement of ``p @ v``, the length of each axis is written as a product of
@@ -16,7 +16,7 @@ __all__ = ["Axes", "Axis", "Factor", "arrange", "broadcast", "leaves", "regroup"
 
 
 class Factor:
-    """A factor of the length of an axis.
+    """A factor of the length of an axis, such as heads in an axis of length heads · head_dim.
 
     A split changes the factor in place, so that every tensor whose axes contain it sees the two parts.
     """
@@ -38,7 +38,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the factors of an axis, each split factor replaced by its parts."""
+    """Return the factors of an axis, with each factor that was split replaced by its two parts."""
     found: list[Factor] = []
     for factor in axis:
         found += (factor,) if factor.parts is None else leaves(factor.parts)
@@ -46,7 +46,7 @@ def leaves(axis: Axis) -> Axis:
 
 
 def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Return the axes after a reshape to ``shape``, or None if the reshape cuts across two factors."""
+    """Return a tensor's axes after a reshape to ``shape``; None if the sizes do not divide one another."""
     waiting = [factor for axis in axes for factor in leaves(axis)]
     result: list[Axis] = []
     for size in shape:
@@ -85,7 +85,7 @@ def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
 
 
 def arrange(tensor: Tensor, axes: Axes, target: Sequence[Axis]) -> Tensor | None:
-    """Return the tensor rearranged so that its axes are the target axes, in their order.
+    """Return a tensor permuted and reshaped so that its axes are the target axes, in their order.
 
     An axis has length one if the tensor has none of the target's factors; if it has only some of them, the
     tensor is repeated along the others. None if the tensor has a factor that is in no target axis.

@@ -38,13 +38,13 @@ class Contraction:
 
 
 def two(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the two operands of a binary function."""
+    """Return the two operands among the arguments of a binary torch function such as ``mul``."""
     rest = [*args[1:], *(kwargs[name] for name in ("other", "mat2") if name in kwargs)]
     return (args[0] if args else kwargs.get("input")), (rest[0] if rest else None)
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Return the contraction that a call of a torch function computes; None if it has not two operands."""
+    """Return the product that a call of a torch function computes; None if it has not two operands."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         if not isinstance(args[0], str) or len(operands) != 2:
@@ -102,7 +102,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def product_scores(c: Contraction) -> Scores | Opaque | None:
-    """Return the scores that a product of two tensors computes, or None if it cannot be scores."""
+    """Describe a product of two tensors as attention scores; None if one of them is a parameter, say."""
     if _is_parameter(c.left) or _is_parameter(c.right):
         return None
     # Scores are a product with exactly one label that is summed over.

@@ -69,7 +69,7 @@ class TracedCall:
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name."""
+        """Return the arguments of the call by parameter name."""
         return bound_arguments(self.module, self.args, self.kwargs)
 
     def _tensors(self) -> list[Tensor]:
@@ -91,7 +91,7 @@ class TracedLayer:
 
 
 class _Stop(BaseException):
-    """Ends a forward pass after the last wanted layer; not an Exception, so that no model catches it."""
+    """Raised to end a forward pass after the last wanted layer; no Exception, so that no model catches it."""
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def trace_forward_pass(
     wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
-    """Run a model once, in measurement mode, and trace its attention layers.
+    """Run a model once, and record its attention layers with the module calls around their softmaxes.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def trace_forward_pass(
 
 
 class _ForwardTracer:
-    """The hooks of :func:`trace_forward_pass`, and the layers that they have found."""
+    """The forward hooks of :func:`trace_forward_pass`, and the attention layers that they have found."""
 
     def __init__(
         self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
@@ -178,7 +178,7 @@ class _ForwardTracer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the hooks on all modules within the context."""
+        """Register forward hooks on all modules of the model within the context."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 starts = partial(self._starts, name)
@@ -207,7 +207,7 @@ class _ForwardTracer:
                 raise _Stop
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Count a softmax of the layer that had the previous softmax, or begin a new layer."""
+        """Count a softmax in the newest layer if the same module call ran that one, else begin a layer."""
         if not self.stack:
             return
         innermost = self.stack[-1]
@@ -247,7 +247,7 @@ class _ForwardTracer:
 
 
 def enclosing_layer(name: str) -> str:
-    """Return the path of the innermost member of a module list around a module, or "" if none.
+    """Return the path of the innermost member of a module list around a module; "" if there is none.
 
     For ``encoder.layer.3.attention.self`` the path is ``encoder.layer.3``.
     """
@@ -256,7 +256,7 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Whether the mask, or without a mask the probabilities, hide all later keys from every query."""
+    """Whether a softmax hides all later keys from every query, by its mask or else its probabilities."""
     p = softmax.probabilities
     m, n = output_of(softmax).shape[-2], softmax.value.shape[-2]
     if p is not None:

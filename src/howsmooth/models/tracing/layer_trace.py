@@ -1,4 +1,4 @@
-"""What is kept of one layer of a model: its module calls, their tokens, and its softmax attentions."""
+"""The record of one layer's run: its module calls, their tokens, and its softmax attentions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A layer of attention: the module that computes it, and the layer of the model around that (root)."""
+    """An attention layer: the module that computes the attention, and the model's layer around it (root)."""
 
     index: int  # in the order of the forward pass
     name: str  # path of the attention module
@@ -76,7 +76,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module looks like a norm over the last axis; its numbers are verified elsewhere."""
+    """Whether the module looks like a norm layer over the last axis; its output is verified elsewhere."""
     weight = getattr(module, "weight", None)
     # A module with children is no norm: an attention module may have "norm" in its name.
     alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None

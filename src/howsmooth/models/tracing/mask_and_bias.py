@@ -1,4 +1,4 @@
-"""Read what is added to the scores: which keys each query sees, and finite biases; describe it in words."""
+"""Split what is added to attention scores into hidden keys and finite biases, and describe it in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIDDEN = -1e3
 def split_mask(
     layer: AttentionLayer, mask: Tensor | None
 ) -> tuple[Bool[Tensor, "*lead m n"] | None, Float[Tensor, "*lead m n"] | None]:
-    """Split a mask into a boolean mask and the finite numbers that it adds to the scores.
+    """Split an attention mask into a boolean mask and the finite numbers that it adds to the scores.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def split_mask(
 
 
 class Masking(NamedTuple):
-    """The rules by which keys are hidden, and a phrase that describes them."""
+    """The rules by which an attention hides keys from queries, and a phrase that describes the rules."""
 
     causal: bool  # queries see no later keys
     window: int | None  # number of keys in a sliding window
@@ -67,7 +67,7 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Describe a boolean mask; the matrix is kept only if it is neither causal nor a sliding window.
+    """Return the rules and words for a boolean mask, and the mask itself only if the rules do not give it.
 
     Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
     """
@@ -117,7 +117,7 @@ def hides_later_keys(mask: Tensor) -> bool:
 
 
 def _row_blocks(mask: Tensor, n: int) -> Iterator[slice]:
-    """Yield slices of the rows of a mask, each of at most ``_ENTRIES`` entries or of one row."""
+    """Yield slices of the rows of a mask, each slice with at most ``_ENTRIES`` entries or with one row."""
     length = max(1, _ENTRIES // max(1, mask.shape[:-2].numel() * n))
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))

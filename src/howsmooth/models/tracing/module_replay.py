@@ -1,4 +1,4 @@
-"""Repeat a module call of the forward pass with other tokens in place of X."""
+"""Repeat a module call of the forward pass with other tokens in place of the model's tokens X."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
 
 class _Tokens:
-    """Placeholder for the tensor X among the arguments."""
+    """Placeholder for the tokens X among the stored arguments of a module call."""
 
 
 _X = _Tokens()
@@ -31,7 +31,7 @@ _SAME = 1e-3
 
 
 class ModuleReplay:
-    """A module call that can be repeated with other tokens; all other arguments stay those of the model.
+    """A model's call of a module, which can be repeated with other tokens and the same other arguments.
 
     Parameters
     ----------
@@ -58,30 +58,30 @@ class ModuleReplay:
         ]
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with ``x``, of the shape of X, in place of X."""
+        """Return the call's positional and keyword arguments, with ``x`` in place of the model's tokens X."""
         args, kwargs = tree_unflatten([x if leaf is _X else leaf for leaf in self._leaves], self._tree)
         return args, kwargs
 
     @property
     def x_name(self) -> str:
-        """Name of the parameter that X was passed for; "" if X is inside another argument."""
+        """Name of the parameter to which the tokens X were passed; "" if X is inside another argument."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
-        """Return the original arguments, with X among them, by parameter name."""
+        """Return the call's original arguments, the tokens X among them, by parameter name."""
         return bound_arguments(self.module, *self.arguments(self.x))
 
     def __call__(self, x: Tensor) -> Any:
-        """Call the module with ``x``, of the shape of X, in place of X."""
+        """Call the module with ``x`` in place of the model's tokens X, whose shape it has."""
         args, kwargs = self.arguments(x)
         return self.module(*args, **kwargs)
 
     def tokens(self) -> Tensor:
-        """Return X in the shape (batch, n, d)."""
+        """Return the model's tokens X in the shape (batch, n, d)."""
         return as_tokens(self.x, self.batch, self.batch_axis)
 
     def shaped(self, tokens: Tensor) -> Tensor:
-        """Return tokens (batch, n, d) in the shape of X."""
+        """Return tokens (batch, n, d) in the shape that the model's tokens X have."""
         if self.batch_axis == 1:
             return tokens.transpose(0, 1).reshape(self.x.shape)
         return tokens.reshape(self.x.shape)
@@ -145,7 +145,7 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return the same call of ``module``, a copy, with all arguments converted to a dtype and device."""
+        """Return the same call of a copied module, with all tensors in a dtype and on a device."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -157,7 +157,7 @@ class ModuleReplay:
         return other
 
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
-        """Return the same call with ``change`` applied to every argument."""
+        """Return a copy of this replay with ``change`` applied to every argument of the call."""
         other = copy.copy(self)
         other.x, other._output = change(self.x), None
         other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]
@@ -165,7 +165,7 @@ class ModuleReplay:
 
 
 def token_arguments(call: TracedCall) -> Iterator[Tensor]:
-    """Yield the arguments that may hold the tokens: floating-point tensors of at least two axes."""
+    """Yield the arguments of a call that may hold tokens: floating-point tensors of two or more axes."""
     seen: set[int] = set()
     for value in call.arguments().values():
         leaves = value if isinstance(value, tuple | list) else [value]

@@ -32,12 +32,12 @@ SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
 
 
 class Unreadable(Exception):  # noqa: N818
-    """Raised if scores are not those of a softmax attention; the message says why, in one phrase."""
+    """Raised if a tensor was not computed as the scores of a softmax attention; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor, and its axes as products of factors."""
+    """A tensor from which scores were computed, and its axes as products of factors."""
 
     tensor: Tensor
     axes: Axes
@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """A tensor that was added to the scores."""
+    """A tensor that was added to the scores, times a coefficient."""
 
     operand: Operand
     coefficient: float
@@ -61,7 +61,7 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """A column of sinks, joined to the scores before the softmax and cut off after it."""
+    """The scores of attention sinks: a column joined to the scores, and cut off after the softmax."""
 
     operand: Operand
     joined: Axis  # the axis of the keys with the column
@@ -71,7 +71,7 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A tensor that was computed from a product of two tensors, but by operations that attention lacks."""
+    """A tensor computed from a product of two tensors by operations that softmax attention does not have."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -80,7 +80,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A tensor of scores ``cap(scale · left · rightᵀ · factors) + biases``, hidden where ``hidden`` is True.
+    """How a score tensor is computed: ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
 
     ``cap`` is ``cap · tanh(· )``. Each method returns the description of the tensor after one more operation,
     or :class:`Opaque` if softmax attention has no such operation.
@@ -100,19 +100,19 @@ class Scores:
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Return the scores with other axes; None for ``axes`` if a reshape could not be followed."""
+        """Return the description of the scores with other axes; Opaque if ``axes`` is None."""
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
-        """Return the scores after a conversion to another dtype."""
+        """Return the description of the scores after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the scores after an operation that should not change the attention."""
+        """Return the description of the scores after an operation that should not change the attention."""
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
-        """Return the scores after a multiplication by a number."""
+        """Return the description of the scores multiplied by a number."""
         if self.sinks is not None:
             return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
@@ -124,7 +124,7 @@ class Scores:
         return replace(self, cap=self.cap * number, biases=biases)
 
     def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
-        """Return the scores after a multiplication by a tensor, or a division if ``inverse``."""
+        """Return the description of the scores multiplied by a tensor, or divided if ``inverse``."""
         if self.cap is not None or self.sinks is not None:
             return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
@@ -140,7 +140,7 @@ class Scores:
         return replace(self, axes=axes, biases=tuple(biases), factors=factors)
 
     def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
-        """Return the scores after the addition of ``coefficient`` times a tensor."""
+        """Return the description of the scores plus ``coefficient`` times a tensor."""
         axes, own = broadcast(self.axes, tensor.shape)
         bias = _Bias(Operand(tensor, own), coefficient)
         if self.sinks is not None:
@@ -150,20 +150,20 @@ class Scores:
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
     def capped(self) -> Scores | Opaque:
-        """Return the scores after a hyperbolic tangent."""
+        """Return the description of the hyperbolic tangent of the scores."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             return Opaque("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the scores after they were masked out where ``pairs`` is True."""
+        """Return the description of the scores after they were masked out where ``pairs`` is True."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """Return the scores after a column was joined to them along ``dim``, as sinks are."""
+        """Return the description of the scores with a column joined along ``dim``, as attention sinks are."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -175,7 +175,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxOperands:
-    """The operands of a softmax attention; the fields have the meaning they have in ``SoftmaxCall``."""
+    """The queries, keys, scale, mask, soft cap and sinks of a softmax attention, as in ``SoftmaxCall``."""
 
     query: Tensor
     key: Tensor
@@ -186,7 +186,7 @@ class SoftmaxOperands:
 
 
 def all_true(condition: Tensor) -> bool:
-    """Whether a condition is true everywhere; inside ``torch.vmap``, where values are not visible, True."""
+    """Whether a boolean tensor is all True; inside ``torch.vmap``, which hides its values, always True."""
     try:
         return bool(condition.all())
     except RuntimeError as error:
@@ -196,7 +196,7 @@ def all_true(condition: Tensor) -> bool:
 
 
 def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> SoftmaxOperands:
-    """Return the operands of a softmax attention, with axes in the order (*lead, rows, keys).
+    """Return the queries, keys, mask etc. of a softmax attention, with axes in the order (*lead, rows, keys).
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ def _zero_or_one(tensor: Tensor) -> bool:
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Return the sum of the biases, -inf where hidden; without biases a boolean mask, True where visible."""
+    """Return the mask of the attention: biases, -inf where hidden; if there are no biases, a boolean mask."""
     target = (*lead, rows, keys)
     total: Tensor | None = None
     for bias in scores.biases:
@@ -283,7 +283,7 @@ def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tenso
 
 
 def _sinks(scores: Scores, lead: Sequence[Axis], rows: Axis) -> Tensor | None:
-    """Return the sinks (heads,), or None if there are none."""
+    """Return the scores (heads,) of the attention sinks, or None if there are none."""
     if scores.sinks is None:
         return None
     column = _arranged(scores.sinks.operand, (*lead, rows, ()))

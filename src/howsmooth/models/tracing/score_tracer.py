@@ -1,4 +1,4 @@
-"""Follow scores through the functions of torch, from a product of two tensors to their use as probabilities.
+"""Follow attention scores through torch functions, from a product of two tensors to the softmax and on.
 
 A :class:`ScoreTracer` is a torch function mode with a rule for every function that attention code applies to
 scores and probabilities. After a function without a rule the result is unknown. After a function that
@@ -30,7 +30,7 @@ HIDES = -9000.0  # a number at or below this, written over a score or added to i
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """A tensor of probabilities: the softmax of scores."""
+    """The description of a tensor of attention weights: the softmax of described scores."""
 
     scores: Scores  # the argument of the softmax, with the axes of the probabilities
     keys: Axis  # the axis of the keys, over which the softmax ran, without the column of the sinks
@@ -42,7 +42,7 @@ Rule = Callable[["ScoreTracer", Any, Any, Any], Any]
 
 
 class ScoreTracer(TorchFunctionMode):
-    """A torch function mode that knows which tensors are scores or probabilities.
+    """A torch function mode that records which tensors are attention scores or attention weights.
 
     Subclasses implement :meth:`weighted` and :meth:`fused`, which are called where an attention ends.
     """
@@ -56,11 +56,11 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the product of probabilities ``p`` and values; ``run`` computes it with the model's code."""
+        """Return attention weights ``p`` times values; ``run`` computes this with the model's code."""
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Return ``scaled_dot_product_attention`` of the named arguments; ``run`` computes it."""
+        """Return ``scaled_dot_product_attention`` of arguments given by name, which ``run`` computes."""
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
@@ -70,14 +70,14 @@ class ScoreTracer(TorchFunctionMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Deactivate the mode and, after the outermost exit, forget all tensors."""
+        """Deactivate the mode and, after the outermost exit, forget the descriptions of all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
             self._known.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function, and describe its result if it comes from scores or probabilities."""
+        """Run a torch function, and record a description of its result if it comes from scores."""
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None and (self._known or rule in _STARTS):
@@ -89,7 +89,7 @@ class ScoreTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the description of a tensor, or None if it is neither scores nor probabilities."""
+        """Return the stored description of a tensor; None if it is neither scores nor probabilities."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -115,7 +115,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Return the description after an operation that attention does not use, named by ``what``."""
+    """Return the description (Opaque) after an operation ``what`` that softmax attention does not have."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -132,12 +132,12 @@ class _Applied(NamedTuple):
     result: Tensor
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, passed by position or by name."""
+        """Return an argument of the call, passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make a rule for functions of one tensor; ``change`` returns the description of their result."""
+    """Make a rule for torch functions of one tensor; ``change`` returns the description of the result."""
 
     def rule(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs.get("input")
@@ -152,7 +152,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to scores, or to the scores behind probabilities."""
+    """Apply ``change`` to the description of scores, or of the scores whose softmax probabilities are."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -239,14 +239,14 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for conversions of dtype or device and for copies."""
+    """Rule for conversions of dtype or device and for copies: the result is scores of another precision."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for functions such as ``clamp`` that should change no score; every row is checked afterwards."""
+    """Rule for functions such as ``clamp`` that should change no score, which is checked at the end."""
     return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
 
 
@@ -280,7 +280,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Return the description of a part of the entries: only a cut of the column of sinks is understood."""
+    """Rule for slices: the result counts as probabilities only if exactly the column of sinks is cut off."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -297,7 +297,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Return the probabilities if the function cut off exactly the column of the sinks, else None."""
+    """Return the description of probabilities after their column of sinks was cut off; None if it was not."""
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
     sinks, axes = known.scores.sinks, known.scores.axes
@@ -314,7 +314,7 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
 
 
 def _assign(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for ``a[i] = b``, after which ``a`` holds no scores any more."""
+    """Rule for ``a[i] = b``, after which ``a`` no longer counts as scores."""
     known = tracer.known(args[0]) or tracer.known(args[2])
     func(*args, **kwargs)
     tracer.note(args[0], _mixed(known, "are put together from pieces"))
@@ -337,7 +337,7 @@ def _join(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for ``torch.where(condition, a, b)`` and ``a.where(condition, b)``."""
+    """Rule for ``torch.where``, which hides keys if it replaces scores by large negative numbers."""
     result = func(*args, **kwargs)
     if len(args) != 3:
         return result
@@ -355,7 +355,7 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Return the description after a number, or a tensor, replaced the entries where ``pairs`` is True."""
+    """Return the description of scores after ``value`` replaced the entries where ``pairs`` is True."""
     if isinstance(known, Probabilities):
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return _each(known, Scores.unchanged)
@@ -394,7 +394,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that compute other numbers: after one the result is opaque, after two unknown."""
+    """Rule for functions that make other numbers of scores: Opaque after one of them, unknown after two."""
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     what = _mixed(known, f"go through {_name(func)}")
@@ -423,7 +423,7 @@ def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the Python body of a torch function under the mode.
+    """Run the Python body of a torch function such that the mode sees each function that the body calls.
 
     Under a mode, functions such as ``multi_head_attention_forward`` arrive here as a whole. Their body is run
     with a ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.
@@ -436,7 +436,7 @@ def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _functions(names: str) -> set[Any]:
-    """Return all torch functions, tensor methods and properties that have one of the names."""
+    """Return all torch functions, tensor methods and properties named in a string of names."""
     homes = (torch, Tensor, functional, torch.special)
     found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
     return {

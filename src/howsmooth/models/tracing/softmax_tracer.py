@@ -77,7 +77,7 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Call ``on_softmax``; return the replacement of the output, or None."""
+        """Call ``on_softmax`` with an attention; return the tensor that replaces its output, or None."""
         replacement = self._on_core(call)
         if replacement is None or call.output is None:
             return replacement
@@ -92,7 +92,7 @@ class SoftmaxTracer(ScoreTracer):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Report a product of probabilities and values, and return the output or its replacement."""
+        """Report a product of attention weights and values; return the product or its replacement."""
         layout = _Layout(contraction, p, known)
         output = None if self._ahead else run()
         replacement = self._report(layout.call(output, check=self._check and not self._ahead))
@@ -126,7 +126,7 @@ class SoftmaxTracer(ScoreTracer):
 
 
 class _Layout:
-    """A product of probabilities and values, with the axes reordered as :class:`SoftmaxCall` has them.
+    """A product of attention weights and values, with the axes reordered as :class:`SoftmaxCall` has them.
 
     ``lead``, ``rows``, ``keys`` and ``columns`` are the labels of the axes in the contraction.
     """
@@ -148,7 +148,7 @@ class _Layout:
             self.sizes[label] = max(size, self.sizes.get(label, 1))
 
     def call(self, output: Tensor | None, *, check: bool) -> SoftmaxCall:
-        """Return the softmax attention, with its operands or the obstacle to reading them."""
+        """Return the product as a SoftmaxCall, with its operands or the reason why they cannot be read."""
         lead = [self.sizes[label] for label in self.lead] or [1]
         m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
         value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
@@ -188,7 +188,7 @@ class _Layout:
                         output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
-        """Reorder the axes of an output (*lead, m, columns) as the model's code expects them."""
+        """Reorder the axes of an attention's output (*lead, m, columns) as the model's code expects them."""
         order = [*self.lead, *self.rows, *self.columns]
         output = output.reshape([self.sizes[label] for label in order])
         return output.permute([order.index(label) for label in self.labels])
@@ -200,7 +200,7 @@ class _Layout:
 
 
 def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return the scores (..., m, n), scaled and capped, before any mask."""
+    """Return the attention scores (..., m, n), scaled and soft-capped, before any mask."""
     scores = query @ key.mT * scale
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -232,7 +232,7 @@ def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: 
 
 
 def _agrees(call: SoftmaxCall, eps: float, *, every: bool) -> bool:
-    """Whether the output is the attention of the operands, on a sample of rows (on all if ``every``).
+    """Whether a softmax call's operands give its output, on a sample of rows (on all if ``every``).
 
     Rows that see no key are not compared: their output has no meaning.
     """
