@@ -209,7 +209,7 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Return ``plain`` with the fields filled in that the captured map of the layer determines."""
+    """Return the entry ``plain`` of a layer, completed by what its captured map determines."""
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -254,7 +254,7 @@ def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) ->
 
 
 def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """Return the submodels in which no layer ran, with their kinds of input; empty if none ran in any."""
+    """Return the submodels in which no layer ran, with their kinds of input; () if no submodel ran at all."""
     parts = named_parts(model)
     seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
     return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()

@@ -1,4 +1,4 @@
-"""Conversion of a model to a tree of JSON values and back: class names and settings, never code.
+"""Describe a model as nested dicts of class names and settings, and build it again; no code is stored.
 
 A node of the tree describes one module. It has the module's ``class``; the ``settings`` with which its
 constructor is called; the ``modules`` among the constructor's arguments (for :class:`torch.nn.Sequential`,
@@ -73,11 +73,11 @@ _OURS = "howsmooth.nn."
 
 
 class DescriptionError(HowsmoothError):
-    """Raised when a tree describes no model or a model cannot be described; its phrase says where and why."""
+    """Raised when a description describes no model or a model cannot be described; it says where and why."""
 
 
 class KnownClasses:
-    """The classes that a file may name: some of howsmooth.nn and torch.nn, and the caller's classes.
+    """The module classes that a file may name: some of howsmooth.nn and torch.nn, and the caller's.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class KnownClasses:
 
 
 def describe(model: nn.Module, known: KnownClasses) -> dict[str, Any]:
-    """Return the tree that describes a model.
+    """Return nested dicts of a model's modules: classes, constructor arguments and children, without weights.
 
     Raises
     ------
@@ -195,7 +195,7 @@ def _describe(
 
 
 def build(tree: Any, known: KnownClasses) -> nn.Module:
-    """Build a model with random weights from its description, a tree of modules.
+    """Build a model with random weights from the nested dicts that :func:`describe` returned.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def _encoder_settings(layer: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type[nn.Module]) -> list[str]:
-    """Return the names of a constructor's arguments, including arguments that its parents accept."""
+    """Return the names of a constructor's arguments, including those that it passes on to parent classes."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found: dict[str, None] = {}
     for one in cls.__mro__:
@@ -327,7 +327,7 @@ def _parametrizations(module: nn.Module, where: str) -> dict[str, list[dict[str,
 
 
 def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
-    """Return the settings of a parametrization, or None if a file cannot hold it."""
+    """Return kind and arguments of a PyTorch parametrization; None if it is neither of the two known."""
     if type(step) is parametrizations._Orthogonal:
         return {
             "kind": "orthogonal",
@@ -416,7 +416,7 @@ def place(path: str) -> str:
 
 
 def join(path: str, name: str) -> str:
-    """Return the path of a child module."""
+    """Return the path of the child ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 
@@ -439,7 +439,7 @@ def _cut(words: str, longest: int = 80) -> str:
 
 
 class LimitedMemory(TorchFunctionMode):
-    """A mode in which PyTorch's factory functions may create only a limited number of entries in total.
+    """A mode that limits how many tensor entries PyTorch's factory functions may create in total.
 
     A file of a few bytes could otherwise request a layer of any size.
     """

@@ -21,11 +21,11 @@ class LipschitzModule(nn.Module, ABC):
 
     @abstractmethod
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the Lipschitz constant of the module."""
+        """Return an upper bound on the Lipschitz constant, on tokens of norm at most ``radius``."""
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norm of an output token."""
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output tokens for ``length`` input tokens."""

@@ -252,7 +252,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model from a tree, with random weights, and check the names and shapes of its tensors."""
+    """Build a model with random weights from its description, and check names and shapes of its tensors."""
     numbers = sum(t.numel() for t in tensors.values())
     try:
         with torch.random.fork_rng(devices=[]), LimitedMemory(_SPARE_COPIES * numbers + _SPARE_NUMBERS):
@@ -275,7 +275,7 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model's tensors the values and dtypes of the file; tied tensors stay tied."""
+    """Give the model's tensors the values and dtypes of the file's tensors; tied tensors stay tied."""
     for name, t in _tensors(model).items():
         t.data = tensors[name]
 
@@ -304,7 +304,7 @@ def _laid_out(tensors: Mapping[str, Tensor], orders: Any) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by name, including those that a state_dict leaves out."""
+    """Return all parameters and buffers of a model by name, including those that a state_dict leaves out."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     found: dict[str, Tensor] = dict(named)
     for name, t in found.items():
@@ -352,7 +352,7 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return, for each name of a tensor, the first name of the same tensor."""
+    """Return, for each name of a tensor of the model, the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in _tensors(model).items()}
 

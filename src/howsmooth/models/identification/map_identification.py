@@ -55,7 +55,7 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield maps that a layer may compute, from the one with every parameter known to the module itself.
+    """Yield maps that a layer may compute: first one with every parameter known, last the module as it is.
 
     In place of a hypothesis that does not fit the trace, the error that says why is yielded.
 

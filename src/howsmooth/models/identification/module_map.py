@@ -39,7 +39,7 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return a copy whose output projection (if outside the module) has another dtype or device."""
+        """Return a copy of this Tail with its output projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
@@ -87,7 +87,7 @@ class CopiedModule:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> CopiedModule:
-        """Return a copy of this module in another dtype or on another device."""
+        """Return a copy of this copied module in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)

@@ -85,7 +85,7 @@ class NonSoftmaxTracer:
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer by itself, and yield the layers that mix tokens; skip errors."""
+        """Run each collected layer alone and yield those that mix tokens; layers that raise are skipped."""
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:

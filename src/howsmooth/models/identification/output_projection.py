@@ -250,7 +250,7 @@ def _reaches_residual(
 def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield the tensors that may be the sum of a residual and a projection outside the attention module.
+    """Yield the tensors that may be residual + output of a projection outside the attention module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -273,7 +273,7 @@ def _possible_sums_outside(
 def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield the tensors that are the sum of a residual and a projection inside the attention module.
+    """Yield the tensors that are residual + output of a projection inside the attention module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.

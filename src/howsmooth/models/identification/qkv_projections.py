@@ -172,7 +172,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Return projections that a norm layer, rotation or scale follows; None if none gives the queries."""
+    """Return projections that a norm layer, rotation or scale turns into queries and keys, else None."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     read: list[list[ProjectionReading]] = []
@@ -226,7 +226,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Return the columns of linear outputs that become the heads by rotary positions; None if none do."""
+    """Return the columns of linear outputs that equal the heads after rotary positions, or None."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.

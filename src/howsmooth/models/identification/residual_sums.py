@@ -53,7 +53,7 @@ class Factors:
 
     @property
     def layout_suffix(self) -> str:
-        """Return ", layer scale", ", scaled residual" or (without factors) "", to end a layout name."""
+        """Return how a layout name ends: "" without factors, ", layer scale" or ", scaled residual"."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1

@@ -46,7 +46,7 @@ class Audio(DataSource):
 
     @property
     def size(self) -> int:
-        """Number of samples."""
+        """Number of audio samples in the recording."""
         return len(self.samples)
 
     @property

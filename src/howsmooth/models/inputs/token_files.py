@@ -40,7 +40,7 @@ class TokenStream(DataSource):
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in all sequences together."""
         return len(self.tokens)
 
     @property

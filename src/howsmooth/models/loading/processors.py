@@ -66,7 +66,7 @@ class ImagePreparation:
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return the model's inputs for some images, of which the processor makes ``pixel_values``.
+        """Return the model's inputs for some images: the ``pixel_values`` that the processor computes.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ class Place:
     local_files_only: bool
 
     def file(self, name: str) -> Path | None:
-        """Return the local path of one of the model's files, downloaded if necessary; None if it has none.
+        """Return the path of a file of the model, downloaded if necessary; None if there is no such file.
 
         Raises
         ------
@@ -99,7 +99,7 @@ _REMEDY = (
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Return the place of the files of the model with this name; whether the Hub has it is not checked.
+    """Return where the files of a model of this name are; it is not checked whether the Hub has them.
 
     Raises
     ------

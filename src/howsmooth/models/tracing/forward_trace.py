@@ -45,7 +45,7 @@ class TracedCall:
     output: Any = None
 
     def keep(self) -> None:
-        """Copy the floating-point arguments, because the model may change them in place later."""
+        """Replace floating-point arguments by copies, because the model may change them in place later."""
         if self.kept:
             return
         self.kept = True
@@ -65,7 +65,7 @@ class TracedCall:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Whether no argument was changed in place since :meth:`keep`."""
+        """Whether no argument of the call was changed in place since :meth:`keep`."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class _ForwardTracer:
                 raise _Stop
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Count a softmax in the newest layer if the same module call ran that one, else begin a layer."""
+        """Count a softmax in the newest layer, or begin a new layer if another module call runs it."""
         if not self.stack:
             return
         innermost = self.stack[-1]

@@ -152,7 +152,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to the description of scores, or of the scores whose softmax probabilities are."""
+    """Apply ``change`` to described scores, or to the scores inside described probabilities."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -239,7 +239,7 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for conversions of dtype or device and for copies: the result is scores of another precision."""
+    """Rule for conversions of dtype or device and for copies; it records the precision of the result."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 

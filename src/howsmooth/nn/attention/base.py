@@ -147,7 +147,7 @@ class LipschitzAttention(LipschitzModule):
     _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
 
     def _make_weights(self, factory: dict[str, Any]) -> None:
-        """Create the weights of torch.nn.MultiheadAttention, with its initial values."""
+        """Create weights with torch.nn.MultiheadAttention's names, shapes and initial values."""
         d = self.embed_dim
         self.in_proj_weight = nn.Parameter(torch.empty((3 * d, d), **factory))
         if self.bias:
@@ -183,7 +183,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of an upper bound on the constant of the layer before the division.
+        """Return the log of an upper bound on the layer's constant before its output is divided.
 
         The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks, but
         not its own rounding.
@@ -191,25 +191,25 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return a Bound with a name and a source, given the logarithm of its value."""
+        """Return a Bound with this layer's name and source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the bound on the constant of the layer before the division."""
+        """Return the bound on the layer's Lipschitz constant before its output is divided."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norm of an output token before the division."""
+        """Return an upper bound on the norm of an output token before the output is divided."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return the layer as a map of this library whose output is multiplied by ``scale``."""
+        """Return the layer, with its output multiplied by ``scale``, as a howsmooth map for measurements."""
 
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the Lipschitz constant of the layer, including its division.
+        """Return an upper bound on the layer's Lipschitz constant, which includes the division of its output.
 
         Parameters
         ----------
@@ -242,7 +242,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norm of an output token.
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``.
 
         Arguments and errors are those of :meth:`lipschitz_bound`.
         """
@@ -254,7 +254,7 @@ class LipschitzAttention(LipschitzModule):
         return largest * (1 + 1e-12)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Return length and radius, after checking that the layer accepts them; "clip" lowers the radius."""
+        """Return length and radius if the layer accepts them; a layer that clips reduces the radius."""
         n = check_length(length)
         # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
         # radius.
@@ -280,16 +280,16 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the logarithm of bound / constant; it is computed again only if a weight has changed."""
+        """Return log(bound / constant), computed again only if a weight of the layer has changed."""
         key = (self.length, self.radius, self.constant)
         return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the bound at the layer's length and radius, with its graph."""
+        """Return the log of the bound on the undivided layer, with an autograd graph to its weights."""
         return self._log_bound(self.length, self._own_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the logarithm of bound / constant, given the logarithm of the bound before rounding."""
+        """Return log(bound / constant), given the logarithm of the bound before it is rounded up."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._own_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -378,7 +378,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return 1/divisor as a tensor that is differentiable in the weights."""
+        """Return constant / bound, the factor of the layer's output, differentiable in the weights."""
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))
         # Without training, the divisor is remembered, and its gradient is computed only on demand.
@@ -404,7 +404,7 @@ class LipschitzAttention(LipschitzModule):
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return checked tokens (batch, n, d) in the dtype of the computation, and the weights."""
+        """Check a call's arguments; return tokens (batch, n, d) in the dtype to compute in, and weights."""
         if not isinstance(query, Tensor) or query.layout is not torch.strided:
             got = str(query.layout) if isinstance(query, Tensor) else type(query).__name__
             raise ArgumentError("query", expected="a dense tensor of tokens (batch, n, d)", got=got)
@@ -456,7 +456,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens; tokens beyond the radius raise an error or are projected onto the ball."""
+        """Return tokens of norm at most ``radius``: longer ones are projected onto the ball or refused."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
 
@@ -480,7 +480,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def map(self) -> TokenMap:
-        """The layer, with its current weights and division, as a map of this library for measurements.
+        """The layer as a howsmooth map for measurements, with its current weights and divisor.
 
         For masks of kind "any" and "additive" it is the map without a mask. It does not clip.
         """
@@ -503,7 +503,7 @@ class LipschitzAttention(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 

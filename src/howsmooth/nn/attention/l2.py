@@ -101,7 +101,7 @@ class L2Attention(OwnBoundAttention):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return Q_h (heads, k, d) and V_h Q_hᵀ/√k (heads, k, k)."""
+        """Return the query matrices Q_h (heads, k, d), and V_h Q_hᵀ/√k, which maps queries to values."""
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)
 

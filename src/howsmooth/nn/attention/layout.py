@@ -19,7 +19,7 @@ __all__ = ["Parts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The matrices and biases of H heads for tokens of dimension d = H k.
+    """The query, key, value and output matrices and biases of a layer's H heads, for d = H k.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Parts:
         return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
 
     def attention(self, masking: Masking, factor: float, **keywords: Any) -> SelfAttention:
-        """Return these heads as a SelfAttention map whose output is multiplied by ``factor``.
+        """Return the attention of all heads as a SelfAttention map, its output multiplied by ``factor``.
 
         Keywords are passed on to SelfAttention.
         """
@@ -82,7 +82,7 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return the visibility data that a bound needs for the masks that a layer accepts."""
+    """Return the numbers of keys that queries may see under the masks of a layer, which its bound needs."""
     if masking.rows is not None:
         return masking.rows
     if masking.kind == "any":

@@ -1,4 +1,4 @@
-"""The masks that a layer's constant covers, and the conversion of a call's masks to added scores.
+"""The masks for which a layer's constant is proved, and a call's masks as numbers to add to scores.
 
 Masks follow PyTorch's conventions.
 """
@@ -29,7 +29,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The masks that a layer's constant covers.
+    """The kind of masks for which a layer's constant is proved, and the fixed mask that it may apply.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Return the Masking for a layer's argument ``mask``: a word, or a matrix, True where hidden."""
+        """Return the Masking for a layer's argument ``mask``: a word, or a matrix (True where hidden)."""
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
         if isinstance(mask, list):
@@ -71,14 +71,14 @@ class Masking:
         return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def setting(self) -> str | list[Any]:
-        """Return the layer argument ``mask`` as a JSON value."""
+        """Return the value of the layer's argument ``mask`` for JSON: a word, or a list of rows."""
         if self.hidden is None:
             return self.kind
         rows: list[Any] = self.hidden.tolist()
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return the mask (n, n) of every call, True where hidden, on the CPU; None if there is none."""
+        """Return the mask (n, n) of every call, True where hidden, on the CPU; None for other layers."""
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)
         return self.hidden
@@ -92,7 +92,7 @@ class Masking:
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
-        """Return the tensor to be added to the scores of tokens x (batch, n, d), or None.
+        """Return the sum of a call's masks, to be added to the scores of tokens x; None without a mask.
 
         Its shape is (batch or 1, heads or 1, n, n).
 
@@ -139,7 +139,7 @@ class Masking:
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Raise ArgumentError unless the mask equals the one for which the constant was computed."""
+        """Raise ArgumentError unless a call's mask is the mask for which the constant was proved."""
         here = torch.zeros((), dtype=torch.bool) if own is None else own
         hidden = mask if mask.dtype == torch.bool else torch.isneginf(mask)
         numbers = None if mask.dtype == torch.bool else mask.masked_fill(hidden, 0.0)

@@ -101,7 +101,7 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     @property
     def temperature(self) -> float:
-        """The current value of τ."""
+        """The current temperature τ, which multiplies the cosines in the scores."""
         return float(self.log_temperature.detach().double().exp())
 
     def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The divisor of a layer: its bound for the current weights, with a gradient.
+"""The divisor of a layer's output, its bound divided by its constant, with a gradient in the weights.
 
 The value comes from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of
 the weights, which is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers
@@ -30,7 +30,7 @@ class Remembered:
         self._value = 0.0
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the number for these weights and this key."""
+        """Return the last number if weights and key are the same as then, else ``compute()``."""
         tensors = tuple(weight.detach() for weight in weights.values())
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
@@ -49,7 +49,7 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the logarithm of a bound as a float; it is infinite if products of the weights overflow."""
+    """Return the logarithm of a layer's bound as a float; inf if products of the weights overflow."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -61,7 +61,7 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return 1/divisor in the dtype and on the device of ``like``, differentiable in the weights.
+    """Return 1/divisor, by which a layer's output is multiplied, as a tensor differentiable in the weights.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """1/divisor, whose derivative is −(1/divisor) times the derivative of the divisor's logarithm."""
+    """The autograd function 1/divisor: its derivative is −1/divisor times the derivative of log divisor."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Apply the function once, because the weights are the same for all members of a batch."""
+        """Compute 1/divisor once, because the weights are the same for all members of a batch."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

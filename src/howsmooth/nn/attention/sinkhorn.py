@@ -135,7 +135,7 @@ class SinkhornAttention(OwnBoundAttention):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Return a mask (..., n, n) in which tokens hidden from all others see only one another.
+    """Return a mask (..., n, n) in which tokens that no query sees (padding) see only one another.
 
     The given mask is (..., n, n) or (..., 1, n).
     """
@@ -152,7 +152,7 @@ def _closed(added: Tensor) -> Tensor:
 
 
 def _check_pattern(seen: Tensor, name: str) -> None:
-    """Raise ArgumentError unless the pattern is symmetric with full diagonal, so that P exists."""
+    """Raise ArgumentError unless the mask is symmetric and each token sees itself, as P requires."""
 
     def check(seen: Tensor) -> None:
         if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):

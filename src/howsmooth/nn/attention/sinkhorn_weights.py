@@ -1,4 +1,4 @@
-"""The doubly stochastic matrix P = diag(α) e^S diag(β), with derivatives that need no iterations.
+"""The doubly stochastic P = diag(α) e^S diag(β) of scores S, with derivatives that need no iterations.
 
 The rows and columns of P sum to one. If the scores change by dS, then P changes by dP = P ∘ Π dS. Here Π is
 the projection onto the orthogonal complement of all matrices a_i + b_j in the inner product Σ_ij P_ij M_ij
@@ -34,7 +34,7 @@ _RIDGE = 1e-15
 def doubly_stochastic(
     scores: Float[Tensor, "*batch n n"], *, tolerance: float = 1e-10, max_iterations: int = 1000
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P = diag(α) e^S diag(β) in float64; rows sum to one, columns to one within the tolerance.
+    """Return P = diag(α) e^S diag(β) in float64 for scores S: rows sum to one, columns up to ``tolerance``.
 
     P is differentiable in forward and reverse mode and in every order. The iteration stops for each matrix
     separately, so a result does not depend on the other matrices of the batch, up to rounding.
@@ -62,7 +62,7 @@ def doubly_stochastic(
 
 
 class _Scaling(torch.autograd.Function):
-    """The map from scores S to P, with the derivatives described above."""
+    """The autograd function from scores S to P = diag(α) e^S diag(β), with derivatives from the limit P."""
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
@@ -93,7 +93,7 @@ class _Scaling(torch.autograd.Function):
 
 
 def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return P ∘ (M − a_i − b_j), with a and b such that all its rows and columns sum to zero.
+    """Return P's change P ∘ (M − a_i − b_j) if S changes by M; a, b make its rows and columns sum to zero.
 
     a = r − P b, where r are the row sums of P ∘ M, and b solves (I − PᵀP) b = s − Pᵀ r, where s are its
     column sums.
@@ -107,7 +107,7 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
 
 
 def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return diag(c) − PᵀP, where c are the column sums of P, made invertible.
+    """Return the matrix diag(c) − PᵀP of the linear systems, made invertible; c are the column sums of P.
 
     The kernel consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
     block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks. Adding a kernel
@@ -120,7 +120,7 @@ def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 def _scaled(
     scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P by minimising the convex function Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g.
+    """Return P by minimising the convex function Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g = log β.
 
     Its gradient is c − 1, where c are the column sums. A Sinkhorn iteration never increases it. Therefore
     taking the best of several steps that include the Sinkhorn step converges.
@@ -149,7 +149,7 @@ def _scaled(
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return Newton steps of several lengths, because a full step far from the minimum may overshoot."""
+    """Return the points that Newton steps of several lengths reach from g, since full steps may overshoot."""
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
@@ -157,7 +157,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the best trial for each matrix: by the objective or, where ``near``, by the column sums."""
+    """Return each matrix's best trial g: by the objective or, where ``near``, by the column sums of P."""
     if len(trials) == 1:
         return trials[0]
     ranks = []
@@ -173,7 +173,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P with rows that sum to one, the log column sums, and their largest distance from one."""
+    """Return log P for g, with rows that sum to one, log column sums, and the sums' largest |sum − 1|."""
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
     return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

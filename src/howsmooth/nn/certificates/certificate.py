@@ -1,4 +1,4 @@
-"""The result of certify: a constant, a table of its factors, and certified radii of inputs."""
+"""The result of certify: a model's constant, a table of its factors, and certified radii of inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ModelCertificate:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Table of the factors of the constant.
+        """Table of the modules' Lipschitz constants, whose product is the model's constant.
 
         It has one row for each module, with columns path, kind, level, constant, radius_in, radius_out,
         length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level belong to the
@@ -64,7 +64,7 @@ class ModelCertificate:
         return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
-        """Return the distance, in the Frobenius norm, within which an input keeps its class.
+        """Return the distance, in the Frobenius norm, within which each input keeps its class.
 
         The distance is the margin between the logit of the class and the largest other logit, divided by √2
         times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,

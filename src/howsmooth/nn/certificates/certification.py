@@ -64,7 +64,7 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module of any class has half-precision weights, NaN, or no fixed function."""
+    """Raise an error if a module has half-precision weights, NaN or hooks, or computes no fixed function."""
     # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
@@ -90,6 +90,6 @@ def _check(module: nn.Module, path: str) -> None:
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Tell whether a module's forward pass has hooks that this library did not register."""
+    """Tell whether a module has forward hooks that this library did not register."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

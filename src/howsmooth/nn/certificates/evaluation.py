@@ -66,7 +66,7 @@ class Evaluation:
         return int((self.table["predicted"] == self.table["label"]).sum())
 
     def certified(self, radius: float) -> int:
-        """Return the number of inputs that keep the class of their label within a radius.
+        """Return how many inputs provably keep the class of their label within a radius.
 
         Raises
         ------
@@ -236,7 +236,7 @@ def _first(model: nn.Module) -> nn.Module:
 
 
 def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
-    """Return the model with a projection in front of its first module on tokens.
+    """Return the model with a projection onto the ball in front of its first module that gets tokens.
 
     If the model begins with a module that makes tokens from images, the projection follows that module.
     """

@@ -1,4 +1,4 @@
-"""Propagation of constants and radii through a model, from module to module and into residual branches."""
+"""Follow constants and token norms through a model, from module to module and into residual branches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "walk"]
 
 @dataclass(frozen=True)
 class Row:
-    """The effect of one module on the constant of a model.
+    """One module's Lipschitz constant, with the numbers and largest norms of its input and output tokens.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The result of following tokens through a module.
+    """The result of following tokens through a module: its constant, and a row for each module in it.
 
     Attributes
     ----------
@@ -84,15 +84,15 @@ class Composite(LipschitzModule):
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of its children and then its own row, which has its constant."""
+        """Return the rows of the module's children, and last the row of the module with its constant."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound that follows from the bounds of its children."""
+        """Return the Lipschitz bound that follows from the bounds of the module's children."""
         row = self._row(length, radius)
         return upper(row.kind, row.source, row.constant, row.radius_in)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norm of an output token."""
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
         return self._row(length, radius).radius_out
 
     def _row(self, length: int, radius: float) -> Row:
@@ -100,7 +100,7 @@ class Composite(LipschitzModule):
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Follow ``length`` tokens of norm at most ``radius`` through a module, and return constant and rows.
+    """Follow tokens through a module, and return its Lipschitz constant and a row for each module in it.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> CertificateError:
-    """Return the error that names a module without a constant, with the reason."""
+    """Return a CertificateError that names a module without a constant, and says why it has none."""
     return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
 
 

@@ -21,7 +21,7 @@ _SOURCE = 'modules of PyTorch, howsmooth documentation, "Enforce"'
 
 @dataclass(frozen=True)
 class Reach:
-    """Upper bounds for a module on ``length`` tokens of norm at most a radius.
+    """Upper bounds on a module's constant and on its output norms, and its number of output tokens.
 
     ``constant`` bounds its Lipschitz constant and ``radius`` the norms of its output tokens; ``length`` is
     the number of output tokens.
@@ -39,7 +39,7 @@ Rule = Callable[[Any, int, float], Reach | str]
 
 
 def rule_of(kind: type[nn.Module]) -> Rule | None:
-    """Return the rule for a class, or for a parent class whose ``forward`` the class has not overridden."""
+    """Return the rule that gives the constant of modules of a class; None if its ``forward`` has no rule."""
     for base in kind.__mro__:
         if base in _RULES:
             return _RULES[base] if kind.forward is base.forward else None  # type: ignore[attr-defined]

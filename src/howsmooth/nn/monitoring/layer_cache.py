@@ -32,7 +32,7 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block of rows of a weight, possibly transposed, or of entries of a bias."""
+    """The position of a block of rows in a (possibly transposed) weight, or of entries in a bias."""
 
     module: nn.Module
     name: str
@@ -48,7 +48,7 @@ class _Block:
 
 @dataclass(eq=False)
 class Reading:
-    """The positions of a layer's weights in the model, and of its tokens and output in a forward pass."""
+    """Where a layer's weights are in the model, and which modules give its tokens and its output."""
 
     name: str
     owner: nn.Module
@@ -63,7 +63,7 @@ class Reading:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Record the layer's tokens and output in the context."""
+        """Record the layer's input tokens and its output when the model runs in the context."""
         self.given.clear()
         self.output.clear()
         with ExitStack() as stack:
@@ -81,7 +81,7 @@ class Reading:
             self.output.append(first_tensor(output).detach().clone())
 
     def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
-        """Return the attention, the map of the scope, and the tokens; None if the output does not match."""
+        """Return attention, map of the scope and tokens, from current weights; None if the output differs."""
         if len(self.given) != 1 or len(self.output) != 1:
             return None
         x = as_tokens(self.given.pop(), self.batch, self.batch_axis)
@@ -107,7 +107,7 @@ class Reading:
 
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
-    """Return the positions of a captured layer's weights; None if one is not a block of a model's weight."""
+    """Return where a captured layer's weights are in the model; None if one is not a block of a weight."""
     f, call = read.found.map, read.self_attention.replay
     if not isinstance(f, SelfAttention) or f.feature_names():
         return None

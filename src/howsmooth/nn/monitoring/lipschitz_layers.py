@@ -27,7 +27,7 @@ _SAME = 1e4
 
 @dataclass(eq=False)
 class OwnAttention:
-    """One call of an attention layer of howsmooth.nn."""
+    """One call of an attention layer of howsmooth.nn: the layer, its arguments and its output."""
 
     name: str
     module: LipschitzAttention
@@ -38,7 +38,7 @@ class OwnAttention:
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return the layer's computation as a map, and its tokens (batch, n, d).
+        """Return what the layer computed in this call as a map, and its tokens (batch, n, d).
 
         Raises
         ------
@@ -60,20 +60,20 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def describe(self) -> str:
-        """Return one phrase that describes what was measured."""
+        """Return one phrase that describes the map that :meth:`read` returned."""
         called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
         kind = "" if self.map is None else f": {self.map.describe()}"
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to tokens x with the other arguments of the call, without a graph to weights."""
+        """Apply the layer to tokens x with the call's other arguments, without gradients in the weights."""
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
     def score_norm(self) -> float:
-        """Return the largest norm of a score matrix, without the call's mask and clipping.
+        """Return max ‖A_h‖₂ over the heads, where scores without mask and clipping are ⟨A_h x_i + b_h, x_j⟩.
 
         Raises
         ------
@@ -96,7 +96,7 @@ class OwnAttention:
         return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
 
     def add_entropy(self, entropy: Entropy, x: Tensor) -> None:
-        """Add the rows of the call's attention weights to the entropy."""
+        """Add the entropies of the rows of the call's attention weights to ``entropy``."""
         if self.plain and isinstance(self.map, SelfAttention):
             entropy.add_map(self.map, x)
             return
@@ -127,12 +127,12 @@ class OwnLayers:
         self.calls: list[OwnAttention] = []
 
     def outside(self, name: str) -> bool:
-        """Tell whether the module with this path is neither such a layer nor inside one."""
+        """Tell whether a module, given by its path, is no attention layer of howsmooth.nn and in none."""
         return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
 
     @contextmanager
     def hooked(self, on_call: Callable[[str], None]) -> Iterator[None]:
-        """Record the calls of the layers in the context, and call ``on_call`` with the path of each layer."""
+        """Record calls of howsmooth.nn attention layers in the context; pass each path to ``on_call``."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 began = self._began(name, on_call)

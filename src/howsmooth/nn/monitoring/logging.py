@@ -17,14 +17,14 @@ _SUFFIXES = (".jsonl", ".csv")
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """The method of ``torch.utils.tensorboard.SummaryWriter`` that is used; other loggers may have it."""
+    """A logger with the method ``add_scalar`` of ``torch.utils.tensorboard.SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Log a number at a step."""
+        """Log a number under the name ``tag`` at a training step."""
 
 
 def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
-    """Write the numbers of a record under ``<quantity>/<layer>``, which groups the layers in TensorBoard.
+    """Log a record's numbers as ``<quantity>/<layer>``, which groups the layers in TensorBoard.
 
     For a failed record, 1 is written under ``failed/<layer>``.
     """
@@ -36,7 +36,7 @@ def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
 
 
 class RecordFile:
-    """A file to which each record is appended as one line.
+    """A file to which each of a monitor's records is appended as one line.
 
     The file is opened for each record, so records are not lost if the training is killed.
 
@@ -73,7 +73,7 @@ class RecordFile:
                 )
 
     def write(self, record: MonitorRecord) -> None:
-        """Append a record to the file."""
+        """Append a record of the monitor to the file."""
         fields = record.as_dict()
         with self.path.open("a", newline="", encoding="utf-8") as file:
             if self.path.suffix == ".jsonl":

@@ -41,7 +41,7 @@ class Accuracy:
     seed: int
 
     def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, place: int) -> LipschitzEstimate:
-        """Measure a map at tokens, with a random start that depends only on seed, step and place."""
+        """Measure the local Lipschitz constant of a map at tokens; seed, step and place fix its start."""
         words = np.random.SeedSequence([self.seed, step, place]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
@@ -55,7 +55,7 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer at one of the probe inputs."""
+    """An attention layer as it was read at one of the probe inputs: its map and its tokens, or an error."""
 
     name: str
     #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
@@ -74,7 +74,7 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Row:
-    """An attention layer at all probe inputs."""
+    """An attention layer as it was read at all probe inputs, which together give one record."""
 
     name: str
     parts: list[_Layer] = field(default_factory=list)
@@ -95,7 +95,7 @@ def measured(
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
-    """Measure every layer at all probes, and restore the model's state.
+    """Measure every attention layer at all probe inputs, restore the model's state, and return records.
 
     ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
     row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
@@ -131,7 +131,7 @@ def measured(
 def _layers(
     model: nn.Module, given: ModelInputs, layers: Sequence[int] | None, scope: str
 ) -> list[tuple[int, _Layer]]:
-    """Run the model once on one probe input, and read its layers."""
+    """Run the model on one probe input, and read each of its attention layers as a map with its tokens."""
     own = OwnLayers(model)
     # Names of all attention layers in the order of their calls, of howsmooth.nn and others together.
     names: list[str] = []
@@ -166,7 +166,7 @@ def _layers(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> list[tuple[int, _Layer]] | None:
-    """Run the model once, and read its layers where they were found before; None if one is missing."""
+    """Run the model, and read its layers where they were last time; None if one cannot be read there."""
     own = OwnLayers(model)
     began = time.process_time()
     captured = [reading for _, reading in known if isinstance(reading, Reading)]
@@ -205,7 +205,7 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 
 def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
-    """Read a layer as a map; an exception is stored in the layer instead of being raised."""
+    """Read a layer as a map with its tokens; an exception is stored in the result instead of being raised."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
@@ -227,7 +227,7 @@ def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInput
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer has diverged, because later error messages would be less clear."""
+    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would be vaguer."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -242,7 +242,7 @@ def _check_finite(place: TracedLayer) -> None:
 
 
 def _record(blank: MonitorRecord, row: _Row, accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Measure a layer at all probes and return its record."""
+    """Measure a layer at all probe inputs, and return the record of these measurements."""
     began = time.process_time() - sum(part.seconds for part in row.parts)
     failure = next((part.failure for part in row.parts if part.failure is not None), None)
     filled = blank

@@ -151,7 +151,7 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure now, for instance before the first step, and return the records; no step is counted."""
+        """Measure now, without counting a step, for instance before the first step; return the records."""
         at = self._steps if step is None else _checked_step(step)
         rows = measured(
             self.model,
@@ -177,7 +177,7 @@ class LipschitzMonitor:
         return optimizer.register_step_post_hook(stepped)
 
     def table(self) -> pd.DataFrame:
-        """Return all records so far as a table, with a column for each field except ``each``."""
+        """Return all records so far as a table; constants of single sequences (``each``) are left out."""
         return table(self.records)
 
     def _send(self, record: MonitorRecord) -> None:

@@ -17,7 +17,7 @@ __all__ = ["unmarked", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers for several devices and ``torch.compile``, which has the weights.
+    """Return the model inside DataParallel, DistributedDataParallel and ``torch.compile`` wrappers.
 
     A forward pass through the wrappers would wait for other processes, or compile the model again.
     """
@@ -32,7 +32,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the model may run; afterwards all its state is restored.
+    """Return a context in which the model may run; afterwards its state and random states are restored.
 
     ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
     random states on the CPU and on the model's device. This context manager also restores the random states
@@ -77,7 +77,7 @@ class _Buffers:
                     self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
 
     def restore(self) -> None:
-        """Restore buffers that were written to or replaced."""
+        """Restore the model's buffers that were written to or replaced since they were copied."""
         for buffer, copy, version in self._copies.values():
             # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
             if buffer._version != version:

@@ -1,4 +1,4 @@
-"""The fixed inputs at which a monitor measures."""
+"""The fixed inputs of a model (probe inputs) at which a monitor measures its attention layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ProbeInputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Ten
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Copies of the probe inputs, so that changes of the originals have no effect."""
+    """Copies of a monitor's fixed inputs, so that changes of the originals have no effect."""
 
     inputs: tuple[Tensor | dict[str, Tensor], ...]
     sequences: int
@@ -31,7 +31,7 @@ class Probes:
 
     @classmethod
     def of(cls, model: nn.Module, given: ProbeInputs) -> Probes:
-        """Check and copy probe inputs.
+        """Check that the model accepts the inputs at which a monitor shall measure, and copy them.
 
         Raises
         ------
@@ -69,5 +69,5 @@ class Probes:
         return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
 
     def of_model(self, model: nn.Module) -> list[ModelInputs]:
-        """Return the probes as arguments of the model, on the model's current device."""
+        """Return the probe inputs as arguments of the model, on the model's current device."""
         return [model_inputs(model, one) for one in self.inputs]

@@ -71,13 +71,13 @@ class MonitorRecord:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as JSON values."""
+        """Return the fields of the record by name, as JSON values."""
         fields = asdict(self)
         fields["each"] = list(self.each)
         return fields
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers that change during training, by name; missing numbers are left out."""
+        """Return the record's numbers that change during training, by name; missing ones are left out."""
         names = (
             "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "entropy",
             "entropy_normalised", "radius_mean", "radius_max",
@@ -87,7 +87,7 @@ class MonitorRecord:
 
 
 def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
-    """Return records as a table, with a column for each field except ``each``."""
+    """Return a monitor's records as a table; constants of single sequences (``each``) are left out."""
     columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
     frame = pd.DataFrame([record.as_dict() for record in records], columns=columns)
     words = {"name", "scope", "probes", "failure", "map", "method", "score_norm_missing", "entropy_missing"}

@@ -51,7 +51,7 @@ def score_norm(f: TokenMap | None) -> float:
 
 @dataclass
 class Entropy:
-    """The mean entropy −Σ_j P_ij log P_ij of attention rows over heads, rows and sequences.
+    """The mean entropy −Σ_j P_ij log P_ij of rows of attention weights, over heads, rows and sequences.
 
     Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
     log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
@@ -67,17 +67,17 @@ class Entropy:
 
     @property
     def mean(self) -> float | None:
-        """The mean entropy in nats, or None."""
+        """The mean entropy in nats; None if no row was added, or if the attention weights are unknown."""
         return self.total / self.rows if self.rows and not self.missing else None
 
     @property
     def normalised(self) -> float | None:
-        """The normalised mean entropy, or None: 0 if each row looks at one key, 1 if rows are uniform."""
+        """The mean entropy relative to uniform rows, from 0 to 1; None without rows of several keys."""
         there = self.normalised_rows and not self.missing
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Add the rows of an attention map at tokens x."""
+        """Add the entropies of all rows of an attention map's weights at tokens x."""
         try:
             if isinstance(f, SelfAttention):
                 q, k, _ = f.projections(x)
@@ -94,7 +94,7 @@ class Entropy:
     def add_probabilities(
         self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
-        """Add rows of given probabilities."""
+        """Add the entropies of all rows of given attention weights."""
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
 
@@ -116,7 +116,7 @@ class Entropy:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add the rows of a softmax in blocks, so that no n × n matrix is formed for long sequences."""
+        """Add the entropies of a softmax's rows, in blocks so that no n × n matrix is formed."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

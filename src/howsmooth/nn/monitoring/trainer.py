@@ -36,7 +36,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check that the monitor belongs to the model, and measure if this is the first step."""
+        """Check that the monitor belongs to the trained model, and measure if training starts at step 0."""
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
             raise ArgumentError(

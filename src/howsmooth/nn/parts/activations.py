@@ -17,7 +17,7 @@ _SOURCE = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, IC
 
 
 class GroupSort(LipschitzModule):
-    """Sort the entries of each token within groups of neighbours, in ascending order; constant 1.
+    """Sort the entries of each token within groups of neighbours, ascending; Lipschitz constant 1.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class GroupSort(LipschitzModule):
         self.group_size = check_size("group_size", group_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the activation to each token of x (..., d)."""
+        """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""
         check_tokens("x", x)
         d = x.shape[-1]
         if d % self.group_size:
@@ -42,12 +42,12 @@ class GroupSort(LipschitzModule):
         return groups.flatten(-2)
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1."""
+        """Return the bound 1 on the Lipschitz constant."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the radius itself, because sorting keeps the norm."""
+        """Return ``radius``, because sorting the entries of a token keeps its norm."""
         check_length(length)
         return check_ball(radius)
 
@@ -56,7 +56,7 @@ class GroupSort(LipschitzModule):
         return {"group_size": self.group_size}
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         return f"group_size={self.group_size}"
 
 

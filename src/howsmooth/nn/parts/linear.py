@@ -32,7 +32,7 @@ _MAPS = ("matrix_exp", "cayley", "householder")
 
 
 class _ConstrainedLinear(LipschitzModule):
-    """A module with a torch.nn.Linear, ``linear``, whose weight PyTorch parametrizes."""
+    """A linear module whose weight a PyTorch parametrization keeps orthogonal or at spectral norm one."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _ConstrainedLinear(LipschitzModule):
         return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return ‖W‖ r + ‖b‖ for the radius r."""
+        """Return ‖W‖ r + ‖b‖, a bound on the norms of outputs for inputs of norm at most r = ``radius``."""
         check_length(length)
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
         return above(times(self._norm(), check_ball(radius)) + shift)
@@ -107,7 +107,7 @@ class _ConstrainedLinear(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _stored(self) -> Tensor:
@@ -172,7 +172,7 @@ class OrthogonalLinear(_ConstrainedLinear):
 
 
 class SpectralLinear(_ConstrainedLinear):
-    """A linear map whose weight is divided by an estimate of its spectral norm; constant near 1.
+    """A linear map whose weight is divided by an estimate of its spectral norm; constant 1 or slightly more.
 
     ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below by power iterations during
     training, so the norm of the quotient is 1 or slightly more. The reported bound is computed from this
@@ -205,7 +205,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Replace the estimated singular vectors by exact ones from a singular value decomposition."""
+        """Make the weight's spectral norm 1 up to rounding: its singular vectors are computed exactly."""
         chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
         estimate = chain[0]
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
@@ -219,7 +219,7 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Read the weight in the context without power iterations, which would change it in training mode."""
+    """Disable in the context the power iterations that run in training mode when the weight is read."""
     stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
     training = [stage.training for stage in stages]
     try:

@@ -1,4 +1,4 @@
-"""Norm layers with a known constant, which never divide by a length that may be zero."""
+"""Norm layers with a known Lipschitz constant, which never divide by a norm that may be zero."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SOURCE = 'norm layers, howsmooth documentation, "Enforce"'
 
 
 class _LipschitzNorm(LipschitzModule):
-    """A layer x ↦ Γ φ(Hx) + β, where φ has constant 1; ``centred`` says whether H subtracts the mean."""
+    """A norm layer x ↦ Γ φ(Hx) + β with gain Γ, where φ is 1-Lipschitz and H = I or H subtracts the mean."""
 
     centred: bool
 
@@ -57,7 +57,7 @@ class _LipschitzNorm(LipschitzModule):
             self.register_parameter("shift", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to each token of x (..., dim)."""
+        """Apply the norm layer to each token of x (..., dim)."""
         check_tokens("x", x, dim=self.dim, like=self.gain)
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         u = self._shorten(h)
@@ -66,12 +66,12 @@ class _LipschitzNorm(LipschitzModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the spectral norm of ΓH, which is at most 1 and is attained at zero."""
+        """Return the constant ‖ΓH‖ ≤ 1 of the layer x ↦ Γ φ(Hx) + β, the norm of its derivative at zero."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the radius of a ball that contains Γu + β for all |u| ≤ φ(radius)."""
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
         check_length(length)
         reach = above(self._reach(check_ball(radius)))
         if math.isinf(reach):
@@ -88,7 +88,7 @@ class _LipschitzNorm(LipschitzModule):
         return {"dim": self.dim, "affine": self.affine}
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class _LipschitzNorm(LipschitzModule):
 
 
 class CenterNorm(_LipschitzNorm):
-    """The layer x ↦ γ ∘ (x − mean(x)) + β with |γ| ≤ 1; its constant ‖ΓH‖ ≤ 1 is attained.
+    """The layer x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, whose constant is ‖ΓH‖ ≤ 1.
 
     H = I − 11ᵀ/d is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the
     layer does so, too, and its constant is larger by this factor.
@@ -150,7 +150,7 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if self.scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return ‖ΓH‖, times d/(d−1) if the layer is scaled."""
+        """Return the constant ‖ΓH‖ of the layer x ↦ ΓHx + β, times d/(d−1) if the layer is scaled."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, above(self._factor * self._norm()), check_ball(radius))
 
@@ -166,7 +166,7 @@ class CenterNorm(_LipschitzNorm):
 
 
 class _SmoothedNorm(_LipschitzNorm):
-    """A norm layer with φ(h) = r h / √(|h|² + r²), where r is the floor.
+    """A norm layer that maps h = x or h = x − mean(x) to r h / √(|h|² + r²), where r is ``floor``.
 
     It equals a usual norm layer with dε = r², times r/√d.
     """
@@ -203,7 +203,7 @@ class _SmoothedNorm(_LipschitzNorm):
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """A LayerNorm that does not enlarge tokens shorter than ``floor``; constant ‖ΓH‖ ≤ 1, attained at zero.
+    """A LayerNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant ‖ΓH‖ ≤ 1.
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
@@ -224,7 +224,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """An RMSNorm that does not enlarge tokens shorter than ``floor``; constant max|γ| ≤ 1, attained at zero.
+    """An RMSNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant max|γ| ≤ 1.
 
     It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
 

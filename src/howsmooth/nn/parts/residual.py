@@ -28,7 +28,7 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the branch, one level deeper, and then the row of the residual."""
+        """Return the rows of the branch's modules, one level deeper, and last the residual's row."""
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
@@ -103,7 +103,7 @@ class AverageResidual(_Residual):
         return float(torch.sigmoid(self.logit.detach())) if self.learnable else self._number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (batch, n, d)."""
+        """Return (1 − w) x + w inner(x) for tokens x (batch, n, d)."""
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
@@ -112,7 +112,7 @@ class AverageResidual(_Residual):
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
@@ -135,7 +135,7 @@ class Residual(_Residual):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (batch, n, d)."""
+        """Return x + inner(x) for tokens x (batch, n, d)."""
         return x + self._branch(x)
 
     def settings(self) -> dict[str, Any]:

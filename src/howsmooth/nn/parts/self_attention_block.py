@@ -35,7 +35,7 @@ class SelfAttentionBlock(LipschitzModule):
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the attention to tokens (batch, n, d)."""
+        """Return the attention of tokens (batch, n, d) to themselves, without the attention weights."""
         output = self.attention(x, need_weights=False)
         assert isinstance(output, tuple)
         tokens = output[0]
@@ -43,11 +43,11 @@ class SelfAttentionBlock(LipschitzModule):
         return tokens
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound of the attention layer."""
+        """Return the Lipschitz bound of the attention layer in this block."""
         return self.attention.lipschitz_bound(length, radius)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the output radius of the attention layer."""
+        """Return the attention layer's upper bound on the norms of output tokens."""
         return self.attention.output_radius(length, radius)
 
     def output_length(self, length: int) -> int:

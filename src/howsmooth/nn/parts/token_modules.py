@@ -29,24 +29,24 @@ __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", 
 _SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
 
 
-class _Tokens(LipschitzModule):
-    """A map of sequences with constant 1."""
+class _TokenModule(LipschitzModule):
+    """A module from sequences of tokens to sequences of tokens, with Lipschitz constant 1."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1."""
+        """Return the bound 1 on the Lipschitz constant."""
         self._check(length)
         return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norm of an output token."""
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
         return self._reach(self._check(length), check_ball(radius))
 
     def output_length(self, length: int) -> int:
-        """Return the number of output tokens."""
+        """Return the number of output tokens for ``length`` input tokens."""
         return self._count(self._check(length))
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``."""
+        """Return the constructor's arguments as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _check(self, length: object) -> int:
@@ -59,7 +59,7 @@ class _Tokens(LipschitzModule):
     def _reach(self, length: int, radius: float) -> float: ...
 
 
-class Patches(_Tokens):
+class Patches(_TokenModule):
     """Cut images (batch, channels, height, width) into square patches; an isometry.
 
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
@@ -99,8 +99,8 @@ class Patches(_Tokens):
         return radius
 
 
-class AddPositions(_Tokens):
-    """Add a learned vector for each position; constant 1.
+class AddPositions(_TokenModule):
+    """Add a learned vector to the token at each position; Lipschitz constant 1.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class AddPositions(_Tokens):
         self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the positions to tokens (batch, n, d)."""
+        """Add the learned vector of each position to tokens (batch, n, d)."""
         length, dim = self.positions.shape
         check_tokens("x", x, dim=dim, like=self.positions)
         if x.ndim < 2 or x.shape[-2] != length:
@@ -156,8 +156,8 @@ class AddPositions(_Tokens):
         return above(radius + norm_above("positions", positions[longest, None]))
 
 
-class PrependToken(_Tokens):
-    """Put a learned token in front of each sequence, like the class token of a ViT; constant 1.
+class PrependToken(_TokenModule):
+    """Put a learned token in front of each sequence, like the class token of a ViT; Lipschitz constant 1.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ class PrependToken(_Tokens):
         self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (batch, n, d) to (batch, n + 1, d)."""
+        """Put the learned token in front of tokens (batch, n, d), which gives (batch, n + 1, d)."""
         check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
@@ -200,8 +200,8 @@ class PrependToken(_Tokens):
         return max(radius, norm_above("token", self.token[None]))
 
 
-class TakeToken(_Tokens):
-    """Take one token of each sequence, (batch, n, d) to (batch, d); constant 1.
+class TakeToken(_TokenModule):
+    """Take one token of each sequence, (batch, n, d) to (batch, d); Lipschitz constant 1.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ class TakeToken(_Tokens):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the token at this position."""
+        """Return each sequence's token at the position of this module, (batch, n, d) to (batch, d)."""
         check_tokens("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
@@ -239,8 +239,8 @@ class TakeToken(_Tokens):
         return radius
 
 
-class MeanPool(_Tokens):
-    """Return √n times the mean of the tokens, (batch, n, d) to (batch, d); constant 1.
+class MeanPool(_TokenModule):
+    """Return √n times the mean of the tokens, (batch, n, d) to (batch, d); Lipschitz constant 1.
 
     The mean itself has constant 1/√n, so the factor √n makes the constant 1.
     """
@@ -262,8 +262,8 @@ class MeanPool(_Tokens):
         return above(math.sqrt(length) * radius)
 
 
-class ClipTokens(_Tokens):
-    """Project each token onto the ball of a radius; constant 1.
+class ClipTokens(_TokenModule):
+    """Project each token onto the ball of a radius; Lipschitz constant 1.
 
     If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
 
@@ -281,7 +281,7 @@ class ClipTokens(_Tokens):
             raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project each token of x (..., d)."""
+        """Project each token of x (..., d) onto the ball of the radius of this module."""
         check_tokens("x", x)
         return x / root(x / self.radius, torch.maximum)
 

@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Tokens:
-    """Placeholder for the tokens X among the arguments of a call."""
+    """Placeholder for the tokens X among the stored arguments of a call."""
 
 
 _X = _Tokens()
@@ -28,7 +28,7 @@ _X = _Tokens()
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One recorded call of a layer, which can be repeated on the layer's replica."""
+    """One recorded call of a layer, which can be repeated on a replica of the layer."""
 
     name: str
     layer: nn.Module
@@ -40,23 +40,23 @@ class Call:
 
     @property
     def members(self) -> Tensor:
-        """The tokens as (members, ...), detached, in float32 or float64."""
+        """The call's tokens, one sequence per entry of the first axis, detached, in float32 or float64."""
         return self.history.detach()
 
     @property
     def history(self) -> Tensor:
-        """The tokens as (members, ...), with their autograd graph, in float32 or float64."""
+        """The call's tokens, one sequence per entry of the first axis, with their autograd graph."""
         x = self.tokens
         return self.by_member(x.float() if x.dtype in _HALF else x)
 
     def by_member(self, t: Tensor) -> Tensor:
-        """Return a tensor in the layout of the layer as (members, ...)."""
+        """Return a tensor in the layer's layout with its batch axis (added if missing) as the first axis."""
         if self.batch_axis is None:
             return t[None]
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Return a tensor (members, ...) in the layout of the layer."""
+        """Return a tensor (members, ...) with its batch axis where the layer has it."""
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Call:
         return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
 
     def first(self, members: int) -> Call:
-        """Return the call for the first sequences of the batch alone.
+        """Return this call restricted to the first ``members`` sequences of its batch.
 
         It is not known which arguments have one entry for each sequence. Tensors whose first axis has the
         size of the batch, or a multiple of it, are cut. :meth:`check_first` checks by the output whether this
@@ -94,7 +94,7 @@ class Call:
         return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the call cannot be cut to the first sequences."""
+        """Raise ArgumentError if the call cannot be restricted to its first ``members`` sequences."""
         alone = self.first(members)
         if alone is self:
             return
@@ -143,11 +143,11 @@ class Recorder:
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are registered."""
+        """Whether the hooks that record calls are registered."""
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Register the hooks."""
+        """Register the hooks that record the calls of the layers."""
         if self._handles:
             return
         self._handles = [
@@ -206,7 +206,7 @@ class Recorder:
 
 
 def _counts() -> bool:
-    """Tell whether this forward pass is recorded: gradients are enabled, and no checkpoint recomputes it."""
+    """Tell whether the current forward pass is to be recorded: with gradients, not redone by a checkpoint."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -234,7 +234,7 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name, in the order of the signature."""
+    """Return the arguments of a layer's call by parameter name, in the order of the signature."""
     signature = inspect.signature(layer.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -273,7 +273,7 @@ def _alone(leaf: Any) -> Any:
 
 
 def _as(leaf: Any, x: Tensor) -> Any:
-    """Return a half-precision tensor in the dtype of the tokens, and other values unchanged."""
+    """Return a half-precision tensor in the dtype of the tokens, and any other value unchanged."""
     return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
@@ -288,7 +288,7 @@ def _first_tensor(name: str, output: Any) -> Tensor:
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the layers with given paths or patterns; by default the innermost modules called attention.
+    """Return a model's modules with given paths or patterns; with None, the innermost attention modules.
 
     Raises
     ------

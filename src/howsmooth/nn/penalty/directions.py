@@ -15,7 +15,7 @@ __all__ = ["Directions"]
 
 
 class Directions:
-    """Unit vectors, one for each place in the batch, from which the next step starts.
+    """Estimated singular vectors, one for each place in the batch, from which the next step starts.
 
     A smaller batch uses the first vectors and keeps the others. In a larger batch, the additional places
     start at random. For sequences of another length, each vector is cut, or continued with random numbers.
@@ -38,7 +38,7 @@ class Directions:
         return 0 if self._left is None else len(self._left)
 
     def copy(self) -> Directions:
-        """Return an independent copy."""
+        """Return an independent copy of the stored vectors and of the random generator."""
         other = Directions()
         other.load_state_dict(self.state_dict())
         return other
@@ -53,13 +53,13 @@ class Directions:
         self._generator.set_state(state["generator"])
 
     def draw(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return Gaussian numbers, drawn on the CPU so that they are the same for every device."""
+        """Return Gaussian numbers of a shape, drawn on the CPU so that every device gets the same."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like)
 
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return directions (members, *shape), and a mask of the members that have none."""
+        """Return the stored vectors (members, *shape), and a mask of the members that have none."""
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
@@ -87,7 +87,7 @@ class Directions:
         return torch.where(length > 0, left / length, torch.zeros_like(left))
 
     def keep(self, left: Tensor) -> None:
-        """Store directions (members, ...), normalised; zero or non-finite ones do not replace old ones."""
+        """Store vectors (members, ...), normalised, for the next step; skip zero or non-finite ones."""
         left = left.detach()
         length = left.flatten(1).norm(dim=1).view(-1, *(1,) * (left.ndim - 1))
         good = torch.isfinite(length) & (length > 0)

@@ -125,7 +125,7 @@ class JasminPenalty:
         return self
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks from the model, which ends the recording of its layers' inputs."""
         self._recorder.detach()
 
     def __enter__(self) -> JasminPenalty:
@@ -148,7 +148,7 @@ class JasminPenalty:
         return torch.stack(list(self.terms().values())).mean()
 
     def terms(self) -> dict[str, Tensor]:
-        """Return the penalty of each layer by name."""
+        """Return the JaSMin penalty of each layer by name."""
         terms: dict[str, Tensor] = {}
         for name, call in self._recorder.named().items():
             found = [jasmin(p, self._k) for p in _probabilities(name, call, self._on_input)]

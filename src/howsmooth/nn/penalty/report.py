@@ -1,4 +1,4 @@
-"""Reports of a penalty: the singular values of each layer."""
+"""Reports of a penalty: the leading singular values of each layer's Jacobian."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LayerReport", "PenaltyReport"]
 
 @dataclass(frozen=True, eq=False)
 class LayerReport:
-    """The singular values of one layer at the current batch.
+    """Estimates of the leading singular value of one layer's Jacobian at each sequence of the batch.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The result of one step of a penalty; values that have not converged are lower estimates."""
+    """The singular values of all layers in one step of a penalty; lower estimates until they converge."""
 
     layers: tuple[LayerReport, ...]
     rtol: float
@@ -53,7 +53,7 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return, by layer name, the largest singular value, or NaN for a layer that has not converged."""
+        """Return the largest singular value of each layer by name; NaN if one has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers

@@ -29,7 +29,7 @@ CONFIDENCE = 0.999
 
 
 class Pair(LinearOperator):
-    """Products with the Jacobian of ``f`` at ``x`` and its adjoint, from one graph in reverse mode.
+    """Products with J and Jᵀ for the Jacobian J of ``f`` at ``x``, from one graph in reverse mode.
 
     Products J v come from differentiating Jᵀu by u. Forward mode is not used, because PyTorch's safe softmax
     cannot be differentiated again in forward mode.
@@ -68,7 +68,7 @@ class Pair(LinearOperator):
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu, differentiable with respect to u and everything on which f depends."""
+        """Return Jᵀu for the Jacobian J of f, differentiable in u and in everything on which f depends."""
         with torch.enable_grad(), _as_derivative_errors():
             (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
             return self._among(g)
@@ -80,7 +80,7 @@ class Pair(LinearOperator):
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return J v, given g = Jᵀu from :meth:`pull_back`."""
+        """Return J v for the Jacobian J of f, given g = Jᵀu from :meth:`pull_back`."""
         with _as_derivative_errors():
             (jv,) = torch.autograd.grad(g, u, v, retain_graph=True)
         return jv.detach()
@@ -94,7 +94,7 @@ class Pair(LinearOperator):
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Return better left directions from the Krylov spaces of u after ``steps`` products with J Jᵀ.
+        """Return better left singular vectors of J, from Krylov spaces of u with ``steps`` products J Jᵀ.
 
         This is the Rayleigh–Ritz method: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is
         the leading left singular vector of J on their span. All members are computed at once, without an
@@ -119,7 +119,7 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Return left directions after some Golub–Kahan steps, and upper limits of the Jacobians' norms.
+        """Return left singular vectors of J after some Golub–Kahan steps, and upper limits of the norm of J.
 
         If ``start`` was drawn at random, the limits hold with probability 0.999.
         """
@@ -133,7 +133,7 @@ class Pair(LinearOperator):
 
 @dataclass(frozen=True, eq=False)
 class SingularValue:
-    """The result of one step for the members of a batch; values are lower estimates until they converge.
+    """The leading singular value at each member of a batch after one step; lower estimates until converged.
 
     Attributes
     ----------
@@ -239,7 +239,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return unit vectors u (members, *out_shape) to start from, and upper limits for random starts."""
+    """Return left singular vectors u to start a step from, and upper limits of ‖J‖ for random starts."""
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
     if not bool(torch.isfinite(pair.y.detach()).all()):
@@ -257,7 +257,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return |J v − σ u| / σ, given a positive multiple of J v.
+    """Return |J v − σ u| / σ of singular pairs, given u and a positive multiple of J v.
 
     Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
     """
@@ -269,7 +269,7 @@ def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
 
 
 def unit(t: Tensor) -> Tensor:
-    """Return each member divided by its norm; members that are zero stay zero."""
+    """Return each member of a batch divided by its norm; members that are zero stay zero."""
     length = t.flatten(1).norm(dim=1).view(-1, *(1,) * (t.ndim - 1))
     return torch.where(length > 0, t / length, torch.zeros_like(t))
 

@@ -147,7 +147,7 @@ class SpectralPenalty:
         return self
 
     def detach(self) -> None:
-        """Remove all hooks; the directions are kept."""
+        """Remove all hooks from the model; the estimated singular vectors are kept for later steps."""
         self._recorder.detach()
 
     def __enter__(self) -> SpectralPenalty:
@@ -245,11 +245,11 @@ class SpectralPenalty:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the directions, for a checkpoint."""
+        """Return the estimated singular vectors, for a checkpoint."""
         return {name: directions.state_dict() for name, directions in self._directions.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the directions that :meth:`state_dict` returned."""
+        """Restore the estimated singular vectors that :meth:`state_dict` returned."""
         self._directions = {}
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
@@ -316,7 +316,7 @@ def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[T
 
 
 class _Known(torch.autograd.Function):
-    """A number with gradients that were computed before."""
+    """An autograd function that returns a number, and in backward gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ class _Known(torch.autograd.Function):
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the mask of tokens that count, with numbers 0 and 1 in place of booleans; check its shape."""
+    """Return the mask of tokens that are not padding, as numbers 0 and 1, after checking its shape."""
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
