@@ -183,7 +183,7 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return the model's preparation, of the class ``kind``; raise ModelError if it is of another class."""
+    """Return the model's ImagePreparation or AudioPreparation (argument ``kind``), or raise ModelError."""
     if not isinstance(model.preparation, kind):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "

@@ -45,7 +45,7 @@ def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
 def training_tokens(
     model: PreTrainedModel, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence with dropout, and return the tokens that reach each site, a list of (batch, n, d).
+    """Run each sequence with dropout, and return the tokens (batch, n, d) of each captured attention layer.
 
     The settings of the model and the random state are restored afterwards.
 

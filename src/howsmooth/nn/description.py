@@ -109,14 +109,14 @@ class KnownClasses:
         self._names = {one: name for name, one in self._named.items()}
 
     def name(self, cls: type[nn.Module]) -> str | None:
-        """Return the name under which a class is saved, or None if the class is not known."""
+        """Return the name under which a class is saved, or None if no file may name the class."""
         if cls not in self._names and cls.__module__.startswith("howsmooth.nn."):
             name = f"{_OURS}{cls.__name__}"
             return name if self.get(name) is cls else None
         return self._names.get(cls)
 
     def get(self, name: object) -> type[nn.Module] | None:
-        """Return the class with this name, or None if the name is not known."""
+        """Return the class with this name, or None if no file may name such a class."""
         from howsmooth import nn as room
 
         if not isinstance(name, str):
@@ -327,7 +327,7 @@ def _parametrizations(module: nn.Module, where: str) -> dict[str, list[dict[str,
 
 
 def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
-    """Return kind and arguments of a PyTorch parametrization; None if it is neither of the two known."""
+    """Return kind and arguments of an orthogonal or spectral_norm parametrization; None for others."""
     if type(step) is parametrizations._Orthogonal:
         return {
             "kind": "orthogonal",

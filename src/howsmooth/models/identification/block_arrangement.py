@@ -108,7 +108,7 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return the Block with its map, given the sum of residual and attention that was found in the layer."""
+    """Return the layer's first half as a map (Block), given the sum of residual and attention in it."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -218,7 +218,7 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 
 
 def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Return the norm layer call with output X, its output and its input H; (None, X, None) without one."""
+    """Return (call, output, input) of the norm layer that computes the attention's X, or (None, X, None)."""
     x = trace.x
     given = [
         (c, tokens, hidden)

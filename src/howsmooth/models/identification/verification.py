@@ -73,7 +73,7 @@ def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the model's own attention module on ``x`` (in the shape of the captured call's tokens)."""
+    """Run the model's own attention module on tokens ``x``, and return the outputs of heads and attention."""
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 

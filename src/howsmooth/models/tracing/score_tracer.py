@@ -115,7 +115,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Return the description (Opaque) after an operation ``what`` that softmax attention does not have."""
+    """Describe (as Opaque) the result of an operation ``what`` that softmax attention does not have."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -297,7 +297,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Return the description of probabilities after their column of sinks was cut off; None if it was not."""
+    """Return the description of probabilities once their column of attention sinks is cut off, else None."""
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
     sinks, axes = known.scores.sinks, known.scores.axes

@@ -183,7 +183,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the log of an upper bound on the layer's constant before its output is divided.
+        """Return the log of the bound on the layer before its output is divided by bound / constant.
 
         The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks, but
         not its own rounding.
@@ -194,13 +194,13 @@ class LipschitzAttention(LipschitzModule):
         """Return a Bound with this layer's name and source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the bound on the layer's Lipschitz constant before its output is divided."""
+        """Return the bound on the layer before its output is divided by bound / constant."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norm of an output token before the output is divided."""
+        """Return a bound on the norms of output tokens before they are divided by bound / constant."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -209,7 +209,7 @@ class LipschitzAttention(LipschitzModule):
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the layer's Lipschitz constant, which includes the division of its output.
+        """Return an upper bound on the layer's Lipschitz constant, for tokens of norm at most ``radius``.
 
         Parameters
         ----------
@@ -254,7 +254,7 @@ class LipschitzAttention(LipschitzModule):
         return largest * (1 + 1e-12)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Return length and radius if the layer accepts them; a layer that clips reduces the radius."""
+        """Return length and radius if the layer accepts them; a layer that clips tokens caps the radius."""
         n = check_length(length)
         # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
         # radius.

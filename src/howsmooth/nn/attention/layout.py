@@ -19,7 +19,7 @@ __all__ = ["Parts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The query, key, value and output matrices and biases of a layer's H heads, for d = H k.
+    """The query, key, value and output matrices and biases of a layer's H heads of dimension k = d/H.
 
     Attributes
     ----------

@@ -78,7 +78,7 @@ class Masking:
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return the mask (n, n) of every call, True where hidden, on the CPU; None for other layers."""
+        """Return the mask (n, n) that every call applies, True where hidden; None if there is none."""
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)
         return self.hidden

@@ -152,7 +152,7 @@ def _closed(added: Tensor) -> Tensor:
 
 
 def _check_pattern(seen: Tensor, name: str) -> None:
-    """Raise ArgumentError unless the mask is symmetric and each token sees itself, as P requires."""
+    """Raise ArgumentError unless a mask is symmetric with each token seeing itself, so that weights exist."""
 
     def check(seen: Tensor) -> None:
         if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):

@@ -93,7 +93,7 @@ class _Scaling(torch.autograd.Function):
 
 
 def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return P's change P ∘ (M − a_i − b_j) if S changes by M; a, b make its rows and columns sum to zero.
+    """Return the change of P if S changes by M: P ∘ (M − a_i − b_j), whose rows and columns sum to zero.
 
     a = r − P b, where r are the row sums of P ∘ M, and b solves (I − PᵀP) b = s − Pᵀ r, where s are its
     column sums.
@@ -107,7 +107,7 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
 
 
 def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return the matrix diag(c) − PᵀP of the linear systems, made invertible; c are the column sums of P.
+    """Return diag(c) − PᵀP, c the column sums of P, made invertible, for Newton steps and derivatives of P.
 
     The kernel consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
     block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks. Adding a kernel
@@ -120,10 +120,11 @@ def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 def _scaled(
     scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P by minimising the convex function Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g = log β.
+    """Return the doubly stochastic P by minimising Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g = log β.
 
-    Its gradient is c − 1, where c are the column sums. A Sinkhorn iteration never increases it. Therefore
-    taking the best of several steps that include the Sinkhorn step converges.
+    The gradient of this convex function is c − 1, where c are the column sums. A Sinkhorn iteration never
+    increases the function. Therefore taking the best of several steps that include the Sinkhorn step
+    converges.
     """
     if bool((scores.isnan() | (scores == torch.inf)).any()):
         raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
@@ -149,7 +150,7 @@ def _scaled(
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return the points that Newton steps of several lengths reach from g, since full steps may overshoot."""
+    """Return where Newton steps of several lengths lead from g = log β, since a full step may overshoot."""
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
@@ -157,7 +158,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return each matrix's best trial g: by the objective or, where ``near``, by the column sums of P."""
+    """Return the trial g = log β with the lowest objective or, where ``near``, the best column sums of P."""
     if len(trials) == 1:
         return trials[0]
     ranks = []
@@ -173,7 +174,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P for g, with rows that sum to one, log column sums, and the sums' largest |sum − 1|."""
+    """Return log P for g = log β (rows sum to one), its log column sums, and max_j |column sum − 1|."""
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
     return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

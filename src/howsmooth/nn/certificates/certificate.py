@@ -52,7 +52,7 @@ class ModelCertificate:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Table of the modules' Lipschitz constants, whose product is the model's constant.
+        """Table of the modules' Lipschitz constants, from which the model's constant is computed.
 
         It has one row for each module, with columns path, kind, level, constant, radius_in, radius_out,
         length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level belong to the

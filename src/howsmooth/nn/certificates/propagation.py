@@ -84,7 +84,7 @@ class Composite(LipschitzModule):
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the module's children, and last the row of the module with its constant."""
+        """Return the table rows of the module's children, and last the row of the module itself."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz bound that follows from the bounds of the module's children."""
@@ -100,7 +100,7 @@ class Composite(LipschitzModule):
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Follow tokens through a module, and return its Lipschitz constant and a row for each module in it.
+    """Follow tokens through a module; return its Lipschitz constant and a table row for each module in it.
 
     Raises
     ------

@@ -41,7 +41,7 @@ class _Block:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """Return the current values of the block."""
+        """Return the current values of this block of a weight or bias."""
         whole: Tensor = getattr(self.module, self.name).detach()
         return (whole.mT if self.transposed else whole)[self.rows].reshape(self.shape).clone()
 
@@ -81,7 +81,7 @@ class Reading:
             self.output.append(first_tensor(output).detach().clone())
 
     def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
-        """Return attention, map of the scope and tokens, from current weights; None if the output differs."""
+        """Return attention, map of the scope, and tokens; None if the recorded output is another one."""
         if len(self.given) != 1 or len(self.output) != 1:
             return None
         x = as_tokens(self.given.pop(), self.batch, self.batch_axis)

@@ -40,9 +40,9 @@ class Accuracy:
     max_iterations: int
     seed: int
 
-    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, place: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of a map at tokens; seed, step and place fix its start."""
-        words = np.random.SeedSequence([self.seed, step, place]).generate_state(1, np.uint64)
+    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, index: int) -> LipschitzEstimate:
+        """Measure the local Lipschitz constant of f at x; seed, step and index fix the random start."""
+        words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
             x,

@@ -61,7 +61,7 @@ class GroupSort(LipschitzModule):
 
 
 class MaxMin(GroupSort):
-    """GroupSort on pairs: (a, b) ↦ (min(a, b), max(a, b)); constant 1."""
+    """GroupSort on pairs: (a, b) ↦ (min(a, b), max(a, b)); Lipschitz constant 1."""
 
     def __init__(self) -> None:
         super().__init__(2)

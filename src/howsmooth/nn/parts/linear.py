@@ -129,7 +129,7 @@ class _ConstrainedLinear(LipschitzModule):
 
 
 class OrthogonalLinear(_ConstrainedLinear):
-    """A linear map whose weight has orthonormal rows or orthonormal columns; constant 1.
+    """A linear map whose weight has orthonormal rows or orthonormal columns; Lipschitz constant 1.
 
     The smaller set of the two is orthonormal. ``torch.nn.utils.parametrizations.orthogonal`` keeps it
     orthonormal during training. With at least as many outputs as inputs, the map is an isometry (apart from

@@ -66,7 +66,7 @@ class _LipschitzNorm(LipschitzModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the constant ‖ΓH‖ ≤ 1 of the layer x ↦ Γ φ(Hx) + β, the norm of its derivative at zero."""
+        """Return the layer's constant ‖ΓH‖ ≤ 1: Γ is the gain, and H is I or subtracts the mean."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
@@ -150,7 +150,7 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if self.scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the constant ‖ΓH‖ of the layer x ↦ ΓHx + β, times d/(d−1) if the layer is scaled."""
+        """Return ‖ΓH‖ for the gain Γ and H = I − 11ᵀ/d, which subtracts means; times d/(d−1) if scaled."""
         check_length(length)
         return upper(type(self).__name__, _SOURCE, above(self._factor * self._norm()), check_ball(radius))
 
@@ -203,7 +203,7 @@ class _SmoothedNorm(_LipschitzNorm):
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """A LayerNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant ‖ΓH‖ ≤ 1.
+    """A LayerNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant at most 1.
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
@@ -224,7 +224,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """An RMSNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant max|γ| ≤ 1.
+    """An RMSNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant at most 1.
 
     It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
 

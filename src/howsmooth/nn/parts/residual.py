@@ -28,7 +28,7 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the rows of the branch's modules, one level deeper, and last the residual's row."""
+        """Return the table rows of the branch's modules, one level deeper, and last the residual's row."""
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
@@ -112,7 +112,7 @@ class AverageResidual(_Residual):
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the weight w of the branch as text for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:

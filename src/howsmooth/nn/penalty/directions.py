@@ -15,7 +15,7 @@ __all__ = ["Directions"]
 
 
 class Directions:
-    """Estimated singular vectors, one for each place in the batch, from which the next step starts.
+    """Estimated singular vectors, one for each index in the batch, from which the next step starts.
 
     A smaller batch uses the first vectors and keeps the others. In a larger batch, the additional places
     start at random. For sequences of another length, each vector is cut, or continued with random numbers.

@@ -212,7 +212,7 @@ class SpectralPenalty:
     def measure(
         self, *, rtol: float = 1e-3, confidence: float = 0.999, max_iterations: int = 200, seed: int = 0
     ) -> dict[str, LipschitzEstimate]:
-        """Measure each layer at the inputs of the last forward pass, with an interval.
+        """Measure each layer's Lipschitz constant at the last forward pass's inputs, with an interval.
 
         The measurement is :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the
         penalty, in evaluation mode and with all tokens of every sequence. It costs about ten to a hundred
