@@ -280,7 +280,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for slices: the result counts as probabilities only if exactly the column of sinks is cut off."""
+    """Rule for slices: the result is described only if exactly the column of attention sinks is cut off."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 

@@ -239,7 +239,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return left singular vectors u to start a step from, and upper limits of ‖J‖ for random starts."""
+    """Return estimates u of left singular vectors to start with, and upper limits of ‖J‖ if u is random."""
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
     if not bool(torch.isfinite(pair.y.detach()).all()):

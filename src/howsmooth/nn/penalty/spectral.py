@@ -309,7 +309,7 @@ class SpectralPenalty:
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ with respect to the tensors ``by``."""
+    """Return the derivatives by the tensors ``by`` of Σ_b shares_b ⟨g_b, v_b⟩, weighted singular values."""
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
