@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from howsmooth.cli.forecast import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run import DryRunOption, tell_forecast
 from howsmooth.cli.options import TYPED, JsonOption, QuietOption, as_typed, command, refuse_workers
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.study.plan import Execution, Plan

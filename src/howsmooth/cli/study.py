@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.forecast import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run import DryRunOption, tell_forecast
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers, use_threads
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
