@@ -90,7 +90,7 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Compute all bounds of each layer, at the first sequence of each text and length.
+    """Compute every bound on each layer beside its measured constant, at a sequence of each text and length.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Return all bounds of the chosen layer with its measured constant, for each head or for all heads."""
+    """Return every bound on a layer at one sequence beside its constant, for each head or for all heads."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):
         x = site.x[0].detach().cpu()
@@ -165,13 +165,13 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: st
 
 
 def _logs(values: pd.Series) -> pd.Series:
-    """Return logarithms, with −inf for zero and without a warning."""
+    """Return the natural logarithms of a column; zero gives −inf without NumPy's warning."""
     numbers = values.to_numpy(dtype=float)
     return pd.Series(np.log(numbers, where=numbers > 0, out=np.full(len(numbers), -math.inf)), values.index)
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw all bounds of each scope, and describe which are the tightest and whether any is violated."""
+    """Draw bound / measured constant for each scope; say which bounds are tightest and if any is violated."""
     pictures = [
         _picture(part, folder, str(scope))
         for scope, part in rows.groupby("scope", sort=False)
@@ -187,7 +187,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def display_name(name: str) -> str:
-    """Return the name of a bound for people, such as "Theorem C.3, sharp"."""
+    """Turn the name of a bound's function into a readable name, such as "Theorem C.3, sharp"."""
     found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
     if name in _SPOKEN or not found:
         return _SPOKEN.get(name, name.replace("_", " "))
@@ -196,7 +196,7 @@ def display_name(name: str) -> str:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw the ratios of each bound on a line of its own, ordered by kind and median."""
+    """Draw bound / measured constant as dots, one row for each bound, ordered by kind and median ratio."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -233,7 +233,7 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Write the names of the bounds left of their lines, with the kinds in bold, and mark the ratio one."""
+    """Label each row of dots with its bound, the kinds of bounds in bold; draw a line at the ratio one."""
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
@@ -244,7 +244,7 @@ def _name_lines(axis: Axes, names: list[str]) -> None:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate for each layer, scope and bound how often it holds, and its ratio to the constant.
+    """Tabulate for each layer, scope and bound how often its hypotheses hold, and bound / measured constant.
 
     The rows are ordered by layer, then by kind, then by median ratio.
     """
@@ -290,9 +290,9 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
         _family_words(str(model), str(layer), str(scope), part)
         for (model, layer, scope), part in rows.groupby(["model", "layer", "scope"], sort=False)
     ]
-    silent = _silent(rows[rows["name"] != AS_CODED])
-    if silent:
-        seen.append(f"The hypotheses of these bounds are met in no case: {'; '.join(silent)}.")
+    never = _inapplicable(rows[rows["name"] != AS_CODED])
+    if never:
+        seen.append(f"The hypotheses of these bounds are met in no case: {'; '.join(never)}.")
     coded = rows[rows["name"] == AS_CODED]
     if len(coded):
         below = int((coded["log_value"] < _logs(coded["lower"])).sum())
@@ -304,7 +304,7 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
     return seen
 
 
-def _silent(rows: pd.DataFrame) -> list[str]:
+def _inapplicable(rows: pd.DataFrame) -> list[str]:
     """Return the names of the bounds whose hypotheses fail in all cases, with these hypotheses."""
     found = []
     for (name, side), part in rows.groupby(["name", "side"], sort=True):

@@ -1,4 +1,4 @@
-"""Show where growth like √n ends, at two Diracs of weights 1/n and 1 − 1/n with very large n."""
+"""Show up to which n the constant grows like √n, at two Diracs of weights 1/n and 1 − 1/n."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DECADE = math.log(10)
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant for every n at each radius; return one row for each n and radius."""
+    """Measure the constant at two Diracs of weights 1/n and 1 − 1/n; return one row for each n and radius."""
     seed = context.options.seed
     rows = []
     for power, part in context.each(_POWERS):
@@ -80,7 +80,7 @@ def _row(key: Key, g: float, n: int) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant and the bounds for each radius, and describe where the growth ends."""
+    """Draw the constant and its bounds against n for each radius, and describe up to which n it grows."""
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
@@ -92,7 +92,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate where the growth with n ends, for each γR².
+    """Tabulate for each γR² the exponent of the growth with n, and the n at which the constant is largest.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences on where the growth ends for each radius, and on whether any bound is violated."""
+    """Return sentences on the n at which the constant is largest for each γR², and on violated bounds."""
     seen = []
     for row in table.to_dict("records"):
         power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "

@@ -1,4 +1,4 @@
-"""Define a figure: it measures in a context, and shows its findings as pictures, sentences and tables.
+"""Define a figure (a measuring and a drawing function), the context it is measured in, and its findings.
 
 Each figure has its own module; :data:`howsmooth.paper.reproduction.FIGURES` lists them.
 """
@@ -60,21 +60,21 @@ class FigureContext:
     made: dict[str, str] = field(default_factory=dict)
 
     def say(self, words: str, share: float = 0.0) -> None:
-        """Report that a share of the time of this context has passed."""
+        """Tell the listener, with a message, which share of this context's work is done."""
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Divide the time of this context in proportion to some costs, and return a context for each."""
+        """Return one context for each cost; each covers a share of the progress in proportion to its cost."""
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
     def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Yield each item with a context for its share of the time, in proportion to costs or equally."""
+        """Yield each item with a context for its share of the progress, in proportion to costs or equally."""
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Return the rows of a unit of work from its cache file, or measure them and write the file.
+        """Return the rows in the cache file of ``key``; if there is no file, measure the rows and write it.
 
         Parameters
         ----------
@@ -99,7 +99,7 @@ def models_for(options: FigureOptions) -> Models:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """The results that a figure shows.
+    """The results that a figure shows: pictures, sentences, tables, and how the numbers were made.
 
     Attributes
     ----------

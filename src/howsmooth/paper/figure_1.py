@@ -27,7 +27,7 @@ _MOST_ACROSS = 3
 
 
 def measure(context: FigureContext) -> list[list[Growth]]:
-    """Measure each column (a layer of a model) as a study; return for each column one panel per text."""
+    """Measure each column of Figure 1 (a layer of a model); return for each column a ``Growth`` per text."""
     options = context.options
     lengths, samples = options.lengths or _LENGTHS, options.samples or _SAMPLES
     found = columns(context)
@@ -40,7 +40,7 @@ def measure(context: FigureContext) -> list[list[Growth]]:
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
-    """Draw the panels, with three columns in a picture, and describe the results."""
+    """Draw a panel for each layer and text, up to three layers in a picture, and describe the results."""
     pictures = [
         _picture(part, folder, f"figure-1{end}") for end, part in plotting.sheets(panels, _MOST_ACROSS)
     ]
@@ -56,7 +56,7 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
         sharex=True,
     )
     for column, below in zip(panels, axes.T, strict=True):
-        norm = _radius_norm(pd.concat([panel.drawn["radius_mean"] for panel in column]))
+        norm = _radius_colours(pd.concat([panel.drawn["radius_mean"] for panel in column]))
         for axis, panel in zip(below, column, strict=True):
             rows = panel.drawn
             axis.scatter(
@@ -77,9 +77,11 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
 
 
 def _panel(panel: Growth) -> Panel:
-    """Return the panel of a layer on a text, with an invisible curve of its measurements.
+    """Return the panel of a layer on a text, with its title and fitted lines, but without the dots.
 
-    The dots are drawn later, because each has the colour of its radius.
+    An invisible curve of the measurements sets the limits of the axes. The dots are drawn later, because
+    each has the colour of its radius.
+
     """
     rows, theirs = panel.drawn, panel.published
     title = power_label(panel.fit)
@@ -95,8 +97,8 @@ def _panel(panel: Growth) -> Panel:
     return Panel(curves, title, y=f"{literal(readable(panel.text, 30))}\nlocal Lipschitz constant")
 
 
-def _radius_norm(radii: pd.Series) -> Normalize:
-    """Return the colour scale of the radius, at least 2 % wide, so that rounding errors look alike."""
+def _radius_colours(radii: pd.Series) -> Normalize:
+    """Return the colour scale of radii, at least 2 % wide, so that radii equal up to rounding look alike."""
     if radii.empty:
         return Normalize(0.0, 1.0)
     low, high = float(radii.min()), float(radii.max())

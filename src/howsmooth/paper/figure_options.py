@@ -37,7 +37,7 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 @dataclass(frozen=True)
 class FigureOptions(Options):
-    """The options of a figure; the figure chooses what is left out."""
+    """The options of ``howsmooth reproduce``; for an omitted option, each figure has a value of its own."""
 
     PANEL: ClassVar[str] = "What to reproduce"
 

@@ -1,4 +1,4 @@
-"""Appendix C.5: measure γR² of every head, which decides up to which n the worst inputs grow like √n."""
+"""Appendix C.5: measure γR² of every head; up to n ≈ e^(2γR²) the largest constant grows like √n."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMES = {
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure every model; return one row for each model, text, length, layer and head."""
+    """Measure γ and the norms of tokens; return a row for each model, text, length, layer and head."""
     options = context.options
     specs = options.models or MODELS
     rows: list[Row] = []
@@ -62,7 +62,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
-    """Return the radius of every layer at the sequences, and the eigenvalues of its heads."""
+    """Return for every head the eigenvalues of its matrix A, and the norm of the tokens it receives."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens):
         radius = site.radius_mean.numpy()
@@ -78,7 +78,7 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute the radius over all texts and lengths, and γR² for it.
+    """Compute for every head the norm R of its tokens over all texts and lengths, and γR².
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return a sentence on a model, from the rows that :func:`over_texts` returns."""
+    """Return a sentence on γR² over the heads of one model, from the rows that :func:`over_texts` returns."""
     name = readable(str(rows["model"].iloc[0]))
     there = rows[rows["strength"].notna()]
     if there.empty:

@@ -1,4 +1,4 @@
-"""Appendix E.2: measure an untrained GPT-2 of full size, its constant and the norm of its tokens."""
+"""Appendix E.2: measure the constants of an untrained GPT-2 of full size, and the norms of its tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEASURED, _NORMS = 9.0, 1.0
 
 
 def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
-    """Measure each model as a study, and the norms of the tokens that enter its layers at the same sequences.
+    """Measure the constants of each model's layers, and the norms of the tokens that enter these layers.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
 def _norms(
     here: PreparedModel, held: dict[str, Sequences], context: FigureContext
 ) -> tuple[pd.DataFrame, str]:
-    """Return the norms of the tokens that enter the layers, and the reason if they cannot be captured."""
+    """Return a table of the norms of the tokens that enter the layers, and why any could not be captured."""
     rows, reason = [], ""
     for subject in here.subjects:
         context.say(f"{subject.model.label}, {subject.text.name}")
@@ -104,7 +104,7 @@ def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Ro
 
 
 def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
-    """Draw the layers, with four in a picture, and describe the results of each layer on each text."""
+    """Draw constants and token norms against n, four layers in a picture, and describe the results."""
     pictures, seen = [], list[str]()
     for series, reason in models:
         layers = list(dict.fromkeys(each.layer for each in series))
@@ -129,7 +129,7 @@ def _picture(layers: list[list[Growth]], folder: Path) -> plotting.Picture:
 
 
 def _constants(series: Sequence[Growth]) -> Panel:
-    """Return the panel of a layer's constants, with a colour for each text."""
+    """Return the panel of a layer's constants against n, with a colour for each text."""
     curves, titles = [], [f"layer {series[0].layer}"]
     for each, (colour, mark) in zip(series, _looks(series), strict=True):
         rows, theirs, text = each.rows, each.published, _short(each.text)
@@ -145,7 +145,7 @@ def _constants(series: Sequence[Growth]) -> Panel:
 
 
 def _radii(series: Sequence[Growth]) -> Panel:
-    """Return the panel of the norms of a layer's tokens."""
+    """Return the panel of the norms of a layer's tokens against n, with a colour for each text."""
     curves, titles = [], []
     for each, (colour, mark) in zip(series, _looks(series), strict=True):
         curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))

@@ -25,7 +25,7 @@ _STEADY = 1.001
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """The measurements of a layer of a model on a text, with their fits.
+    """The measured constants of a layer on a text, with the powers of n that were fitted to them.
 
     Attributes
     ----------
@@ -61,28 +61,28 @@ class Growth:
 
     @cached_property
     def fit(self) -> Exponent:
-        """The power of n fitted to the converged measurements."""
+        """The power law c · n^slope fitted to the constants that converged."""
         return _fit(self.rows, self.rows["converged"])
 
     @cached_property
     def published_fit(self) -> Exponent:
-        """The power of n fitted to the published values that are not NaN."""
+        """The power law c · n^slope fitted to the values of the published code that are not NaN."""
         return _fit(self.published, self.published["lipschitz"].notna())
 
     @cached_property
     def attended_correlation(self) -> Correlation:
-        """The correlation of log norm and log n, for the tokens that attention receives."""
+        """The correlation of log n and the log of the norm of the tokens that attention receives."""
         return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log norm and log n, for the tokens that enter the layer; NaN without them."""
+        """The correlation of log n and the log norm of the tokens entering the layer; NaN if not measured."""
         if self.entering is None:
             return Correlation(math.nan, math.nan, math.nan)
         return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
-        """Return the row of a table: exponents and correlations."""
+        """Return the figure's table row of this layer and text: exponents and correlations, by column."""
         fit = self.fit
         row = {
             "model": self.model, "layer": self.layer, "text": self.text, "exponent": fit.slope,
@@ -105,7 +105,7 @@ class Growth:
         return row
 
     def result_sentences(self) -> str:
-        """Return sentences on the exponent, the norms of the tokens, and the published quantity."""
+        """Return sentences on the exponent of n, the norms of the tokens, and the published code's values."""
         fit, rows = self.fit, self.drawn
         words = f"{self.name}, on {readable(self.text)}: "
         if fit.note:
@@ -118,10 +118,10 @@ class Growth:
                 f"around this line, and of {math.exp(around):.2f} around n to the power 1/4."
             )
         attended = self.rows["radius_mean"], self.attended_correlation
-        words += f" The norm of the tokens that attention receives {_norms(*attended)}."
+        words += f" The norm of the tokens that attention receives {_norm_words(*attended)}."
         if self.entering is not None and len(self.entering):
             entering = self.entering["radius"], self.entering_correlation
-            words += f" The norm of the tokens that enter the layer {_norms(*entering)}."
+            words += f" The norm of the tokens that enter the layer {_norm_words(*entering)}."
         if fit.left_out:
             words += f" {fit.left_out} measurements are left out, as they did not converge or are zero."
         if len(self.published):
@@ -137,8 +137,8 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
     return fit_exponent(rows["n"].to_numpy(), values, usable.to_numpy(dtype=bool))
 
 
-def _norms(radius: pd.Series, found: Correlation) -> str:
-    """Return words on how large norms are, and how they correlate with the length."""
+def _norm_words(radius: pd.Series, found: Correlation) -> str:
+    """Return a phrase on the range of token norms, and on their correlation with the length."""
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
@@ -152,7 +152,7 @@ def _norms(radius: pd.Series, found: Correlation) -> str:
 
 
 def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
-    """Split the measurements of a study by layer and text."""
+    """Split the measurements of a study into one :class:`Growth` for each layer and text."""
     found = []
     for layer in here.subjects[0].layers:
         for text in here.texts:
@@ -165,7 +165,7 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published values of one layer and text, with their ratios to the corrected constants."""
+    """Return the published code's values of one layer and text, each over the corrected constant too."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -80,7 +80,7 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A curve in a panel: dots if it has a mark, a line if it has dashes.
+    """A curve in a panel: dots if it has a marker, a line if it has a line style (``dashes``).
 
     With neither it is invisible, but the limits of the axes include it.
 
@@ -119,7 +119,7 @@ class Curve:
     fit: bool = False
 
     def draw(self, axis: Axes) -> None:
-        """Draw the curve on an axis; dots are above all lines except fits."""
+        """Draw the curve on an axis; dots are above all lines except fitted ones."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         if not np.isfinite(y).any():
             return
@@ -157,7 +157,7 @@ def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float
 def lines(
     x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str], spans: bool = False
 ) -> list[Curve]:
-    """Return curves for columns of a table, given as (name, colour, dashes, label)."""
+    """Return one line for each column of a table; columns are given as (name, colour, dashes, label)."""
     return [
         Curve(x, rows[name], label, colour, dashes=dashes, spans=spans)
         for name, colour, dashes, label in columns
@@ -165,7 +165,7 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a fitted exponent over its lengths; nothing without a fit."""
+    """Yield the line of a fitted power law over the lengths it was fitted to; yield nothing without a fit."""
     if not fit.note:
         ends = [fit.n_min, fit.n_max]
         yield Curve(ends, [fit.at(n) for n in ends], label, colour, dashes=dashes, fit=True)
@@ -174,7 +174,7 @@ def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) 
 def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
-    """Yield the line c · x^slope fitted to two columns; nothing with fewer than two positive x."""
+    """Yield the line c · x^slope, c fitted to two columns; yield nothing with fewer than two positive x."""
     there = rows[(rows[x] > 0) & (rows[y] > 0)]
     if there[x].nunique() > 1:
         factor, _ = fit_factor(there[x].to_numpy(np.float64), there[y].to_numpy(np.float64), slope)
@@ -184,7 +184,7 @@ def with_slope(
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Curves in one pair of axes.
+    """The curves in one pair of axes, with title, labels, scales and limits.
 
     Attributes
     ----------
@@ -212,7 +212,7 @@ class Panel:
 
 
 def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Divide items into one group for each picture; yield a file-name suffix and the items of each."""
+    """Divide items into groups of at most ``most``, one a picture; yield (file-name suffix, group)."""
     for first in range(0, len(items), most):
         yield f"-{first // most + 1}" if first else "", items[first : first + most]
 
@@ -225,7 +225,7 @@ def draw(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Canvas, np.ndarray]:
-    """Draw rows of panels.
+    """Draw panels into a new figure, row by row; return the figure and its axes.
 
     Parameters
     ----------

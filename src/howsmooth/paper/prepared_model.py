@@ -1,4 +1,4 @@
-"""Load a model at the texts of a figure, and measure it at the sequences of a study with the same plan."""
+"""Load a model with the texts of a figure, and measure its attention layers at sequences of these texts."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ class Column:
 
     @property
     def stem(self) -> str:
-        """The name of its folder."""
+        """The name of the folder that holds the measurements of this layer."""
         return file_stem(self.spec.label, f"layer-{self.layer:02d}")
 
     @property
     def layers(self) -> Ranges:
-        """The layer as a selection for a plan."""
+        """The index of the layer as a value of the plan's option ``layers``."""
         return Ranges.parse(str(self.layer), "layers")
 
     @property
     def cost(self) -> float:
-        """The relative time of a measurement, which grows between the width and its square."""
+        """The relative time of a measurement: the token dimension to the power 1.5."""
         return float(self.width**1.5)
 
 
 def columns(context: FigureContext) -> list[Column]:
-    """Return the layers to show: those that the options name, or the paper's choice for each model.
+    """Return the layers that the options name; if they name none, the layer the paper shows of each model.
 
     Returns
     -------
@@ -120,18 +120,18 @@ def columns(context: FigureContext) -> list[Column]:
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model as a study of the first text does, to inspect it."""
+    """Load a model; if it is untrained, its tokenizer is trained on the first text of the options."""
     return context.models.load(spec, texts.load_text(context.options.texts[0]).content)
 
 
 def usual_length(context: FigureContext, spec: ModelSpec) -> int:
-    """Return 64, or the number of positions of the model if it has fewer."""
+    """Return the default sequence length: 64, or the model's number of positions if it has fewer."""
     longest: int | None = loaded(context, spec).max_length
     return _USUAL if longest is None else min(_USUAL, longest)
 
 
 class StudyRows(NamedTuple):
-    """The rows of a study that its plan asks for; the store may hold more.
+    """The measurements of a study that its plan asks for; the store may hold more.
 
     ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
     empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.
@@ -143,7 +143,7 @@ class StudyRows(NamedTuple):
 
 
 class PreparedModel:
-    """A model at all texts of a figure, loaded and checked. It records in the context where they come from.
+    """A loaded model with all texts of a figure; it notes for the figure's page where they come from.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ class PreparedModel:
     def sequences(
         self, subject: Subject, held: Mapping[Any, int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield n and tokens of shape (samples, n) for each length, at the sequences of a study of this plan.
+        """Yield each length n of the plan with the token ids (samples, n) of its sequences of one text.
 
         ``held`` maps (length, sample) to the first tokens of sequences that a store already has.
         """
@@ -206,13 +206,13 @@ class PreparedModel:
             yield n, tokens
 
     def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Capture the chosen layers at tokens of shape (samples, n)."""
+        """Capture the maps of the plan's layers, with the tokens they receive, at token ids (samples, n)."""
         model = self.context.models.load_for(subject)
         inputs = tokens.to(self.plan.device)
         return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
 
     def key(self, subject: Subject, **more: str | int) -> Key:
-        """Return the values on which a unit of work at a text depends."""
+        """Return the key of a cache file: all values on which rows computed on one text depend, by name."""
         return {
             "model": subject.model.label,
             "fingerprint": subject.fingerprint,
@@ -266,14 +266,14 @@ class PreparedModel:
 
 
 class _StudyProgress(Silent):
-    """A listener that reports the progress of a study as shares of the time of a context."""
+    """A listener that passes the progress of a study on, as a share of the figure's whole work."""
 
     def __init__(self, context: FigureContext, *, published: bool) -> None:
         self._parts = context.parts((1.0, _PUBLISHED_COST) if published else (1.0,))
         self._share = 0.0
 
     def phase(self, words: str) -> None:
-        """Continue with the share of the published values when they begin."""
+        """When the published code's values begin, go on to their share of the progress."""
         if "published" in words:
             del self._parts[:-1]
             self._share = 0.0
@@ -285,7 +285,7 @@ class _StudyProgress(Silent):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return the attention of a site in float64, if its scores are ⟨A x_i + b, x_j⟩, unmasked or causal.
+    """Return a site's attention in float64; refuse all but scores ⟨A x_i + b, x_j⟩, unmasked or causal.
 
     Raises
     ------

@@ -76,7 +76,7 @@ class Balanced:
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, the norm of the Jacobian's last block; m tokens are ±Ru.
+        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, the norm of the last token's Jacobian block; m tokens are ±Ru.
 
         It is a lower bound on ‖D_X f‖. For A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
         """
@@ -87,7 +87,9 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose u for a head: the best of some singular vectors of A and V, made orthogonal to the query bias.
+    """Choose u, the direction of a head's tokens ±Ru, among singular vectors of A and V.
+
+    The part of the vectors along the query bias is removed, and the one with the largest ‖Vu‖ ‖Aᵀu‖ taken.
 
     Raises
     ------
@@ -112,7 +114,7 @@ def balanced(head: Head) -> Balanced:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the identity at every length, and every head of each layer at the longest.
+    """Measure the head with A = V = I at every length, and all heads of each layer at the longest length.
 
     Returns
     -------
@@ -146,7 +148,7 @@ def _lengths(options: FigureOptions) -> list[int]:
 
 
 def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
-    """Measure every head of a layer at n tokens, and return the rows."""
+    """Measure every head of a layer at n tokens of Appendix C.7, at several radii; return the rows."""
     here = PreparedModel(
         context,
         column.spec,
@@ -179,7 +181,7 @@ def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
-    """Yield one row for each radius of a head, and one for the norm of real tokens, with its constant."""
+    """Yield a head's constant and bounds at the tokens of Appendix C.7, one row for each radius R."""
     parameters = parameters_of(f)
     head = parameters.one_head("quadratic growth")
     tokens, n = balanced(head), int(key["n"] or 0)
@@ -199,7 +201,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
 
 
 def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
-    """Return logarithms of upper bounds on the ball: the sharpest one, the paper's, and one for every n."""
+    """Return logarithms of three upper bounds over the ball: the sharpest, the paper's, one for every n."""
     causal = parameters.masking == "causal"
     sharp, paper, free = (
         (causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound)
@@ -214,7 +216,7 @@ def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer, fit the exponents in R, and describe the results."""
+    """Draw the constants of each layer's heads against R, fit their powers of R, and describe the results."""
     table = exponents_in_radius(rows)
     parts, panels, seen = [], [], []
     for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
@@ -231,7 +233,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit the growth with R of every head, where ‖A‖R² is at least :data:`FAR`.
+    """Fit a power of R to the constants of every head, where ‖A‖R² is at least :data:`FAR`.
 
     Parameters
     ----------
@@ -292,7 +294,7 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Format the smallest and the largest exponent, or one if they are equal; empty without a fit."""
+    """Format the smallest and the largest fitted exponent, or one if they are equal; empty without a fit."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

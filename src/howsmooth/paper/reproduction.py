@@ -81,7 +81,7 @@ def produce(
     listener: Listener | None = None,
     command: str = "",
 ) -> Reproduction:
-    """Make some figures, and write the page.
+    """Measure and draw the chosen figures, and write one HTML page with all figures in the folder.
 
     Parameters
     ----------

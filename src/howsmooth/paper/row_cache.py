@@ -1,4 +1,4 @@
-"""Cache the rows of finished units of work, each unit in one file that is written whole or not at all.
+"""Cache the rows that a figure computes: one file for each unit of work, written whole or not at all.
 
 The cache is for work that is not a study of sequences, such as constants at constructed tokens, or
 eigenvalues of heads; studies have a store. A unit's key holds everything on which its rows depend. So a
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder, and turn an OSError in the context into a StoreError with a remedy.
+    """Create a folder; in the ``with`` block, turn an OSError into a StoreError that says what to do.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a unit from its file; if there is no file, measure the rows and write it.
+    """Return the rows in the cache file of a key; if there is no file, measure the rows and write it.
 
     Raises
     ------

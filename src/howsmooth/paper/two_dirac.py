@@ -72,14 +72,14 @@ def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
 def two_diracs(
     radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
 ) -> DiscreteMeasure:
-    """Return the measure on Ru and ratio · Ru with these weights, where u is the first unit vector."""
+    """Return two Diracs at Ru and ratio · Ru with given weights, as a measure; u is the first unit vector."""
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Record in the context how numbers at measures are made."""
+    """Note for the figure's page how constants at measures are computed: the measures, seed and tolerance."""
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (
         f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
@@ -87,7 +87,7 @@ def describe(context: FigureContext, measures: str) -> None:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure both families with both weights; return one row for each measure."""
+    """Measure the constant at two Diracs, for two families of positions and two weights; one row each."""
     seed = context.options.seed
     pairs = [(family, weight) for family in _FAMILIES for weight in (PAPER_WEIGHT, BETTER)]
     rows = []
@@ -178,7 +178,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on each family at its largest radius, and on whether any bound is violated."""
+    """Return sentences on the constants of each family at its largest radius, and on violated bounds."""
     rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
     last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
     seen = []

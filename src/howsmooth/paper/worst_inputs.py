@@ -81,7 +81,7 @@ class _Layer:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure each layer on text, and one head of it in every ball.
+    """Measure each layer's heads on text, and one head at the worst tokens of balls of several radii.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _on_text(column: Column, context: FigureContext) -> _Layer:
-    """Return a layer with the converged measurements of its heads on text."""
+    """Measure the heads of a layer on text; return the layer with the measurements that converged."""
     longest = loaded(context, column.spec).max_length
     asked = context.options.lengths or _LENGTHS
     lengths = tuple(n for n in asked if longest is None or n <= longest)
@@ -138,7 +138,7 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
 
 
 def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
-    """Return the rows of one head in a ball at one length, including published values if asked for."""
+    """Return one head's constants and bounds for n tokens in a ball of some radius, computed or cached."""
     rows: list[Row] = []
     for kind in (_rows, _published_rows) if context.options.as_published else (_rows,):
         key: Key = {
@@ -157,7 +157,7 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
 
 
 def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield the constant at the paper's tokens for every head, and for one head a search and upper bounds."""
+    """Yield each head's constant at the paper's tokens; for one head also the worst found, and bounds."""
     f = layer.attention
     for h in _real(f):
         x = two_cluster(f.head(h), n, radius).x
@@ -198,7 +198,7 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the heads whose A has a real eigenvalue; other heads have no two-cluster tokens."""
+    """Return the indices of the heads whose A has a real eigenvalue; others have no two-cluster tokens."""
     return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
 
 
@@ -208,7 +208,7 @@ def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
-    """Combine the measurements in one ball at one length in one row.
+    """Combine the constants and bounds of one ball and length, and the constants on text, into one row.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ def _span(name: str, values: pd.Series) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer, and describe the results in each ball."""
+    """Draw the worst constants of each layer against n, one panel for each ball, and describe the results."""
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
@@ -279,7 +279,7 @@ def _name(rows: pd.DataFrame) -> str:
 
 
 def _fit(rows: pd.DataFrame, name: str) -> Exponent:
-    """Fit a power of n to a column."""
+    """Fit a power of n to the finite values of a column of constants."""
     values = rows[name].to_numpy(np.float64)
     return fit_exponent(rows["n"].to_numpy(), values, np.isfinite(values))
 
@@ -320,7 +320,7 @@ def _panel(rows: pd.DataFrame) -> Panel:
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on each ball of a layer."""
+    """Return sentences on the worst constants in each ball, for one layer."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     if rows["as published"].notna().any():
         said.append(_published_words(rows))

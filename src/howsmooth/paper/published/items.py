@@ -1,4 +1,4 @@
-"""Define the items by which the published measurement differs from ‖D_X f‖, and when they apply."""
+"""Define the items: the differences between the published code's measurement and ‖D_X f‖."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Return the items in the text of a plan; None for ``all``, which stands for the items that apply."""
+    """Split a comma-separated list of items of the published code; None for ``all``, all that apply."""
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Return the items in the order of ``ITEMS``; refuse unknown and repeated items."""
+    """Sort names of items of the published code as in ``ITEMS``; refuse unknown and repeated ones."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -46,7 +46,7 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One captured layer at some sequences.
+    """The captures of one layer that are needed to measure it as the published code does.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Capture layers of a model at token ids.
+    """Capture layers as the published code uses them: attention, post-norm block, and tokens under dropout.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the items that apply to a layer, or check that the items asked for apply.
+    """Return the differences of the published code (items) that apply to a layer; refuse others asked for.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The maps that the published code measures (unmasked, with dropout, with wrong slices), and its bound."""
+"""The maps that the published code measures (unmasked, with dropout, sliced wrongly), and its "bound"."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class DropoutAttention(TokenMap):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
+        """The dtype of the attention's parameters."""
         return self.inner.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """The device of the attention's parameters."""
         return self.inner.device
 
     def describe(self) -> str:
-        """Return a phrase that describes the map."""
+        """Return a phrase that describes the attention and its dropout probabilities."""
         return f"{self.inner.describe()}, dropout {self.weights:g} of weights and {self.outputs:g} of outputs"
 
     def check_length(self, n: int) -> None:
@@ -73,7 +73,7 @@ class DropoutAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DropoutAttention:
-        """Return the map with another dtype or device, and with its random generator reset to the seed."""
+        """Return the attention in another dtype or on another device; its dropout restarts from the seed."""
         inner = self.inner.to(dtype=dtype, device=device)
         return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
 
@@ -86,35 +86,35 @@ class DropoutAttention(TokenMap):
         q, k, v = f.projections(x)
         q = q.unflatten(-3, (f.kv_heads, f.heads // f.kv_heads))
         p = attention_probabilities(q, k, f.scale, f.visible_keys(x.shape[-2]))
-        p = p * self._kept(p, self.weights)
+        p = p * self._dropout_factors(p, self.weights)
         out = weighted_values(p, v).flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if f.output is not None:
             out = out @ f.output.mT
             out = out if f.output_bias is None else out + f.output_bias
-        return out * self._kept(out, self.outputs)
+        return out * self._dropout_factors(out, self.outputs)
 
-    def _kept(self, like: Tensor, probability: float) -> Tensor:
-        """Return random factors: zero with the given probability, else 1/(1 − probability)."""
+    def _dropout_factors(self, like: Tensor, probability: float) -> Tensor:
+        """Return dropout factors for a tensor: zero with the given probability, else 1/(1 − probability)."""
         # Draw on the CPU, so that the draws are the same for every device.
         kept = torch.rand(like.shape, generator=self._generator) >= probability
         return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
 
 
 def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> TokenMap:
-    """Return the map with dropout in its attention; see :class:`DropoutAttention`."""
+    """Return a copy of a map whose attention has dropout, as in training; see :class:`DropoutAttention`."""
     return _with_attention(
         f, lambda attention: DropoutAttention(attention, weights=weights, outputs=outputs, seed=seed)
     )
 
 
 def unmasked(f: TokenMap) -> TokenMap:
-    """Return the map with all masks removed from its attention, as when a layer is called alone."""
+    """Return a copy of a map whose attention has no mask, as when a layer is called alone."""
     require_plain_scores(f, "the published maps", argument="f")
     return _with_attention(f, lambda attention: attention._rebuilt(causal=False, window=None, mask=None))
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Replace the attention inside residuals and compositions; return other maps unchanged."""
+    """Return a copy of a map with its attention changed, also inside residuals and compositions."""
     if isinstance(f, SelfAttention):
         return change(f)
     if isinstance(f, Residual):
@@ -125,9 +125,9 @@ def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) ->
 
 
 def has_fused_weight(attention: nn.Module) -> bool:
-    """Return whether an attention module has queries, keys and values in one transposed weight.
+    """Return whether an attention module keeps W_Q, W_K and W_V in one transposed weight, as GPT-2 does.
 
-    GPT-2 has: its ``Conv1D`` weight has shape (d, 3d). Only for such models does the published code slice as
+    GPT-2's ``Conv1D`` weight has shape (d, 3d). Only for such models does the published code slice as
     :func:`wrong_slices` does.
     """
     for part in attention.children():
@@ -141,7 +141,7 @@ def has_fused_weight(attention: nn.Module) -> bool:
 
 
 def wrong_slices(attention: SelfAttention) -> SelfAttention:
-    """Return the attention with the head matrices that slicing along the wrong axis gives.
+    """Return the attention with heads cut from W_Q, W_K, W_V along the wrong axis, as in the published code.
 
     Let W_Q of shape (d, d) be the query part of the fused weight, which multiplies row tokens from the right.
     Head h then gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ; keys and values likewise. Masks, biases

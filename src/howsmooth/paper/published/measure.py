@@ -1,4 +1,4 @@
-"""Measure the local constant as the published code does, with all or some of its items."""
+"""Measure the local constant with all or some of the published code's differences (items)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _APART = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class AsPublished:
-    """The result of a measurement as published, for each sequence.
+    """The values that a measurement as in the published code returns, one for each sequence.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure a captured layer with some items; see :func:`measure_as_published`.
+    """Measure a captured layer with some of the published code's differences (items) from ‖D_X f‖.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ _RELATIVE = 1e-6
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The result of a power iteration.
+    """The value that the published code's power iteration returns, its steps, and how it ended.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ def power_iteration(
     absolute: bool,
     seed: int,
 ) -> PowerIteration:
-    """Run at most 100 steps of the power iteration from a Gaussian start.
+    """Run at most 100 steps of the published code's power iteration on JᵀJ, from a Gaussian start.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Define the task of measuring published quantities beside the corrected constant in a study.
+"""Define the task of a study that computes the published code's values beside the corrected constants.
 
 For every sequence and layer it measures the corrected constant, the constant with each item of the published
 code alone, and the constant with all items.
@@ -30,7 +30,7 @@ _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 @dataclass(frozen=True, eq=False)
 class PublishedTask(SequenceTask[PublishedKey]):
-    """The published values of some samples of one length, which share their forward passes."""
+    """The task of computing the published code's values at samples of one length, in shared forward passes."""
 
     kind = PublishedValue
 
@@ -38,11 +38,11 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers with missing values."""
+        """The indices of the layers for which the store lacks values of the published code."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer by layer; all values of a layer are written together."""
+        """Yield the rows of published values layer by layer, all rows of a layer together."""
         for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
             if isinstance(one, Failed):
                 yield one
@@ -67,7 +67,7 @@ class PublishedTask(SequenceTask[PublishedKey]):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Measure the missing values of one layer."""
+        """Yield a row for each value of the published code that the store lacks for one layer."""
         layer, plan = one.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
@@ -115,7 +115,7 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
-    """Return a function that lists the published values that a store does not have.
+    """Return a function that lists the tasks for the published code's values that a study's store lacks.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 def _wanted(
     study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """Return the quantities to measure for each layer, from a capture at the shortest length."""
+    """Return all values of the published code to measure on an input, as (layer, quantity, items)."""
     subject, feed = placed.subject, placed.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(
