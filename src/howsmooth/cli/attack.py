@@ -30,7 +30,7 @@ _EXAMPLES = (
 def attack(
     plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
-    """Search for the tokens with the largest local Lipschitz constant, in the ball of the model's tokens."""
+    """Search a ball that contains the model's tokens for tokens with a large local Lipschitz constant."""
     from howsmooth.cli.attack_result import attacks_as_json, show_attacks
     from howsmooth.study.attack_tables import write_attack_outputs
     from howsmooth.study.attacks import run_attack

@@ -19,7 +19,7 @@ __all__ = ["attacks_as_json", "show_attacks"]
 
 
 def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
-    """Return the attacks as one JSON object; a value that overflows is null, but its logarithm is given."""
+    """Return the constants that attacks found as one JSON object; a value that overflows is null."""
     return as_json(
         out=folder,
         seconds=round(outcome.seconds, 3),
@@ -39,7 +39,7 @@ def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) ->
 
 
 def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print a table of the constants found for each attention, their exponents, and the file paths."""
+    """Print the constants found in each attention, their growth with n, and the paths of the files."""
     label = readable(str(published.identity.get("source", "")))
     place = itemgetter("layer", "head")
     fits = [row for row in plain_rows(published.exponents) if not row["note"]]

@@ -22,7 +22,7 @@ _MEASURED = "measured"
 
 
 def bounds_as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
-    """Return the bounds as one JSON object; a value that overflows or is trivial is null.
+    """Return the bounds on each attention as one JSON object; a value that is infinite or overflows is null.
 
     The logarithm of each bound is given too.
     """

@@ -43,7 +43,7 @@ def certify(
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
-    """Certify a saved model: its Lipschitz constant, each module's share, and accuracy under attack."""
+    """Certify a saved model: its Lipschitz constant, the constant of each module, and certified accuracy."""
     from howsmooth.cli.certify_result import certificate_as_json, show_certificate
     from howsmooth.study.certification import certify_file
     from howsmooth.study.output_files import write_table

@@ -16,7 +16,7 @@ __all__ = ["certificate_as_json", "show_certificate"]
 
 
 def certificate_as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
-    """Return the certificate and the evaluation as one JSON object; an infinite number becomes null."""
+    """Return a model's certificate and its evaluation on data as one JSON object; infinity becomes null."""
     certificate, evaluation = found.certificate, found.evaluation
     return as_json(
         model=found.asked.model,
@@ -56,7 +56,7 @@ def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float])
 
 
 def show_certificate(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
-    """Print the certified constant, the constant of each module, and the accuracies."""
+    """Print the certified Lipschitz constant of a model and of each module, and its certified accuracies."""
     certificate, evaluation = found.certificate, found.evaluation
     where = "" if math.isinf(certificate.radius) else f" of norm at most {certificate.radius:.6g}"
     where += f", clipped to norm {found.radius:.6g}" if found.asked.clip else ""

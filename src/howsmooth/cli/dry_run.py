@@ -58,14 +58,14 @@ def tell_forecast(
 
 
 def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:
-    """Return the forecast as one JSON object, with times in seconds and memory in bytes."""
+    """Return the expected time and memory of a plan as one JSON object, in seconds and bytes."""
     impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
     described = asdict(found) | {"impossible": impossible, "without_published_values": published}
     return as_json(out=folder, **described)
 
 
 def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
-    """Print a table for each model, text and scope, then the time of the other steps and the totals."""
+    """Print the expected time and memory at each length, for each model, text and scope, and in all."""
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
         say(f"{readable(model)}, {readable(text)}, {scope}:")
         rows = [
@@ -103,7 +103,7 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
 
 
 def short(seconds: float) -> str:
-    """Format a time with two significant digits if it is below ten seconds, else as :func:`duration` does."""
+    """Format a time in seconds, with two digits if it is below ten, else as :func:`duration` does."""
     return f"{seconds:.2g} s" if seconds < 9.95 else duration(seconds)
 
 

@@ -30,7 +30,7 @@ _COLUMNS = {
 def flow_as_json(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> str:
-    """Return the flow as one JSON object; a number that is NaN or infinite becomes null."""
+    """Return the metrics, growth and files of a flow as one JSON object; NaN and infinity become null."""
     frames = FrameRow.table
     return as_json(
         out=folder,
@@ -62,7 +62,7 @@ def flow_as_json(
 def show_flow(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print the metrics at six times, how the flow ended, and the paths of the files."""
+    """Print how far a flow's tokens cluster at six times, how the flow ended, and the paths of the files."""
     n, d = system.x.shape
     heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
     paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")
@@ -89,7 +89,7 @@ def _last(published: FlowOutputs) -> float:
 
 
 def _growth(table: pd.DataFrame) -> str:
-    """Return a sentence on how far perturbations have grown at the last time."""
+    """Return a sentence on how far perturbations of the initial tokens have grown at the last time."""
     last = table.iloc[-1]
     words = f"Perturbations have grown by a factor of {last['value']:.5g}"
     words += f" [{last['lower']:.5g}, {last['upper']:.5g}]"

@@ -13,7 +13,7 @@ __all__ = ["inspection_as_json", "show_inspection"]
 
 
 def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
-    """Return the model and its attention layers as one JSON object."""
+    """Return the origin of a model and the properties of its attention layers as one JSON object."""
     return as_json(
         name=model.name,
         source=model.source,
@@ -24,7 +24,7 @@ def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
 
 
 def show_inspection(model: LoadedModel, found: Inspection) -> None:
-    """Print the properties that all layers share, a table of the properties that differ, and the refusals."""
+    """Print the properties that all attention layers share, a table of the others, and refused layers."""
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
@@ -75,7 +75,7 @@ def _show_layers(found: Inspection, varied: list[str]) -> None:
     for sites in alike.values():
         told = _facts(sites[0]) if sites[0].scopes else {"scopes": f"refused: {sites[0].kind}"}
         told[_RADIUS] = _radius(sites)
-        name = sites[0].name if len(sites) == 1 else f"{_common(sites)} ({len(sites)} alike)"
+        name = sites[0].name if len(sites) == 1 else f"{_common_path(sites)} ({len(sites)} alike)"
         layers = [site.layer for site in sites if site.layer is not None]
         cells = [told.get(key, "") for key in varied]
         if "scopes" not in varied and not sites[0].scopes:
@@ -115,8 +115,8 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _common(sites: Sequence[InspectedSite]) -> str:
-    """Return the common module path of some layers, with a star where their paths differ."""
+def _common_path(sites: Sequence[InspectedSite]) -> str:
+    """Return the module path that some layers have in common, with a star where their paths differ."""
     parts = zip(*(site.name.split(".") for site in sites), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
@@ -131,7 +131,9 @@ def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
     for site in sites:
         if site.layer is None:
             paths.setdefault(_pattern(site.name), []).append(site)
-    named += [of[0].name if len(of) == 1 else f"{_common(of)} ({len(of)} layers)" for of in paths.values()]
+    named += [
+        of[0].name if len(of) == 1 else f"{_common_path(of)} ({len(of)} layers)" for of in paths.values()
+    ]
     return ", ".join(named)
 
 

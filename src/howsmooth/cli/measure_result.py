@@ -25,7 +25,7 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the result as one JSON object.
+    """Return the exponents, counts, settings and files of a measured study as one JSON object.
 
     ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. ``exponents``,
     ``models`` and ``texts`` describe the whole store.
@@ -110,7 +110,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Format an exponent and its interval; without a fit, the reason and an empty string."""
+    """Return a fitted exponent and its interval as text; without a fit, the reason and an empty string."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
@@ -125,7 +125,7 @@ def _show_exponents(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_compared(compared: pd.DataFrame) -> None:
-    """Print the exponents of the published quantities beside the exponents of the corrected constant."""
+    """Print the exponents of the values of the paper's published code and of the corrected constant."""
     place = itemgetter("model", "text", "layer")
     for (model, text, layer), family in groupby(plain_rows(compared), key=place):
         heading(f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}")

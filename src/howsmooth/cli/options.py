@@ -47,7 +47,7 @@ SilentOption = Annotated[
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that turns a function with plan parameters into a typer command.
+    """Return a decorator that makes a function a typer command with an option for each field of its plan.
 
     A parameter annotated with a dataclass of options becomes one option or argument for each field of the
     dataclass, and the function receives an instance. A parameter annotated ``Annotated[dict, dataclass]``
@@ -111,7 +111,7 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` together with an option that measures nothing.
+    """Refuse ``--executor`` beside an option such as ``--status``, with which nothing is measured.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the dataclass of options in an annotation, or ``None`` if the annotation names none."""
+    """Return the plan class (a dataclass of options) that an annotation names, ``None`` if it names none."""
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -138,7 +138,7 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a plan; with ``defaults=None`` no parameter has a default."""
+    """Yield a typer parameter for each field of a plan class; without ``defaults`` none has a default."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -170,6 +170,6 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the fields of a plan from ``values``, and return those that the user typed."""
+    """Remove the fields of a plan class from ``values``; return the fields that are not None or empty."""
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}

@@ -80,7 +80,7 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that the options ask for, and stop them when the context ends."""
+    """Yield how to carry out tasks, with the workers and threads asked for; stop the workers at the end."""
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 

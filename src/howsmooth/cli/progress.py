@@ -76,7 +76,7 @@ class _Bar:
         self._task = self._progress.add_task(words, total=None, words="")
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Update the bar."""
+        """Move the bar to the share of the phase that is done, and show the expected remaining time."""
         if self._task is not None:
             self._progress.update(self._task, total=total, completed=done, words=words)
 

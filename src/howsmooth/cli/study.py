@@ -79,7 +79,7 @@ def study(
         )
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
-    asked = _asked(paths[0], execution)
+    asked = _read_plan_file(paths[0], execution)
     if dry_run:
         tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
         return 0
@@ -88,8 +88,8 @@ def study(
     return _carry_out(asked, resume=resume, as_json=json, quiet=quiet)
 
 
-def _asked(path: Path, typed: dict[str, Any]) -> Study:
-    """Read a plan file; options in ``typed`` override the execution options of the file."""
+def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
+    """Read a plan file; output and worker options typed on the command line override the file's."""
     from howsmooth.study.plan_file import read_plan
 
     asked = read_plan(path)

@@ -18,12 +18,12 @@ _MOST_REASONS = 5
 
 
 def status_as_json(found: Status, folder: Path) -> str:
-    """Return the status as one JSON object."""
+    """Return the progress of a study as one JSON object."""
     return as_json(out=folder, **asdict(found))
 
 
 def show_status(found: Status, folder: Path) -> None:
-    """Print a table of measurements done and left, the state of the run, and the reasons of failures."""
+    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures."""
     rows = []
     for part in found.parts:
         planned, left = (part.planned, part.planned - part.done) if part.planned is not None else ("?", "?")
@@ -67,7 +67,7 @@ def merged_as_json(merged: Merged, folder: Path) -> str:
 
 
 def show_merged(merged: Merged, written: Path) -> None:
-    """Print how many measurements were added, and the path of the report."""
+    """Print how many measurements a merge of stores added, and the path of the report."""
     say(
         f"{merged.added} measurements were added, {merged.same} were already there. The store now holds "
         f"{merged.total} measurements and {merged.failures} unresolved failures."

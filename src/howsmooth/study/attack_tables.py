@@ -78,14 +78,14 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
 
     """
     rows = [
-        {**dict(zip(ATTACK_PLACE, place, strict=True)), **_beside(group)}
+        {**dict(zip(ATTACK_PLACE, place, strict=True)), **_summary_row(group)}
         for place, group in attacks.groupby(list(ATTACK_PLACE), dropna=False, sort=True)
     ]
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS)).astype({"head": "Int64"})
 
 
-def _beside(group: pd.DataFrame) -> dict[str, Any]:
-    """Return the row of ``summary.csv`` for the attacks on one attention at one length."""
+def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
+    """Return the row of ``summary.csv`` that sums up all attacks on one attention at one length."""
     tokens, built, ascent, uppers = (group[group["kind"] == kind] for kind in ATTACK_KINDS)
     kept = group[group["file"].notna()].iloc[0]
     log_upper = float(uppers["log_value"].max())
@@ -113,7 +113,7 @@ def _beside(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit the growth of each column in :data:`SERIES` with n.
+    """Fit a power of n to each column in :data:`SERIES`, for each attention.
 
     Returns
     -------

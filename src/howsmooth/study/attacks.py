@@ -63,11 +63,11 @@ def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Ou
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
-    """Yield a task for each attention at each length, from short to long."""
+    """Yield a task for the attacks on each attention at each length, from short to long."""
     usual = source.attentions(source.usual_length or max(plan.lengths))
     balls = [_ball(plan, one) for one in usual]
     for n in sorted(plan.lengths):
-        for target, ball in zip(_at(source, usual, n), balls, strict=True):
+        for target, ball in zip(_attentions_at(source, usual, n), balls, strict=True):
             seed = derive_seed(
                 purpose=ATTACK,
                 seed=plan.seed,
@@ -80,8 +80,8 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
             yield AttackTask(plan, source.label, source.text, target, n, ball, seed, folder.absolute())
 
 
-def _at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield the attentions at a length, sharing the parameters that do not depend on the length."""
+def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
+    """Yield the attentions for n tokens; parameters that do not depend on n are shared between lengths."""
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -106,7 +106,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield the eigenvalues of each head of each layer, including heads that are not attacked."""
+    """Yield a row of eigenvalues and norms for each head of each layer, attacked or not."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

@@ -44,7 +44,7 @@ _USUAL = 64
 
 @dataclass(frozen=True)
 class Ball:
-    """The ball that contains the tokens: its radius, and a description of where the radius comes from."""
+    """A ball around zero that contains the tokens: its radius, and where the radius comes from."""
 
     radius: float
     origin: str
@@ -52,7 +52,7 @@ class Ball:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One attention, with the tokens it receives and the norm layer before it.
+    """One attention to bound or attack, with the tokens it receives and the norm layer before it.
 
     Attributes
     ----------
@@ -80,11 +80,11 @@ class Target:
 
     @property
     def place(self) -> str:
-        """Its layer and head in words."""
+        """The layer and head of the attention in words."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball of a radius, which is a number, ``"auto"`` or ``"data"`` as in an attack's plan.
+        """Return the ball whose radius is given, the norm layer's (``"auto"``) or the longest token's.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class FileSource:
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the chosen heads, or the whole attention, at a length.
+        """Return the attention of the file, or its chosen heads, for sequences of a given length.
 
         They have the tokens of the file if these have this length.
         """
@@ -187,7 +187,7 @@ class FileSource:
         return [Target(0, h, self._scope, masking, shortened(part, length), None, x) for h, part in parts]
 
     def everywhere(self) -> list[Target]:
-        """Return the whole attention of the file."""
+        """Return the attention of the file with all its heads, whichever heads were chosen."""
         return [Target(0, None, "attention", "", self._file.attention, None, self._file.x)]
 
 
@@ -239,11 +239,11 @@ class ModelSource:
         self.usual_length = max(1, min(_USUAL, self.longest))
 
     def attentions(self, length: int) -> list[Target]:
-        """Run the model on the text, and return its attentions with the tokens they receive."""
+        """Run the model on ``length`` tokens of text; return its attentions with the tokens they receive."""
         return [_target(site) for site in self._sites(length, self._plan.scopes[0])]
 
     def blocks(self, length: int) -> list[SourceLayer]:
-        """Run the model on the text, and return its layers with norm layers and the tokens they receive.
+        """Run the model on ``length`` tokens of text; return its layers as maps that a flow adds to tokens.
 
         Raises
         ------
@@ -262,7 +262,7 @@ class ModelSource:
         ]
 
     def everywhere(self) -> list[Target]:
-        """Return the attention of every layer, at the default length."""
+        """Return the attention of every layer at the default length, whichever layers were chosen."""
         from howsmooth.models import capture  # imports transformers, which takes seconds
 
         return [_target(site) for site in capture(self._model, self._inputs(self.usual_length))]
@@ -272,7 +272,7 @@ class ModelSource:
         return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
 
     def _inputs(self, length: int) -> Inputs:
-        """Return the inputs of the sequence of a length; seed, text and model determine where it begins."""
+        """Return the model's inputs at one sequence of a length; seed, text and model fix where it begins."""
         subject = replace(self._subject, lengths=(length,))
         check_fits(self._plan, subject, self._feed)
         start = place_sequences(self._plan, subject, self._feed, {})[length, 0]
@@ -284,7 +284,7 @@ AttentionSource = FileSource | ModelSource
 
 
 def open_attention_source(plan: SourcePlan) -> AttentionSource:
-    """Open a parameter file, or load a model.
+    """Return the source of attention that a plan names: an opened parameter file or a loaded model.
 
     Raises
     ------

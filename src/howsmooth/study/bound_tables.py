@@ -1,4 +1,4 @@
-"""Compute tables of all bounds on the attentions of a source, beside their measured constants."""
+"""Compute tables of all bounds on the attentions of a model or a file, beside their measured constants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """The bounds of one attention at one length.
+    """The table of all bounds on one attention at one length.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Bounded:
 
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
-    """Compute a table of bounds for each attention of a source at each length.
+    """Compute a table of bounds for each attention of a model or a parameter file at each length.
 
     Parameters
     ----------

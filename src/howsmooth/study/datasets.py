@@ -71,22 +71,22 @@ class Feed(Protocol):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """The (first token, number of tokens) of each part that windows may lie in; None for whole inputs.
+        """The (first token, number of tokens) of each part that sequences are cut from; None if none are cut.
 
         Images are whole inputs: they are not cut into windows.
         """
 
     @property
     def beyond(self) -> int:
-        """The number of tokens beyond its end that a window also occupies."""
+        """The number of tokens after the end of a sequence that no other sequence may use."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The possible lengths; empty if every length is possible."""
+        """The sequence lengths that the model can make of the source; empty if every length is possible."""
 
     @property
     def usual(self) -> tuple[int, ...]:
-        """The lengths to measure if the user asks for none; empty if the model does not determine them."""
+        """The lengths to measure by default; empty if the model does not determine them."""
 
     @property
     def preparation(self) -> str:
@@ -127,7 +127,7 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The whole text as the one part that windows may lie in."""
+        """The whole text, as the one part that sequences are cut from: (0, number of tokens)."""
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ class TextFeed:
         return tuple(token_pieces(self.content, self.places[: start + n + 1].tolist(), start, n))
 
     def place(self, start: int) -> int | None:
-        """Return the index of the first character of a sequence; None if the tokenizer does not report it."""
+        """Return the index of a sequence's first character in the text; None if it is not known."""
         return int(self.places[start]) if len(self.places) else None
 
 
@@ -164,7 +164,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: Feed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Return the data of the sequences that begin at ``starts``.
+        """Cut the sequences that begin at ``starts`` out of a data source, as inputs to send to a worker.
 
         With ``worded`` they include the token labels of the first sequence.
         """
@@ -175,7 +175,7 @@ class SequenceData:
         return cls(arrays, place, feed.words(starts[0], n) if worded else ())
 
     def inputs(self, device: str) -> Inputs:
-        """Return the inputs as tensors on a device."""
+        """Return the model's inputs at the sequences, as tensors on a device."""
         tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return tensors.get("", tensors)
 
@@ -192,7 +192,7 @@ def open_data(spec: InputSpec) -> DataSource:
 
 
 def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
-    """Prepare a data source for a model.
+    """Prepare a data source for a model, for example by tokenising a text with its tokenizer.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
 def sequence_starts(
     feed: Feed, lengths: Iterable[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Return where the sequences of a study lie in a data source.
+    """Choose where the sequences of a study begin in a data source, by (length, sample).
 
     Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn
     in random order, and the same images serve for every length.

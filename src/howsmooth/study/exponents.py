@@ -102,7 +102,7 @@ that third.
 
 
 def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Exponent:
-    """Fit one power law.
+    """Fit L = c · n^slope to the constants L at lengths n, with a 95 % interval for the slope.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def _by_radius(
     n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
 ) -> dict[str, float]:
-    """Return the correlation of radius and length, and a fit for each third of the points by radius."""
+    """Return the correlation of radius and length, and the exponent of each third of points by radius."""
     n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
     found = radius_correlation(n, radius, LEVEL)
     columns: dict[str, float] = {

@@ -48,7 +48,7 @@ _VECTORS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """The forecast for one model, text, scope and length.
+    """The expected time and memory of the measurements of one model, text, scope and length.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
-    """Predict what :func:`howsmooth.study.run.run` takes, without writing anything.
+    """Predict the time and memory of a run of a plan, by trying a few tasks and without writing anything.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ class _Trial:
         return seconds
 
     def parts(self, held: float) -> Iterator[Part]:
-        """Yield the forecast for each length; ``held`` is the memory in use now, in bytes."""
+        """Yield the expected time and memory at each length; ``held`` is the memory in use now, in bytes."""
         for n in sorted({task.n for task in self._tasks}):
             here = [task for task in self._tasks if task.n == n]
             memory, fits = self._memory(n, max(len(task.starts) for task in here))
@@ -265,13 +265,13 @@ class _Trial:
 
 
 def _layer_of(task: ConstantsTask) -> ConstantsTask:
-    """Return the part of a task for its first missing layer, with all sequences."""
+    """Return a task that measures only the first layer of a given task, at all its sequences."""
     missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
     return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
-    """Return the part of a task for one layer and one sequence, cut to n tokens."""
+    """Return a task that measures only one layer at one sequence of a given task, cut to n tokens."""
     layer, sample = task.layers[0], next(iter(task.starts))
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
@@ -280,7 +280,7 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Return a task for the bounds at the sequence of a task, as if it were sample 0."""
+    """Return the task of computing bounds at the sequence of a given task, as if it were sample 0."""
     missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
     starts = {0: next(iter(task.starts.values()))}
     return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)

@@ -1,4 +1,4 @@
-"""Compute eigenvalues and norms of the parameters of each head, which bound how large its scores can be."""
+"""Compute the real eigenvalues and norms of each head's A, which bound how large its scores can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["HeadEigenvalues", "head_eigenvalues"]
 
 @dataclass(frozen=True)
 class HeadEigenvalues:
-    """Eigenvalues and norms of the parameters of one head.
+    """The extreme real eigenvalues of one head's A, and the norms of its parameters.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class HeadEigenvalues:
 
 
 def head_eigenvalues(attention: object) -> list[HeadEigenvalues]:
-    """Return the eigenvalues and norms of every head of an attention.
+    """Return the extreme real eigenvalues of A, and the norms ‖A‖ and ‖W V‖, of every head of an attention.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ _CLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Merged:
-    """The counts of a merge.
+    """How many measurements a merge of stores added or found already there, and how many the store holds.
 
     Attributes
     ----------
@@ -130,15 +130,15 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _taken(union: _Union, folder: Path) -> int:
-    """Add a store to the union, and return its number of measurements."""
+    """Add the rows of the store in a folder to the union, and return its number of measurements."""
     with Store.open(folder, write=False) as store:
         union.take(folder, store)
         return store.count(Measurement)
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
-    """A row of a store, with the token of its run, its folder, and whether the target already has it."""
+class _StoredRow:
+    """A row to merge, with its run's unique token, its store's folder, and whether the target has it."""
 
     row: Any
     token: str
@@ -151,13 +151,13 @@ class _Union:
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}
-        self.rows: dict[type[Row], dict[tuple[Any, ...], _Taken]] = {kind: {} for kind in _KINDS}
+        self.rows: dict[type[Row], dict[tuple[Any, ...], _StoredRow]] = {kind: {} for kind in _KINDS}
         self._runs: dict[str, Run] = {}
         self._identified_by = Path()
         self._bounded: set[tuple[Any, ...]] = set()
 
     def take(self, path: Path, store: Store, *, there: bool = False) -> None:
-        """Add the rows of a store; ``there`` marks the rows of the target.
+        """Add the rows of a store to the union, or compare them; ``there`` marks the rows of the target.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class _Union:
                 if kind is Bounding and _values(row, PLACE) in bounded:
                     continue
                 token = runs[number].token if number in runs else ""
-                self._add(_Taken(row, token, path, there))
+                self._add(_StoredRow(row, token, path, there))
         self._bounded |= {key[: len(PLACE)] for key in self.rows[Bounding]}
 
     def _identify(self, path: Path, identity: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ class _Union:
                 what = name.replace("_", "-")
                 raise _conflict(path, self._identified_by, f"its {what} is {value}", self.identity[name])
 
-    def _add(self, new: _Taken) -> None:
+    def _add(self, new: _StoredRow) -> None:
         kind = type(new.row)
         first = self.rows[kind].setdefault(_values(new.row, new.row.key), new)
         for name in _SAME.get(kind, ()):
@@ -195,10 +195,10 @@ class _Union:
                 what = f"{_shown(new.row)} has {name.replace('_', ' ')} {here}"
                 raise _conflict(new.path, first.path, what, there)
         if kind in (Measurement, PublishedValue):
-            _hold(new, first)
+            _check_agreement(new, first)
 
     def check(self) -> None:
-        """Check that the rows could belong to one study.
+        """Check that the rows of all stores could belong to one study.
 
         Raises
         ------
@@ -217,10 +217,10 @@ class _Union:
                 if first != one.row.fingerprint:
                     what = f"fingerprint of the model {label!r} is {one.row.fingerprint}"
                     raise _conflict(one.path, where, what, first)
-        self._keep_apart()
+        self._refuse_overlaps()
 
-    def _keep_apart(self) -> None:
-        """Refuse overlapping sequences of one model and text, which no single store contains."""
+    def _refuse_overlaps(self) -> None:
+        """Refuse sequences of one model and text that overlap, which never happens in a single store."""
         places: dict[tuple[str, str], set[tuple[int, int]]] = {}
         for kind in (Measurement, PublishedValue, Bounding):
             for row in (one.row for one in self.rows[kind].values()):
@@ -253,7 +253,7 @@ class _Union:
             target.drop_failures_made_good()
 
 
-def _hold(new: _Taken, old: _Taken) -> None:
+def _check_agreement(new: _StoredRow, old: _StoredRow) -> None:
     """Check that two rows of the same measurement agree in their values."""
     row, first = new.row, old.row
     if row.lower is None or first.lower is None:

@@ -57,7 +57,7 @@ _MOST_SHOWN = 60
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of values that an option accepts.
+    """The values that an option accepts: their type, and a function that checks and parses a raw value.
 
     Attributes
     ----------
@@ -213,7 +213,7 @@ def from_table(plan: type[_Plan], table: Mapping[str, Any], within: str = "") ->
 
 
 def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a table with an unknown key.
+    """Refuse a table of a plan file with an unknown key.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Rename the argument of each ArgumentError: ``name`` maps a field's name to the user's name for it."""
+    """In the ``with`` block, give each ArgumentError the name that the user knows the argument by."""
     try:
         yield
     except ArgumentError as error:
@@ -267,7 +267,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole(least: int, most: int | None = None) -> Kind:
-    """Return the kind of whole numbers from ``least`` to ``most``."""
+    """Return the kind of option that accepts whole numbers from ``least`` to ``most``."""
 
     def read(name: str, value: Any) -> int:
         # In Python, True is an instance of int.
@@ -283,7 +283,7 @@ def whole(least: int, most: int | None = None) -> Kind:
 
 
 def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
-    """Return the kind of numbers and of the words in ``among``; ``positive`` means finite and above zero."""
+    """Return the kind of option that accepts numbers (with ``positive`` finite and > 0) or some words."""
     wanted = "a finite number > 0" if positive else "a number"
     wanted += f", or {' or '.join(among)}" if among else ""
 
@@ -312,7 +312,7 @@ def _parsed(written: str) -> float | None:
 
 
 def flag() -> Kind:
-    """Return the kind of boolean values."""
+    """Return the kind of option that accepts true or false."""
 
     def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -323,7 +323,7 @@ def flag() -> Kind:
 
 
 def words(*, place: bool = False) -> Kind:
-    """Return the kind of non-empty strings; with ``place`` they may name a file or a folder."""
+    """Return the kind of option that accepts non-empty strings; with ``place`` also names of files."""
 
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
@@ -334,7 +334,7 @@ def words(*, place: bool = False) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of strings that are one of ``choices``."""
+    """Return the kind of option that accepts one of ``choices``."""
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
@@ -345,7 +345,7 @@ def choice(*choices: str) -> Kind:
 
 
 def path() -> Kind:
-    """Return the kind of paths of files or folders."""
+    """Return the kind of option that accepts paths of files or folders."""
     plain = words()
 
     def read(name: str, value: Any) -> Path:
@@ -355,7 +355,7 @@ def path() -> Kind:
 
 
 def size() -> Kind:
-    """Return the kind of sizes in bytes, such as ``"8GiB"``."""
+    """Return the kind of option that accepts sizes in bytes, such as ``"8GiB"``."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, str):
@@ -369,12 +369,12 @@ def size() -> Kind:
 
 
 def selection() -> Kind:
-    """Return the kind of selections of layers or heads."""
+    """Return the kind of option that accepts a selection of layers or heads, such as ``"0,6"``, ``"all"``."""
     return Kind(str, Ranges.read)
 
 
 def token_counts(least: int = 1) -> Kind:
-    """Return the kind of lists of sequence lengths, each at least ``least`` tokens."""
+    """Return the kind of option that accepts sequence lengths, each at least ``least`` tokens."""
 
     def read(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, Sequence) and not value:
@@ -388,7 +388,7 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of lists of values of another kind; with ``once`` no value may be repeated."""
+    """Return the kind of option that accepts a list of values of one kind, with ``once`` all different."""
 
     def read(name: str, value: Any) -> tuple[Any, ...]:
         values = [one.read(name, each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -401,7 +401,7 @@ def several(one: Kind, *, once: bool = True) -> Kind:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:
-    """Return the kind of subsets of ``choices``, as a comma-separated string or a list, or ``"all"``.
+    """Return the kind of option that accepts some of ``choices``, as "a,b" or as a list, or ``"all"``.
 
     The field stores a comma-separated string.
 

@@ -15,7 +15,7 @@ __all__ = ["csv_of", "replace_file", "write_table", "written_beside"]
 
 @contextmanager
 def written_beside(folder: Path, kept: str) -> Iterator[None]:
-    """Turn an OSError in the context into a StoreError that says the rows in the store are safe.
+    """In the ``with`` block, turn an OSError into a StoreError that says the rows in the store are safe.
 
     Parameters
     ----------

@@ -124,18 +124,18 @@ def derive_seed(**axes: str | int | None) -> int:
 
 
 def source_option(help: str) -> Any:
-    """Return the option for the source of attention."""
+    """Return the plan's field for the argument SOURCE: the model or parameter file that has the attention."""
     return option(..., words(place=True), help, metavar="SOURCE", positional=True)
 
 
 def text_option(panel: str = "") -> Any:
-    """Return the option for the text that a model reads."""
+    """Return the plan's field for the option ``--text``: the text that a model reads."""
     told = "The text that a model reads: a .txt or .csv file, alice or ag_news."
     return option(DEFAULT_TEXT, words(place=True), told, metavar="NAME|PATH", panel=panel)
 
 
 def layers_option(default: str | None = "all", panel: str = "") -> Any:
-    """Return the option for the layers."""
+    """Return the plan's field for the option ``--layers``: a selection of layers."""
     told = "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer)."
     return option(default, selection(), told, metavar="RANGES", panel=panel)
 
@@ -154,33 +154,33 @@ def _scope_option(default: str) -> Any:
 
 
 def random_init_option(panel: str = "") -> Any:
-    """Return the option for untrained weights."""
+    """Return the plan's field for the option ``--random-init``: untrained weights."""
     return option(False, flag(), "Build the architecture with untrained weights.", panel=panel)
 
 
 def as_decoder_option(panel: str = "") -> Any:
-    """Return the option for a causal mask on an encoder."""
+    """Return the plan's field for the option ``--as-decoder``: a causal mask on an encoder."""
     return option(False, flag(), "Run an encoder as a decoder, with its causal mask.", panel=panel)
 
 
 def part_option() -> Any:
-    """Return the option for one part of a model."""
+    """Return the plan's field for the option ``--part``: one part of a model, such as its vision part."""
     told = "One part of a model with several: text, vision, audio, or a module path such as encoder."
     return option(None, words(), told, metavar="PART")
 
 
 def seed_option(help: str = "Seed of all random numbers.") -> Any:
-    """Return the option for the seed."""
+    """Return the plan's field for the option ``--seed``: the seed of all random numbers."""
     return option(0, whole(0, _MOST_SEED), help, panel=HOW)
 
 
 def device_option() -> Any:
-    """Return the option for the device."""
+    """Return the plan's field for the option ``--device``: the PyTorch device."""
     return option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW)
 
 
 def dtype_option() -> Any:
-    """Return the option for the floating-point precision."""
+    """Return the plan's field for the option ``--dtype``: the floating-point precision."""
     floats = choice("float32", "float64")
     return option("float32", floats, "Floating-point precision.", metavar="float32|float64", panel=HOW)
 
@@ -445,11 +445,11 @@ class Plan(Options):
         return (*single, InputSpec("images", self.images)) if self.images else single
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return the selection of layers of a model."""
+        """Return which layers of a model to measure: its own selection, or else the plan's."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return the selection of heads of a model, for the scope ``head``."""
+        """Return which heads of a model to measure with scope ``head``: its own selection, or the plan's."""
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
@@ -477,7 +477,7 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """The attentions of one model or parameter file to work on."""
+    """Which attentions of one model or parameter file to bound or attack."""
 
     source: str = source_option(
         "A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters."
@@ -497,7 +497,7 @@ class SourcePlan(Options):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """The attentions to bound, the lengths, and the radius of the ball."""
+    """Which attentions to bound, at which lengths, and the radius of the ball that contains the tokens."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -517,7 +517,7 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """The attentions to attack, the lengths and radius, and the effort of the search."""
+    """Which attentions to attack, at which lengths, in a ball of which radius, and how long to search."""
 
     PANEL: ClassVar[str] = "What to attack"
 

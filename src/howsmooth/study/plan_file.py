@@ -25,7 +25,7 @@ KEYS = (*_OF_PLAN, *_OF_EXECUTION)
 
 @dataclass(frozen=True)
 class Study:
-    """The contents of a plan file.
+    """The contents of a plan file: what to measure, and how to carry it out.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Study:
 
 
 def read_plan(path: Path) -> Study:
-    """Read a plan file.
+    """Read a TOML plan file; return what to measure, and how to carry it out.
 
     Parameters
     ----------

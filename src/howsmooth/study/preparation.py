@@ -37,7 +37,7 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on an input, loaded and checked.
+    """A model and an input to measure it on, both checked, with the chosen layers, heads and lengths.
 
     ``layers``, ``heads`` and ``lengths`` are the chosen ones; only the scope ``head`` uses ``heads``.
     ``content`` is the text on which the tokenizer of an untrained model is trained; it is empty for other
@@ -57,7 +57,7 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSubject:
-    """A subject with its data source, and the first tokens of its sequences by (length, sample)."""
+    """A model with an input, and the token of the input at which each of its sequences begins."""
 
     subject: Subject
     feed: Feed
@@ -66,7 +66,7 @@ class PlacedSubject:
 
 @dataclass(frozen=True, eq=False)
 class OpenStudy:
-    """A study that is ready to run.
+    """A checked study that is ready to run: its plan, store, models and sequences.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class Models:
         return self._model
 
     def load_for(self, subject: Subject) -> Any:
-        """Load the model of a subject, and check that its fingerprint has not changed.
+        """Load a model that was checked before, and refuse it if its fingerprint has changed since.
 
         Raises
         ------
@@ -159,7 +159,7 @@ def opened_study(
     keep_going: bool = False,
     models: Models | None = None,
 ) -> Iterator[OpenStudy]:
-    """Open the store of a study, if it exists, and check the plan against it.
+    """Check a plan against its models, inputs and store, if it exists; yield the study, ready to run.
 
     Parameters
     ----------
@@ -189,14 +189,14 @@ def opened_study(
         if pending.store is not None:
             for subject, _ in checked:
                 _check_unchanged(pending.store, subject)
-        placed = list(_placed(plan, checked, pending.store, left_out))
+        placed = list(_with_sequences(plan, checked, pending.store, left_out))
         if not placed:
             raise impossible[0][2]
         yield OpenStudy(plan, pending, models, placed, impossible, keep_going)
 
 
 def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Refuse a model or a text that has changed but kept its name.
+    """Refuse a model or a text that has changed since the store was written, but kept its name.
 
     Raises
     ------
@@ -237,10 +237,10 @@ def _records(one: PlacedSubject) -> tuple[ModelRecord, TextRecord, InputRecord]:
     return subject.model, subject.text, given
 
 
-def _placed(
+def _with_sequences(
     plan: Plan, checked: list[tuple[Subject, Feed]], store: Store | None, impossible: Impossible | None
 ) -> Iterator[PlacedSubject]:
-    """Place the sequences of each subject; a subject whose sequences do not fit is impossible."""
+    """Place the sequences of each model in each input; note as impossible what does not fit."""
     for subject, feed in checked:
         held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
         try:
@@ -254,7 +254,7 @@ def _placed(
 def place_sequences(
     plan: Plan, subject: Subject, feed: Feed, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Place the sequences of a plan; those in ``held``, which the store has, keep their places."""
+    """Choose where the plan's sequences begin in an input; sequences ``held`` by the store stay there."""
     draw = derive_seed(
         purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
     )
@@ -275,7 +275,7 @@ def place_sequences(
 def checked_subjects(
     plan: Plan, models: Models, impossible: Impossible | None = None
 ) -> list[tuple[Subject, Feed]]:
-    """Load and check every model on every input.
+    """Load every model, and check its layers, heads and lengths on every input of the plan.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ def checked_subjects(
 
 
 def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None:
-    """Capture a model once at its shortest length, so that it is refused now rather than later."""
+    """Capture a model's layers once at the shortest length, to refuse unmeasurable ones before any work."""
     n = min(subject.lengths)
     shortest = on_device(feed.inputs([0], n), plan.device)
     try:
@@ -329,7 +329,7 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the self-attention layers if the error refused a layer as cross-attention, else none."""
+    """Return a model's self-attention layers if an error refused a layer as cross-attention, else none."""
     from howsmooth.models import capture
     from howsmooth.models.identification.self_attention_module import CrossAttention
 
@@ -341,7 +341,7 @@ def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int
 def capture_sites(
     model: Any, inputs: Inputs, subject: Subject, scope: str, layers: Sequence[int], n: int
 ) -> list[Any]:
-    """Capture the attention layers in one forward pass, ordered by layer and head.
+    """Capture chosen attention layers of a model in one forward pass; return them by layer and head.
 
     Parameters
     ----------
@@ -388,7 +388,7 @@ def capture_sites(
 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Return the inputs on a device."""
+    """Return a model's inputs, one tensor or several by name, on a device."""
     if isinstance(inputs, torch.Tensor):
         return inputs.to(device)
     return {name: value.to(device) for name, value in inputs.items()}
@@ -425,7 +425,7 @@ def check_sources(sources: list[DataSource]) -> None:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> tuple[Subject, Feed]:
-    """Return the subject of a loaded model and an input, and the input prepared for the model.
+    """Resolve the layers, heads and lengths to measure of a loaded model on an input; prepare the input.
 
     Raises
     ------
@@ -486,7 +486,7 @@ def _check_lengths(subject: Subject, feed: Feed) -> None:
 
 
 def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
-    """Refuse lengths that do not exist, and more sequences than fit into an unused source.
+    """Refuse lengths that a model or input does not allow, and more sequences than fit into the input.
 
     Raises
     ------

@@ -36,7 +36,7 @@ SILENT = Silent()
 
 @dataclass
 class Outcome:
-    """The counts of a run; the counters have the names of tables as keys.
+    """How many rows a run added or found in the store, by table, and how many computations failed.
 
     Attributes
     ----------

@@ -24,7 +24,7 @@ _COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the quantities to measure for some items of the published code.
+    """Return the quantities to measure, by name, for some differences (items) of the published code.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def read_rows(folder: Path) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit the exponent of every quantity of every layer.
+    """Fit a power of n to each published quantity of each layer; compare it with the corrected constant.
 
     Returns
     -------

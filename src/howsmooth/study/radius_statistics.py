@@ -35,7 +35,7 @@ class Correlation:
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Correlation:
-    """Correlate log radius with log length.
+    """Return the correlation of log radius and log length over sequences, with its interval.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True)
 class Ranges:
-    """A selection of integers, which is not yet resolved for a number of layers or heads.
+    """A selection of lengths, layers or heads as a user gave it, such as ``2:100:2``, ``0,6`` or ``all``.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Ranges:
 
     @classmethod
     def read(cls, argument: str, value: Any) -> Ranges:
-        """Return a selection for a number, a string, a list of both, or a selection.
+        """Turn a number, a string, or a list of both into a selection; return a selection unchanged.
 
         Raises
         ------
@@ -63,7 +63,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, text: str, argument: str) -> Ranges:
-        """Parse a selection.
+        """Parse a selection of lengths, layers or heads, such as ``2:100:2``, ``0,6`` or ``all``.
 
         Parameters
         ----------
@@ -114,7 +114,7 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices out of ``count``, sorted, without duplicates, and none negative.
+        """Return the selected indices among ``count`` layers or heads, sorted and none negative or repeated.
 
         Parameters
         ----------

@@ -89,7 +89,7 @@ class Row:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Return the names of the columns."""
+        """Return the names of the table's columns, which are the fields of the class."""
         return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
 
@@ -371,7 +371,7 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
 
 @dataclass(frozen=True)
 class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
-    """Eigenvalues and norms of one head's parameters, and the radius of its ball.
+    """Eigenvalues and norms of one head's parameters, and the radius of the ball that its tokens lie in.
 
     The gammas are real eigenvalues of A, or ``None`` if A has none (see
     ``howsmooth.study.head_eigenvalues.HeadEigenvalues``).
@@ -449,7 +449,7 @@ KINDS: tuple[type[Row], ...] = (
 
 @dataclass(frozen=True)
 class Contents:
-    """All measurements of a store and what belongs to them, as tables.
+    """The measurements of a store, and the models, texts, runs, failures and bounds beside them, as tables.
 
     Attributes
     ----------

@@ -46,7 +46,7 @@ _BETWEEN_TELLING = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """How to carry out tasks.
+    """How to carry out tasks: with which listener, workers and threads, and whether to go on after failures.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Means:
 
 
 class Runner:
-    """Carries out work and writes its results, one transaction for each step of a task.
+    """Carries out the tasks of a study and writes their results, one transaction for each step of a task.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out the tasks of some work, in order.
+        """Carry out the tasks of one kind of work, such as constants, in order; write their results.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure. Raise its error if it ends the run, unless the run is to keep going."""
+        """Record a failure in the store; raise its error if it ends the run, unless asked to keep going."""
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -228,7 +228,7 @@ class Runner:
         means = self._means
         try:
             return executor.submit(
-                _carried, task.packed(), version("howsmooth"), means.keep_going, means.threads
+                _computed_on_worker, task.packed(), version("howsmooth"), means.keep_going, means.threads
             )
         except (BrokenExecutor, OSError) as error:
             raise _lost(error) from error
@@ -283,8 +283,8 @@ _ONE_AT_A_TIME = threading.Lock()
 _kept: tuple[Plan | None, Models | None] = (None, None)
 
 
-def _carried(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
-    """Carry out a task on a worker; its model stays loaded for the next task of the same plan."""
+def _computed_on_worker(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
+    """Compute a task on a worker and return its results; the model stays loaded for the plan's next task."""
     here = version("howsmooth")
     if sent_by != here:
         raise WorkerError(
@@ -318,7 +318,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _result(future: Future[_Done], task: Task) -> _Done:
-    """Return the results of a finished future; an error of the worker becomes a failure of the task."""
+    """Return what a worker computed for a task; an error of the worker becomes a failure of the task."""
     try:
         return future.result()
     except (BrokenExecutor, CancelledError) as error:

@@ -77,7 +77,7 @@ class Status:
 
 
 def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
-    """Compare a plan with its store.
+    """Count the measurements of a plan that its store has, lacks or failed; estimate the remaining time.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
 
 
 class _Comparison:
-    """A comparison of a plan with a store."""
+    """A comparison of a plan with the rows of its store: what is done, failed and left."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
@@ -157,7 +157,7 @@ class _Comparison:
         return Part(label, text, scope, len(asked), len(asked & done), failed)
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
-        """Return the keys of layers and sequences that have all their published values."""
+        """Return the keys of the layers and sequences whose published code's values are all in the store."""
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
         wanted = {word.strip() for word in self._plan.as_published.split(",")}

@@ -112,12 +112,12 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings that all rows of a kind of work share; empty if there are no such rows."""
+        """Return the settings shared by all rows of a kind of work (``measure``, ...); empty without rows."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
     def check(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Refuse settings that differ from those of the rows in the store.
+        """Refuse settings other than the settings recorded with the rows in the store.
 
         Raises
         ------
@@ -134,7 +134,7 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings that all rows of a kind of work share, if they are not recorded yet."""
+        """Record the settings shared by all rows of a kind of work (``measure``, ...), if not recorded yet."""
         if not self.identity(kind):
             self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
@@ -187,13 +187,13 @@ class Store:
                 )
 
     def delete_rows(self, kind: type[Row], where: str, *values: object) -> None:
-        """Delete the rows of a kind that satisfy an SQL condition."""
+        """Delete the rows of one table that satisfy an SQL condition."""
         with self.transaction():
             self._connection.execute(f"DELETE FROM {kind.table} WHERE {where}", values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit everything written in the context together, or nothing after an error."""
+        """Commit everything written in the ``with`` block together, or nothing after an error."""
         if self._held:
             yield  # nested: the outer transaction commits
             return
@@ -222,23 +222,23 @@ class Store:
     # ---- Reading
 
     def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
-        """Return the distinct values of some columns, among rows with given values of other columns."""
+        """Return the distinct values of some columns of a table, in rows with given values of others."""
         condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
         query = f"SELECT DISTINCT {', '.join(columns)} FROM {kind.table} WHERE {condition}"
         return frozenset(self._query(query, *where.values()).fetchall())
 
     def count(self, kind: type[Row]) -> int:
-        """Return the number of rows of a kind."""
+        """Return the number of rows of one table."""
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
     def total(self, kind: type[Row], column: str) -> float:
-        """Return the sum of a column over the rows of a kind."""
+        """Return the sum of a column over all rows of one table."""
         return float(self._query(f"SELECT total({column}) FROM {kind.table}").fetchone()[0])
 
     def rows(
         self, kind: type[R], order: Sequence[str] = ("rowid",), **where: object
     ) -> list[tuple[R, int | None]]:
-        """Return the rows of a kind with the given column values, each with the number of its run."""
+        """Return the rows of one table with given column values, each with the number of its run."""
         types = _TYPES[kind]
         read = [
             json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
@@ -254,7 +254,7 @@ class Store:
         return found
 
     def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
-        """Return the rows of a kind as a table, with the numbers of their runs.
+        """Return one table of the store as a data frame, with the number of each row's run.
 
         Parameters
         ----------
@@ -275,7 +275,7 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Return the first token of each sequence that has measurements, by (n, sample)."""
+        """Return the first token of each sequence of a text at which a model was measured, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
@@ -358,7 +358,7 @@ class PendingStore:
             self.store.close()
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse settings that differ from those of the rows in the store, as :meth:`Store.check` does."""
+        """If the store exists, refuse settings other than the recorded ones, as :meth:`Store.check` does."""
         if self.store is not None:
             self.store.check(self._kind, identity)
 
@@ -375,7 +375,7 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Return how the rows in the store were made, in terms of options, and the remedy."""
+    """Return in words how a setting of the store differs from the wanted one, and the remedy."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:
@@ -398,7 +398,7 @@ def _typed(value: object) -> str:
 
 
 def _types_of(kind: type[Row]) -> dict[str, tuple[type, bool]]:
-    """Return for each column its type, and whether it may be missing."""
+    """Return for each column of a table its type, and whether its values may be missing."""
     found: dict[str, tuple[type, bool]] = {}
     hints = get_type_hints(kind)
     for name in kind.columns():

@@ -33,7 +33,7 @@ _PATIENCE = 0.5
 
 @contextmanager
 def begun(connection: sqlite3.Connection) -> Iterator[None]:
-    """Run a transaction: commit at the end, roll back after any error."""
+    """Run the ``with`` block as one transaction: commit at its end, roll back after any error."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -49,7 +49,7 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into StoreErrors with a remedy."""
+    """In the ``with`` block, turn SQLite's errors into StoreErrors that say what to do."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -96,7 +96,7 @@ def store_there(folder: Path) -> bool:
 def connected(
     folder: Path, statements: Sequence[str], *, write: bool
 ) -> tuple[sqlite3.Connection, FileLock | None]:
-    """Open the store in a folder; with ``write``, create folder and store if needed.
+    """Connect to the store file in a folder; with ``write``, also lock it, and create it if needed.
 
     Parameters
     ----------

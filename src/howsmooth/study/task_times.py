@@ -30,7 +30,7 @@ class TaskTimes:
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
     def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
-        """Add the time of finished rows, given the ``alike`` of their task, their length and their number."""
+        """Note the seconds that some finished rows of length n took; ``alike`` is the kind of their task."""
         before, others = self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
 
@@ -53,7 +53,7 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), _STEEPEST))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Return the expected seconds of parts of tasks; ``None`` if no task like them is finished.
+        """Return the expected seconds of what is left of some tasks; ``None`` if none like them is finished.
 
         Parameters
         ----------

@@ -35,7 +35,7 @@ def arrange(
     held: Sequences | None = None,
     parts: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], int]:
-    """Place all sequences of a study so that no two overlap.
+    """Choose where the sequences of a study begin in a text, so that no two overlap.
 
     If the text is long enough, all arrangements of the windows are equally likely. In a shorter text, the
     windows form fewer runs without gaps, in random order.
@@ -114,7 +114,7 @@ def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
 
 
 def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
-    """Return the free gaps between windows, as (first token, number of tokens)."""
+    """Return the gaps between windows that are placed already, as (first token, number of tokens)."""
     gaps = []
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
@@ -133,7 +133,7 @@ def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, 
 def _fill(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in gaps."""
+    """Place windows of tokens at random in the free gaps of a text; return the first token of each."""
     longest_first = sorted(windows, key=lambda window: (-window[0], window[1]))
     # Random gaps can use up room that a later window needs. Then take the tightest gap for each window.
     chosen = _choose(gaps, longest_first, generator) or _choose(gaps, longest_first, None)
@@ -151,7 +151,7 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a gap for each window; None if some window fits into no gap.
+    """Choose a free gap of the text for each window; None if some window fits into no gap.
 
     With a generator, the chance of a gap is proportional to the number of places for the window in it.
     Without one, the tightest gap is chosen.
@@ -175,7 +175,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, in this order, and distribute the spare tokens between runs of windows."""
+    """Place windows in one gap, in this order, and share out the spare tokens between runs of them."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

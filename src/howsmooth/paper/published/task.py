@@ -30,7 +30,7 @@ _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 @dataclass(frozen=True, eq=False)
 class PublishedTask(SequenceTask[PublishedKey]):
-    """The task of computing the published code's values at samples of one length, in shared forward passes."""
+    """The task of computing the published code's values at samples of one length, in one forward pass."""
 
     kind = PublishedValue
 

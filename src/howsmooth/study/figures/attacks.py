@@ -130,7 +130,7 @@ def _overview(parts: Sequence[Part], label: str, folder: Path) -> Files:
 
 
 def _draw(axis: Axes, part: Part, size: float) -> None:
-    """Draw the four series of one attention, and the fit of the largest constants found."""
+    """Draw one attention's constants and upper bound against n, and the fit to the largest constants."""
     rows = part.rows
     bounded = rows[np.isfinite(rows["upper"])]
     if len(bounded):
@@ -161,8 +161,8 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
         axis.plot(ends, height * np.sqrt(ends / middle), color=GREY, linestyle=_DOTS, linewidth=1.1, zorder=1)
 
 
-def _apart(lengths: list[int], gap: float) -> list[float]:
-    """Choose tick lengths whose labels do not overlap: the first, the last, and those that fit between."""
+def _tick_lengths(lengths: list[int], gap: float) -> list[float]:
+    """Choose lengths for the ticks of an axis so that labels do not overlap; keep the first and the last."""
     width = math.log(lengths[-1] / lengths[0]) or 1.0
     chosen = [float(lengths[-1])]
     for n in reversed(lengths[:-1]):
@@ -175,7 +175,7 @@ def _apart(lengths: list[int], gap: float) -> list[float]:
 def _limits(axis: Axes, rows: pd.DataFrame, gap: float) -> None:
     values = pd.concat([rows[name] for name in ("tokens", "paper", "found", "upper")])
     set_axis(axis, "x", rows["n"], whole=True)
-    axis.xaxis.set_major_locator(FixedLocator(_apart(sorted({int(n) for n in rows["n"]}), gap)))
+    axis.xaxis.set_major_locator(FixedLocator(_tick_lengths(sorted({int(n) for n in rows["n"]}), gap)))
     set_axis(axis, "y", values[np.isfinite(values)])
 
 

@@ -87,13 +87,13 @@ def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) ->
 
 
 class _Scene:
-    """Axes with the tokens, which can be moved to their positions in any frame."""
+    """The axes of an animation with the tokens, which can be moved to their positions in any frame."""
 
     def __init__(self, figure: Any, view: FlowView) -> None:
         self._view = view
         self._shown = shown_tokens(view.points.shape[1])
         self._axis = map_axis(figure, view, 111)
-        self._still = _fit_together(view)
+        self._still = _common_limits(view)
         colours = view.colours[self._shown]
         lines: Any = Line3DCollection if view.dimensions == 3 else LineCollection
         empty = np.zeros((len(self._shown), 2, max(2, view.dimensions)))
@@ -136,8 +136,8 @@ class _Scene:
         self._words.set_text(f"t = {view.times[place]:.4g}")
 
 
-def _fit_together(view: FlowView) -> list[tuple[float, float]] | None:
-    """Return axis limits for all frames; None if the tokens of the first frame would then be too small."""
+def _common_limits(view: FlowView) -> list[tuple[float, float]] | None:
+    """Return axis limits that contain all frames; None if the first frame would look too small in them."""
     whole = limits_of(view, slice(None))
     near = view.dimensions == 1 or _width(whole) <= _FAR * _width(limits_of(view, [0]))
     return whole if near else None

@@ -86,12 +86,12 @@ class FlowView:
 
     @property
     def dimensions(self) -> int:
-        """The number of drawn coordinates."""
+        """The number of drawn coordinates, from one to three."""
         return int(self.points.shape[2])
 
 
 def cluster_colours(clusters: Int[np.ndarray, " n"]) -> dict[int, str]:
-    """Return a colour for each cluster of several tokens, the largest first; empty if there are too many."""
+    """Return a colour for each cluster of two or more tokens; empty if clusters outnumber the colours."""
     sizes = np.bincount(clusters)
     together = np.flatnonzero(sizes > 1)
     if len(together) > len(_CLUSTERS):
@@ -108,7 +108,7 @@ def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
 def outline(
     mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"], corners: int = 100
 ) -> Float64[np.ndarray, "corners 2"]:
-    """Return points on the ellipse two standard deviations from the mean."""
+    """Return points on a Gaussian's ellipse in the plane, two standard deviations from the mean."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
     angles = np.linspace(0.0, 2 * math.pi, corners)
     circle = np.stack([np.cos(angles), np.sin(angles)])
@@ -119,7 +119,7 @@ def outline(
 def limits_of(
     view: FlowView, frames: Sequence[int] | slice, *, margin: float = 0.06
 ) -> list[tuple[float, float]]:
-    """Return axis limits that contain all tokens and ellipses of some frames.
+    """Return axis limits that contain all tokens and Gaussian ellipses in some frames of a flow.
 
     With two or three coordinates, all axes have the same length, so that a circle looks like a circle.
     """

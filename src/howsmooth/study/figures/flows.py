@@ -42,20 +42,20 @@ def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
         figure = new_figure(9.8, 5.4)
         parts = figure.add_gridspec(1, 2, width_ratios=[1.75, 1])
         axis = map_axis(figure, view, parts[0, 0])
-        _draw_ways(axis, view)
+        _draw_paths(axis, view)
         set_limits(axis, view, limits_of(view, slice(None)))
         if view.by_place:
             _add_order(figure, axis, view)
         figure.legend(
             handles=_handles(view), loc="outside lower left", ncols=4, handlelength=1.6, columnspacing=1.4
         )
-        _draw_beside(figure, parts[0, 1], view)
+        _draw_metrics(figure, parts[0, 1], view)
         figure.suptitle(literal(f"{view.title}\n{view.below}"))
         return save(figure, folder, "flow", view.title)
 
 
 def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
-    """Return axes for the tokens: against time, in the plane or in space."""
+    """Add axes to draw tokens in: one coordinate against time, two in the plane, or three in space."""
     if view.dimensions == 3:
         axis: Any = figure.add_subplot(place, projection="3d")
         axis.set(xlabel=view.axes[0], ylabel=view.axes[1], zlabel=view.axes[2])
@@ -83,7 +83,7 @@ def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
 
 
 def set_limits(axis: Any, view: FlowView, limits: list[tuple[float, float]]) -> None:
-    """Set the limits of the axes."""
+    """Set the limits of axes in which tokens are drawn; a single coordinate is drawn against time."""
     if view.dimensions == 1:
         axis.set(xlim=(view.times[0], view.times[-1]) if len(view.times) > 1 else None, ylim=limits[0])
         return
@@ -103,7 +103,7 @@ def _draw_globe(axis: Any, radius: float) -> None:
     )
 
 
-def _draw_ways(axis: Any, view: FlowView) -> None:
+def _draw_paths(axis: Any, view: FlowView) -> None:
     """Draw the path of each token, with a hollow dot at its start and a full dot at its end."""
     shown = shown_tokens(view.points.shape[1])
     colours = view.colours[shown]
@@ -151,8 +151,8 @@ def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
-    """Draw a panel for each metric against time, one above the other."""
+def _draw_metrics(figure: Figure, place: Any, view: FlowView) -> None:
+    """Draw a panel for each metric of a flow against time, one above the other."""
     rows = len(view.metrics.columns) + (view.growth is not None)
     places = place.subgridspec(rows, 1)
     above: Axes | None = None
@@ -174,15 +174,15 @@ def _draw_beside(figure: Figure, place: Any, view: FlowView) -> None:
         else:
             axis.yaxis.set_major_locator(MaxNLocator(4, integer=whole))
             axis.ticklabel_format(axis="y", useOffset=False)
-            _keep_apart(axis, values[there])
+            _widen_limits(axis, values[there])
         _frame(axis, str(name), last=row == rows - 1)
         above = above or axis
     if view.growth is not None:
         _draw_growth(figure.add_subplot(places[rows - 1, 0], sharex=above), view.growth)
 
 
-def _keep_apart(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
-    """Widen the limits of an axis if the values hardly change, so that they look nearly constant."""
+def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
+    """Widen the limits of an axis if its values hardly change, so that they look nearly constant."""
     if not len(values):
         return
     low, high = float(values.min()), float(values.max())
@@ -193,7 +193,7 @@ def _keep_apart(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the leading singular value of the flow map with its interval, and the product over the steps."""
+    """Draw the norm of the flow map's Jacobian with its interval, and the product of the steps' norms."""
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,

@@ -44,7 +44,7 @@ _NEARLY_CONSTANT = 1.02
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure.
+    """A drawn figure of measurements: its files, and the model, text, scope and layer that it shows.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class _Family:
     kind: str
 
     def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
-        """Write a figure of one layer or head, or of all if ``part`` is None."""
+        """Write the figure of one layer or head (``part``), or the overview of all, as PNG and PDF."""
         stem = ["overview"] if part is None else part.stem
         png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
         layer, head = (None, None) if part is None else (part.layer, part.head)
@@ -270,7 +270,7 @@ def _radius_norm(radii: pd.Series) -> Normalize:
 
 
 def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Return colour limits for the radius, at least 2 % apart, so that rounding errors look alike."""
+    """Return colour limits for radii, at least 2 % apart, so that radii equal up to rounding look alike."""
     low, high = float(radii.min()), float(radii.max())
     middle = (low + high) / 2
     half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)

@@ -20,7 +20,7 @@ _COLUMNS = 3
 
 
 def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> list[Files]:
-    """Draw one figure for each model and text, with a panel for each layer.
+    """Draw the published code's values against n: a figure for each model and text, a panel for each layer.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
 
 
 def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:
-    """Return the last fit of a quantity; None if there is none."""
+    """Return the table row with the last fit of a quantity at a layer; None if nothing was fitted."""
     found = exponents[
         (exponents["model"] == model)
         & (exponents["text"] == text)

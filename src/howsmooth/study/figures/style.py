@@ -93,7 +93,7 @@ def new_panels(
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
-    """Draw the fitted line, and lines with the reference slopes through its centre."""
+    """Draw a fitted power law as a line, and lines with the reference slopes through its centre."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -125,7 +125,7 @@ def guide_handles(
 
 
 def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
-    """Set a logarithmic scale with limits and round ticks for some values."""
+    """Set a logarithmic scale on an axis, with limits and round ticks that suit some values."""
     positive = values[values > 0]
     if positive.empty:
         return

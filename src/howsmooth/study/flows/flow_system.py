@@ -78,7 +78,7 @@ class System:
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that all frames of one store share, apart from the plan."""
+        """Return the number, dimension and fingerprint of the tokens, which all frames of a store share."""
         return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
 
 
@@ -91,7 +91,7 @@ def load_system(plan: FlowPlan) -> System:
         If the system cannot be loaded, or the start does not fit it.
 
     """
-    system = _named(plan) if plan.source in SYSTEMS else _found(plan)
+    system = _named(plan) if plan.source in SYSTEMS else _of_source(plan)
     if plan.closure and system.start != "gaussian":
         raise ArgumentError(
             "closure", expected="tokens drawn with --start gaussian", got=f"--start {plan.start}"
@@ -108,7 +108,7 @@ def load_system(plan: FlowPlan) -> System:
 
 
 def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
-    """Move the tokens onto the sphere if the plan asks for one; return them with the radius."""
+    """Project the initial tokens onto a sphere if the plan asks for one; return them with the radius."""
     if not plan.sphere:
         return x, plan.radius
     radius = plan.radius if start in DRAWN else float(x.square().sum(dim=1).mean().sqrt())
@@ -144,8 +144,8 @@ def _named(plan: FlowPlan) -> System:
 # ---- Parameter files and models
 
 
-def _found(plan: FlowPlan) -> System:
-    """Return the system of a parameter file or a model."""
+def _of_source(plan: FlowPlan) -> System:
+    """Build the system whose attention comes from a parameter file or a model."""
     for name, left in (("attention", "softmax"), ("causal", False), ("beta", 1.0), ("dimension", None)):
         if getattr(plan, name) != left:
             raise ArgumentError(
@@ -160,7 +160,7 @@ def _found(plan: FlowPlan) -> System:
             "source", expected="a model with --norms", got=f"the parameter file {plan.source!r}"
         )
     source = open_attention_source(_request(plan))
-    start = kind_of_start(plan, _own(plan, source, of_file=of_file))
+    start = kind_of_start(plan, _provided_start(plan, source, of_file=of_file))
     read = None if start in (*DRAWN, "given") else read_tokens(plan, Path(start))
     length = _length(plan, source, start) if read is None else int(read.shape[0])
     found = _layers(plan, source, length)
@@ -187,8 +187,8 @@ def _request(plan: FlowPlan) -> SourcePlan:
     )
 
 
-def _own(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return the word for a source's own tokens, ``text`` or ``file``; empty if a file has none.
+def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
+    """Return ``text`` or ``file`` if a model or a file provides initial tokens; empty if a file has none.
 
     Refuse a start from the tokens of a file that has none.
     """
@@ -206,7 +206,7 @@ def _own(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
 
 
 def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
-    """Return the number of tokens, if they are not read from a file of tokens."""
+    """Return the number of initial tokens, if they are not read from a file of tokens."""
     if start != "given":
         return plan.tokens or _TOKENS
     length = plan.tokens or source.usual_length or _TOKENS

@@ -85,7 +85,7 @@ def frames(store: Store) -> Iterator[Frame]:
 
 
 def ending(store: Store) -> Ending | None:
-    """Return the reason why the flow ended early, or None."""
+    """Return the reason why the flow ended early; None if it did not."""
     return next((row for row, _ in store.rows(Ending)), None)
 
 

@@ -20,7 +20,7 @@ _ENDINGS = (".npy", ".npz")
 
 
 def kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where tokens come from: ``gaussian``, ``sphere``, ``given`` (by the source), or a file path.
+    """Return where initial tokens come from: ``gaussian``, ``sphere``, ``given`` (by the source), or a path.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class Integration:
 
     @cached_property
     def start(self) -> Frame:
-        """The first frame."""
+        """The frame at time 0, with the initial tokens."""
         x, d = self.system.x, self.system.x.shape[1]
         if not self.plan.closure:
             return Frame(0, 0.0, x)
@@ -54,7 +54,7 @@ class Integration:
         return Frame(0, 0.0, x, torch.zeros(d, dtype=torch.float64), covariance)
 
     def after(self, frame: Frame) -> Frame | Ending:
-        """Return the frame after a given one, or the reason why the flow ended.
+        """Integrate from a frame to the next; return the next frame, or the reason why the flow ended.
 
         The step from the start is computed only once.
 
@@ -71,7 +71,7 @@ class Integration:
         return self._moved(self.start)
 
     def growth(self, times: Sequence[float]) -> list[GrowthRow]:
-        """Measure the growth of perturbations of the start up to some times, with steps of a fixed size."""
+        """Measure how far perturbations of the initial tokens grow up to some times, with a fixed step."""
         fixed = self.plan.method in FIXED_STEP
         found = growth(
             self._field,
@@ -98,14 +98,14 @@ class Integration:
 
     def _moved(self, frame: Frame) -> Frame | Ending:
         began = time.perf_counter()
-        tokens = self._stretch(_TOKENS, self._field, frame.x, frame.place)
+        tokens = self._to_next_frame(_TOKENS, self._field, frame.x, frame.place)
         if isinstance(tokens, Ending):
             return tokens
         mean = covariance = None
         evaluations = int(tokens.evaluations)
         if frame.mean is not None:
             measure = Gaussian(frame.mean, frame.covariance)
-            moved = self._stretch(_MEASURE, self.system.maps[0], measure, frame.place)
+            moved = self._to_next_frame(_MEASURE, self.system.maps[0], measure, frame.place)
             if isinstance(moved, Ending):
                 return moved
             last: Any = moved.final
@@ -123,7 +123,7 @@ class Integration:
         field = maps[0] if self.system.layers is None else Layers(maps)
         return Sphere(field, self.system.radius) if self.plan.sphere else field
 
-    def _stretch(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
+    def _to_next_frame(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
         """Integrate from one frame's time to the next; return the reason if the flow ends between them."""
         times = self.grid.times[place : place + 2]
         try:

@@ -17,7 +17,7 @@ __all__ = ["SYSTEMS", "NamedSystem", "build_system"]
 
 @dataclass(frozen=True)
 class NamedSystem:
-    """Query, key and value matrices with a name.
+    """A title, and a function that returns the query, key and value matrices of a system of tokens.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ SYSTEMS: Mapping[str, NamedSystem] = {
 
 
 def build_system(plan: FlowPlan, d: int) -> TokenMap:
-    """Build the map of a named system in dimension d; random matrices depend on the seed of the plan.
+    """Build the attention of a named system in dimension d; random matrices depend on the plan's seed.
 
     Scores are β⟨q_i, k_j⟩, or −β|q_i − k_j|² for the attention ``l2``. ``sinkhorn`` makes the attention
     weights doubly stochastic.

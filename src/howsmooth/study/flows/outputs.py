@@ -193,7 +193,7 @@ def _numbers(frame: Frame) -> dict[str, Float64[np.ndarray, "..."]]:
 def view_of(
     store: Store, plan: FlowPlan, system: System, metrics: pd.DataFrame, tolerance: float
 ) -> FlowView:
-    """Return the view of a flow: up to three coordinates are all shown, else two principal directions."""
+    """Return what to draw of a flow: the coordinates if at most three, else two principal directions."""
     d = system.x.shape[1]
     if d <= _MOST_SHOWN:
         basis, names = np.eye(d), tuple(f"coordinate {i + 1}" for i in range(d))
@@ -240,7 +240,7 @@ def _below(store: Store, plan: FlowPlan, system: System) -> str:
 
 
 def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFrame:
-    """Return the metrics to draw, with titles as column names."""
+    """Return the columns of metrics to draw, renamed to the titles of their panels."""
     words = {"clusters": f"clusters (nearer than {tolerance:.3g})"}
     if plan.sphere:
         words["log_energy"] = "log of the interaction energy"
@@ -253,7 +253,7 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     all_frames: Iterator[Frame], d: int
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return the two principal directions of the tokens, each frame weighted alike, and their shares."""
+    """Return the two principal directions of the tokens of all frames, and their shares of the variance."""
     tiny = np.finfo(np.float64).tiny
     total = np.zeros((d, d))
     for frame in all_frames:

@@ -32,7 +32,7 @@ _OF_A_MODEL = "What flows: models"
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of the frames, and the step of an integrator with fixed steps.
+    """The times of a flow's frames, and the step of an integrator with fixed steps.
 
     Attributes
     ----------

@@ -58,7 +58,7 @@ def script_json(value: object) -> Markup:
 def scatter_data(
     measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.DataFrame, compared: pd.DataFrame
 ) -> dict[str, Any] | None:
-    """Return the data of the scatter plot.
+    """Return the points and fits of the report's scatter plot of constants against length or radius.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def _group(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, Any] | None:
-    """Return the bounds at each sequence, with the constants measured there.
+    """Return the bounds at each sequence, with the constants measured there, for the report's script.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return the sequences with the share of each token in the leading singular vectors (its energy).
+    """Return sequences with each token's share of the Jacobian's leading singular vectors (its energy).
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
-    """Return the smallest number of tokens that have half of the energy together."""
+    """Return the smallest number of tokens whose energies (shares of a vector) sum to half of the total."""
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
 
@@ -224,13 +224,13 @@ def visible_token(token: str) -> str:
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Drop lengths evenly, but not the longest, until the page can hold the rest."""
+    """Drop the rows of some lengths, evenly but not the longest, until the page can hold the rest."""
     step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
     return rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
-    """Return the index of the row to show first: a length of at most 64 tokens, and the middle layer."""
+    """Return the index of the row that the report shows first: at most 64 tokens, and the middle layer."""
     scope = scopes.index("attention") if "attention" in scopes else rows[0]["scope"]
     begun = next(row for row in rows if row["scope"] == scope)
     alike = [row for row in rows if all(row[name] == begun[name] for name in ("model", "text", "scope"))]
@@ -249,7 +249,7 @@ def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]], pd.DataFrame]:
-    """Replace names by indices; return the lists of names, fit for display, and the table."""
+    """Replace the names in some columns by indices; return the names, fit for display, and the table."""
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])

@@ -13,7 +13,7 @@ __all__ = ["limitations"]
 
 
 def limitations(contents: Contents) -> list[str]:
-    """Return the sentences that apply to the contents of a store."""
+    """Return sentences on what the measurements of a store cannot show, such as untrained weights."""
     rows, models = contents.measurements, contents.models
     words = [
         "The constant is local: it is measured at these sequences of this text. Other inputs can have a much "
@@ -70,7 +70,7 @@ def limitations(contents: Contents) -> list[str]:
 
 
 def _without_bounds(contents: Contents) -> int:
-    """Return the number of attentions that could have bounds but have none."""
+    """Return the number of measured attentions whose bounds are missing although they can be computed."""
     rows = contents.measurements
     rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
     could = {

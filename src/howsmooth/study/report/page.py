@@ -49,7 +49,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
 
     """
     rows = contents.measurements
-    found = _families(rows, exponents, pictures)
+    found = _sections(rows, exponents, pictures)
     style, script = _style(found), _script()
     compared = compare(contents.published)
     data = {
@@ -111,10 +111,10 @@ def _template(contents: Contents) -> jinja2.Template:
     return environment.get_template("report.html.jinja")
 
 
-def _families(
+def _sections(
     rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
 ) -> list[dict[str, Any]]:
-    """Return one entry for each model, text and scope, with its headline and figures."""
+    """Return the report's section on each model, text and scope: its headline and its figures."""
     found: list[dict[str, Any]] = []
     room = _MOST_INLINED
     for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):

@@ -96,7 +96,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the masks that occur in each model."""
+    """Return pairs of a model and the names of the masks that its measured layers have."""
     return [
         (str(model), ", ".join(sorted(str(name) for name in group.unique())))
         for model, group in rows.groupby("model", sort=True)["masking"]
@@ -104,7 +104,7 @@ def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the runs that measured, with their environments as lists."""
+    """Return each run of a study as a dictionary, with its software and hardware as a list of pairs."""
     return [
         {**run, "environment": list(json.loads(str(run["environment"])).items())} for run in plain_rows(table)
     ]

@@ -1,1 +1,1 @@
-"""Define the tasks of studies: each lists the work that is left, and computes rows of the store."""
+"""The tasks of studies (constants, bounds, attacks, flows), and functions that list the tasks left to do."""

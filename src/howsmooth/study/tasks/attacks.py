@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class AttackTask(Task):
-    """All attacks on one attention at one length.
+    """The task of searching a ball for n tokens at which one attention's constant is large.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class AttackTask(Task):
 
     @property
     def key(self) -> tuple[int, int | None, int]:
-        """The layer, head and length, which identify the rows of the task."""
+        """The layer, head and length, which identify the rows of the task in the store."""
         return self.target.layer, self.target.head, self.n
 
     @property
@@ -84,7 +84,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The table and the scope."""
+        """What tasks have in common whose times differ only because of n: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property
@@ -97,14 +97,14 @@ class AttackTask(Task):
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Try all attacks, and save the worst tokens with the attention."""
+        """Measure the constant at the tokens of each attack; save the worst tokens with the attention."""
         try:
             yield self._rows()
         except Exception as error:
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return the failure of the attacks on this attention at this length."""
+        """Return an error as the failure, to be recorded, of all attacks on this attention at this length."""
         one = self.target
         where = (self.source, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)
@@ -123,7 +123,7 @@ class AttackTask(Task):
         return [*(replace(one.row, file=file) if one is best else one.row for one in tried), *uppers]
 
     def _tried(self, f: SelfAttention) -> Iterator[_Tried]:
-        """Measure the constant at each input, and time each input with the search for it."""
+        """Yield each attacking input with the constant measured there, and the seconds of its search."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)
@@ -143,7 +143,7 @@ class AttackTask(Task):
             began = time.perf_counter()
 
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
-        """Yield each input as (kind, name, tokens, estimate of the constant, evaluations of the search)."""
+        """Yield attacking inputs as (kind, name, tokens, estimate of the constant, evaluations in search)."""
         if self.target.x is not None:
             x = self.target.x.double()
             yield "tokens", "tokens", x, self._measured(f, x), 1
@@ -167,7 +167,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return the smallest upper bound on the ball; none for rotary positions, which no theorem covers."""
+        """Return the row of the smallest upper bound over the ball; none if positions are rotary."""
         if f.rotary is not None:
             return []
         began = time.perf_counter()
@@ -222,7 +222,7 @@ class AttackTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """An input, the constant there, and its row."""
+    """Tokens that an attack tried, the constant measured there, and the row for the store."""
 
     row: Attack
     value: float

@@ -26,7 +26,7 @@ SHARE = 0.2
 
 
 class BoundsTask(SequenceTask[Key]):
-    """The bounds on one layer at one sequence, sample 0."""
+    """The task of computing all bounds on one layer at one sequence, which is sample 0."""
 
     kind = Bounding
     # A failure does not end the run: a report without bounds is better than none.
@@ -42,7 +42,7 @@ class BoundsTask(SequenceTask[Key]):
         return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute the bounds of one head after another."""
+        """Yield the rows of the bounds, one head after another."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -75,7 +75,7 @@ class BoundsTask(SequenceTask[Key]):
 
 
 def bounds_left(study: OpenStudy) -> Work:
-    """Return the bounds that the store does not have, for all measured attentions, from short to long."""
+    """List the tasks for the bounds that the store lacks on measured attentions, from short to long."""
     tasks: list[BoundsTask] = []
     kept = 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
@@ -114,7 +114,7 @@ def spent_on_bounds(store: Store) -> list[Spent]:
 
 
 def seconds_for_bounds(study: OpenStudy) -> float:
-    """Return the seconds that bounds may still take: by default a fifth of the other work."""
+    """Return the seconds that bounds may still take: by default a fifth of the time of the other work."""
     assert study.store is not None
     if study.plan.bounds == "all":
         return math.inf

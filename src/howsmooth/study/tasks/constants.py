@@ -24,12 +24,12 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask[Key]):
-    """The constants at some samples of one length and scope, which share one forward pass."""
+    """The task of measuring constants at some samples of one length and scope, in one forward pass."""
 
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer by layer; if a batch fails, measure its samples one by one."""
+        """Yield the measured constants layer by layer; if a batch fails, measure its samples one by one."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -55,7 +55,7 @@ class ConstantsTask(SequenceTask[Key]):
                 yield self.failed(error, (site.layer, site.head), [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Row]:
-        """Measure some samples of one layer and head in one batch."""
+        """Measure the constants of one layer and head at some samples, in one batch."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
@@ -116,7 +116,7 @@ class ConstantsTask(SequenceTask[Key]):
         return SequenceRecord(*where, self.data.place, self.data.words)
 
     def _sensitivity(self, site: Any, estimate: Any, slot: int) -> Sensitivity:
-        """Return the share of each token in the leading singular vectors."""
+        """Return each token's share of the Jacobian's leading singular vectors, at one sequence."""
         where = (self.model, self.subject.text.name, self.scope, site.layer, site.head, self.n, 0)
         return Sensitivity(
             *where, _energy(estimate.input_direction[slot]), _energy(estimate.output_direction[slot])
@@ -149,7 +149,7 @@ def start_seed(
 
 
 def constants_left(study: OpenStudy) -> Work:
-    """Return the constants that the store does not have, subject by subject, from short to long."""
+    """List the tasks for constants that the store lacks: for each model and input, from short to long."""
     tasks, kept = [], 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
         where = {"model": subject.model.label, "text": subject.text.name}

@@ -47,22 +47,22 @@ class _FlowTask(Task):
 
     @property
     def size(self) -> int:
-        """The number of missing rows."""
+        """The number of rows that the task computes: the frames or times that the store lacks."""
         return self.rows
 
     @property
     def n(self) -> int:  # type: ignore[override]
-        """The number of tokens."""
+        """The number of tokens of the flow."""
         return int(self.flow.system.x.shape[0])
 
 
 class FramesTask(_FlowTask):
-    """The frames after the last one in the store; each frame is a step of the task."""
+    """The task of computing the frames after the last one in the store; each frame is one step."""
 
     kind = FrameRow
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Integrate frame by frame, to the last time or until the flow ends."""
+        """Integrate the flow, and yield frame by frame to the last time or until the flow ends."""
         frame = frame_at(self.store, count_frames(self.store) - 1)
         while frame.place < len(self.flow.grid.times) - 1:
             following = self.flow.after(frame)
@@ -77,19 +77,19 @@ class FramesTask(_FlowTask):
 
 
 class GrowthTask(_FlowTask):
-    """The growth of perturbations of the start, at some times of frames including the last one."""
+    """The task of measuring how perturbations of the initial tokens have grown at some times of frames."""
 
     kind = GrowthRow
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Measure the growth at all times together."""
+        """Measure the growth of perturbations at all times of the task, and yield its rows together."""
         times = sorted(time for (time,) in self.store.keys(FrameRow, ("time",)))
         last = len(times) - 1
         yield self.flow.growth([times[round(k * last / (self.rows - 1))] for k in range(self.rows)])
 
 
 def frames_left(flow: Integration, store: Store) -> Work:
-    """Return the frames that a store does not have; none if the flow has ended."""
+    """List the task for the frames that a flow's store lacks; no task if the flow has ended."""
     kept = count_frames(store) - 1
     missing = len(flow.grid.times) - 1 - kept
     tasks = [FramesTask(flow, store, missing)] if missing and ending(store) is None else []
@@ -97,7 +97,7 @@ def frames_left(flow: Integration, store: Store) -> Work:
 
 
 def growth_left(flow: Integration, store: Store) -> Work:
-    """Return the growth along the frames of a store, if it was not measured."""
+    """List the task of measuring how perturbations grow along a flow; no task if it was measured."""
     last = count_frames(store) - 1
     asked = flow.plan.growth and last > 0 and not store.count(GrowthRow)
     tasks = [GrowthTask(flow, store, min(_GROWTHS, last) + 1)] if asked else []

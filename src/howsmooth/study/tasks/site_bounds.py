@@ -93,7 +93,7 @@ def _nothing(name: str, side: str, quantity: Quantity, error: Exception) -> Site
 
 
 class _LeftOutError(HowsmoothError):
-    """The bound is left out because it would take too long."""
+    """Raised for a bound that is left out because it would take too long."""
 
 
 # Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
@@ -101,7 +101,7 @@ _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type:
 
 
 def _check_cost(name: str, question: Problem) -> None:
-    """Refuse a bound that would take too long.
+    """Refuse a bound that would take too long at the captured attention.
 
     Raises
     ------

@@ -22,7 +22,7 @@ K = TypeVar("K", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """A failed computation.
+    """A failed computation of a study: its error, and the rows that record the failure.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ Found = Sequence[Row] | Failed
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The tasks of one kind that are left to do.
+    """The tasks of one kind, such as constants or bounds, that are left to do in a study.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Work:
 
 
 class Task(ABC):
-    """A computation that a runner carries out.
+    """One computation of a study, such as constants at one length, whose results are rows of the store.
 
     Attributes
     ----------
@@ -88,16 +88,16 @@ class Task(ABC):
     @property
     @abstractmethod
     def model(self) -> str:
-        """The name of the model it needs. If a model fails to load, all its tasks are skipped."""
+        """The name of the model that the task needs; if it cannot be loaded, all its tasks are skipped."""
 
     @property
     def size(self) -> int:
-        """The number of requested results: rows, or groups of rows."""
+        """The number of results that the task computes: rows of the store, or groups of rows."""
         return 1
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """A key of tasks whose times differ only because of n. It contains at least the table."""
+        """What tasks have in common whose times differ only because of n, such as table, model and scope."""
         return (self.kind.table,)
 
     @property
@@ -106,7 +106,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many of some rows count as requested results."""
+        """Return how many of the task's requested results are among some computed rows."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -115,16 +115,16 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, step by step, with the models that this process has loaded."""
+        """Yield the rows that the store lacks, step by step, computed with this process's loaded models."""
 
     def failed(self, error: Exception) -> Failed:
-        """Return the failure of the whole task."""
+        """Return an error as the failure of the whole task, with the row that records it."""
         return Failed([failure_row(error, self.kind, self.model)], error)
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTask(Task, Generic[K]):
-    """A computation at some sequences of one model, text, length and scope.
+    """A task that computes rows, such as constants, at sequences of one model, text, length and scope.
 
     Attributes
     ----------
@@ -154,7 +154,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def size(self) -> int:
-        """The number of missing rows."""
+        """The number of rows that the task computes because the store lacks them."""
         return len(self.missing)
 
     @property
@@ -164,7 +164,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The table, the model and the scope."""
+        """What tasks have in common whose times differ only because of n: table, model and scope."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -174,7 +174,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers with missing rows; a key has the scope first and then the layer."""
+        """The indices of the layers of which the store lacks rows."""
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
@@ -184,7 +184,7 @@ class SequenceTask(Task, Generic[K]):
         return replace(self, feed=None, data=data)
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Load the model, and compute the missing rows."""
+        """Load the model, and yield the rows that the store lacks."""
         assert models is not None
         try:
             model = models.load_for(self.subject)
@@ -195,10 +195,10 @@ class SequenceTask(Task, Generic[K]):
 
     @abstractmethod
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute the missing rows with the loaded model."""
+        """Compute with the loaded model the rows that the store lacks, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Capture all layers in one pass; if that fails, capture each alone, with a failure for the rest."""
+        """Capture the task's layers in one forward pass; if that fails, one by one, yielding failures too."""
         yield from each_if_not_all(self.layers, lambda layers: self._captured(model, layers), self._no_layer)
 
     def _captured(self, model: Any, layers: Sequence[int]) -> list[Any]:
@@ -215,7 +215,7 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return the failure of the task, or of one layer and head, for some samples or for all."""
+        """Return an error as the failure of the task, or of one layer and head, at some samples or at all."""
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed(
             [failure_row(error, self.kind, *where, sample) for sample in samples or self.starts], error
@@ -254,7 +254,7 @@ def failure_row(
     n: int | None = None,
     sample: int | None = None,
 ) -> Failure:
-    """Return the row of a failure; fields that are None say that it concerns all of their values."""
+    """Return the row that records an error; a field that is None means that all its values failed."""
     return Failure(
         model=model,
         text=text,
