@@ -30,7 +30,7 @@ _EXAMPLES = (
 def attack(
     plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
-    """Search a ball that contains the model's tokens for tokens with a large local Lipschitz constant."""
+    """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
     from howsmooth.cli.attack_result import attacks_as_json, show_attacks
     from howsmooth.study.attack_tables import write_attack_outputs
     from howsmooth.study.attacks import run_attack

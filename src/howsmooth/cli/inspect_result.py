@@ -24,7 +24,7 @@ def inspection_as_json(model: LoadedModel, found: Inspection) -> str:
 
 
 def show_inspection(model: LoadedModel, found: Inspection) -> None:
-    """Print the properties that all attention layers share, a table of the others, and refused layers."""
+    """Print what all attention layers have in common, a table of what differs, and the layers refused."""
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):

@@ -170,6 +170,6 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the fields of a plan class from ``values``; return the fields that are not None or empty."""
+    """Remove the fields of a plan class from ``values``; return them without None and empty lists."""
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}

@@ -62,7 +62,7 @@ def show_table(
     left: Collection[str] = (),
     wrapped: Collection[str] = (),
 ) -> None:
-    """Print a table on the terminal, with columns aligned to the right unless they are named otherwise.
+    """Print a table on the terminal; columns not named in ``left`` or ``wrapped`` are aligned to the right.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ class Target:
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball whose radius is given, the norm layer's (``"auto"``) or the longest token's.
+        """Return the ball with a given radius, or with the norm layer's (``"auto"``) or the longest token's.
 
         Raises
         ------

@@ -104,7 +104,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TextFeed:
-    """A tokenised text, from which windows are cut.
+    """A tokenised text, from which sequences are cut.
 
     ``places`` holds the index of the first character of each token in the text. It is empty if the tokenizer
     does not report these positions.
@@ -131,7 +131,7 @@ class TextFeed:
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
-        """Return token ids of shape (batch, n)."""
+        """Return the token ids (batch, n) of the sequences of n tokens that begin at ``starts``."""
         return torch.stack([self.tokens[start : start + n] for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:

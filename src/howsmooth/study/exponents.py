@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Exponent:
-    """A fitted power law L = exp(intercept) · n^slope.
+    """The power law L = exp(intercept) · n^slope fitted to constants L at lengths n.
 
     Attributes
     ----------

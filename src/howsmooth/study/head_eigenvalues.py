@@ -60,7 +60,7 @@ def head_eigenvalues(attention: object) -> list[HeadEigenvalues]:
 
 
 def _real_eigenvalues(head: Head) -> list[float]:
-    """Return the real eigenvalues of A = left · right.
+    """Return the real eigenvalues of the matrix A = left · right of a head.
 
     The nonzero eigenvalues are those of the smaller matrix right · left. If A is singular, zero is added.
     """

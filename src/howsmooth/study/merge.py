@@ -130,7 +130,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _taken(union: _Union, folder: Path) -> int:
-    """Add the rows of the store in a folder to the union, and return its number of measurements."""
+    """Add the rows of the store in a folder to a merge, and return the store's number of measurements."""
     with Store.open(folder, write=False) as store:
         union.take(folder, store)
         return store.count(Measurement)
@@ -157,7 +157,7 @@ class _Union:
         self._bounded: set[tuple[Any, ...]] = set()
 
     def take(self, path: Path, store: Store, *, there: bool = False) -> None:
-        """Add the rows of a store to the union, or compare them; ``there`` marks the rows of the target.
+        """Add a store's rows to the merge, comparing rows of equal key; ``there`` marks the target's rows.
 
         Raises
         ------
@@ -235,7 +235,7 @@ class _Union:
                 )
 
     def write(self, target: Store) -> None:
-        """Write the rows that the target does not have, in one transaction."""
+        """Write the merged rows that the target store does not have, in one transaction."""
         with target.transaction():
             target.begin(MEASURE, self.identity)
             numbers = {run.token: run.id for run, _ in target.rows(Run)}

@@ -94,11 +94,11 @@ class OpenStudy:
 
     @property
     def store(self) -> Store | None:
-        """The open store; ``None`` until it exists."""
+        """The open store of the study; ``None`` until it is created."""
         return self.pending.store
 
     def begin(self) -> Store:
-        """Create the store if needed, record all models and texts in it, and return it."""
+        """Create the study's store if needed, record all models and texts there, and return the store."""
         store = self.pending.begin(self.plan.settings())
         store.add(record for one in self.placed for record in _records(one))
         return store

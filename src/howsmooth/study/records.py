@@ -30,7 +30,7 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 def keys_of(
     scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
 ) -> frozenset[Key]:
-    """Return the keys of the measurements at all combinations of layers, heads, lengths and samples."""
+    """Return the keys (scope, layer, head, n, sample) of measurements at all combinations of the values."""
     return frozenset(
         (scope, layer, head, n, sample)
         for layer, head, n, sample in product(layers, heads, lengths, range(samples))
@@ -95,7 +95,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings that all rows of one kind of work in a store share.
+    """The settings shared by all rows of one kind of work in a store: measuring, attacks or a flow.
 
     ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` holds the settings as JSON.
     """
@@ -264,7 +264,7 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A bound on one attention at one sequence of a study; ``radius`` is the radius of the ball.
+    """A bound on one attention at one sequence of a study, with the radius of the ball of global bounds.
 
     ``seconds`` is the time of all bounds on this attention and sequence together.
     """

@@ -235,7 +235,7 @@ class Runner:
 
 
 class _WorkProgress:
-    """Reports the progress of some work and its expected total time to a listener."""
+    """Reports the progress of the tasks of one kind, and their expected total time, to a listener."""
 
     def __init__(self, listener: Listener, work: Work, task_times: TaskTimes, workers: int) -> None:
         self._listener = listener

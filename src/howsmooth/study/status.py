@@ -168,7 +168,7 @@ class _Comparison:
         )
 
     def _has_failed(self, kind: type[Row], place: tuple[object, ...]) -> bool:
-        """Whether a failure covers a missing row, or a larger part of the plan that contains it."""
+        """Whether a missing row failed when last tried, alone or with its whole layer, text or model."""
         return any(
             row.what == kind.table
             and all(

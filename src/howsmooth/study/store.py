@@ -134,7 +134,7 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings shared by all rows of a kind of work (``measure``, ...), if not recorded yet."""
+        """Record the settings shared by all rows of a kind of work (``measure``, ...), unless recorded."""
         if not self.identity(kind):
             self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
@@ -208,7 +208,7 @@ class Store:
         return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the failures that these rows resolve, including failures of a whole text or model."""
+        """Delete the failures that newly written rows resolve, also failures of a whole text or model."""
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
         for kind in {type(row) for row in rows} - {Failure}:
@@ -423,7 +423,7 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Return the SQL statement that inserts a row, the number of its run, and its seal."""
+    """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     marks = [f"?{place}" for place in range(1, len(names) + 1)]
     return (

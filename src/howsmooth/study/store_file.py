@@ -227,7 +227,7 @@ def _roll_back(folder: Path) -> None:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether another process has the store open for writing."""
+    """Whether another process has the store in a folder open for writing."""
     path = folder / _LOCK_NAME
     if not path.exists():
         return False

@@ -121,7 +121,7 @@ class _Family:
     kind: str
 
     def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
-        """Write the figure of one layer or head (``part``), or the overview of all, as PNG and PDF."""
+        """Write the figure of a layer or head (``part``), or of all if there is none, as PNG and PDF."""
         stem = ["overview"] if part is None else part.stem
         png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
         layer, head = (None, None) if part is None else (part.layer, part.head)

@@ -26,7 +26,7 @@ _TOKENS, _DIMENSION = 40, 2
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """The maps of a flow, and the tokens at the start.
+    """The maps that move the tokens of a flow, and the tokens at the start.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class System:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of ``origin`` and of the tokens."""
+        """The SHA-256 of what identifies the parameters (``origin``) and of the initial tokens."""
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:

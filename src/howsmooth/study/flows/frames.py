@@ -22,7 +22,7 @@ FLOW = "flow"
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The state of a flow at one time, with tensors in place of the bytes of a FrameRow.
+    """The state of a flow at one time: the tokens, and the Gaussian measure if it is followed.
 
     ``place`` is the index of the frame, 0 for the start. ``mean`` and ``covariance`` belong to the Gaussian
     measure that is followed beside the tokens ``x``, if any. ``evaluations`` counts the evaluations of the
@@ -38,7 +38,7 @@ class Frame:
     seconds: float = 0.0
 
     def row(self) -> FrameRow:
-        """Return the frame as a row of the store."""
+        """Return the frame as a row of the store, with bytes in place of tensors."""
         n, d = self.x.shape
         mean = None if self.mean is None else _bytes(self.mean)
         covariance = None if self.covariance is None else _bytes(self.covariance)
@@ -48,7 +48,7 @@ class Frame:
 
     @classmethod
     def of(cls, row: FrameRow) -> Frame:
-        """Return the frame in a row of the store."""
+        """Turn a row of the store into a frame, with tensors in place of bytes."""
         return cls(
             row.place,
             row.time,

@@ -23,7 +23,7 @@ _TOKENS, _MEASURE = "tokens", "Gaussian measure"
 
 
 class Integration:
-    """The integration of a flow, frame by frame.
+    """The integration of a flow from one stored state (frame) to the next.
 
     Parameters
     ----------

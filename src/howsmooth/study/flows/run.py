@@ -22,7 +22,7 @@ __all__ = ["run_flow"]
 def run_flow(
     plan: FlowPlan, system: System, folder: Path, means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Compute the frames that a plan asks for and that the store in ``folder`` does not have.
+    """Compute the states of a flow (frames) that a plan asks for and the store in ``folder`` does not have.
 
     Parameters
     ----------

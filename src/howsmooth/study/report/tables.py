@@ -111,6 +111,6 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the items of the published code in the column ``items`` of a table, each with its meaning."""
+    """Return the published code's differences (items) that a table names, each with its meaning."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]

@@ -97,7 +97,7 @@ def bounds_left(study: OpenStudy) -> Work:
 
 @dataclass(frozen=True)
 class Spent:
-    """The seconds that the bounds on one attention took, with the ``alike`` and ``n`` of their task."""
+    """The seconds that the bounds on one attention took, with the kind and the length of their task."""
 
     alike: tuple[Any, ...]
     n: int

@@ -77,7 +77,7 @@ class FramesTask(_FlowTask):
 
 
 class GrowthTask(_FlowTask):
-    """The task of measuring how perturbations of the initial tokens have grown at some times of frames."""
+    """The task of measuring how far perturbations of the initial tokens have grown, at some times."""
 
     kind = GrowthRow
 
