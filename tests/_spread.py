@@ -24,7 +24,7 @@ from tests._study import Tools, installed, make_tools
 
 FOLDER = "HOWSMOOTH_TEST_WORKERS"
 _TOOLS = make_tools()[0]
-_carried = runner._carried
+_worker_results = runner._worker_results
 
 
 def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
@@ -52,15 +52,15 @@ def spread_tools(measure: Callable[..., Any] = measure) -> Tools:
     return replace(_TOOLS, measure=measure)
 
 
-def _carried_with_stand_ins(*task: Any, measure: Callable[..., Any]) -> Any:
+def _computed_with_stand_ins(*task: Any, measure: Callable[..., Any]) -> Any:
     with installed(spread_tools(measure)):
-        return _carried(*task)
+        return _worker_results(*task)
 
 
 @contextmanager
 def stand_ins_sent(measure: Callable[..., Any] = measure) -> Iterator[None]:
     """Let workers that are no forks of this process use stand-ins too."""
-    with patch("howsmooth.study.runner._carried", partial(_carried_with_stand_ins, measure=measure)):
+    with patch("howsmooth.study.runner._worker_results", partial(_computed_with_stand_ins, measure=measure)):
         yield
 
 

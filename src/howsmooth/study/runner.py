@@ -228,7 +228,7 @@ class Runner:
         means = self._means
         try:
             return executor.submit(
-                _computed_on_worker, task.packed(), version("howsmooth"), means.keep_going, means.threads
+                _worker_results, task.packed(), version("howsmooth"), means.keep_going, means.threads
             )
         except (BrokenExecutor, OSError) as error:
             raise _lost(error) from error
@@ -283,7 +283,7 @@ _ONE_AT_A_TIME = threading.Lock()
 _kept: tuple[Plan | None, Models | None] = (None, None)
 
 
-def _computed_on_worker(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
+def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
     """Compute a task on a worker and return its results; the model stays loaded for the plan's next task."""
     here = version("howsmooth")
     if sent_by != here:
