@@ -165,7 +165,7 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values of one layer and text, each over the corrected constant too."""
+    """Return the published code's values of a layer and text, with ratios to the corrected constants."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -106,7 +106,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield a row of eigenvalues and norms for each head of each layer, attacked or not."""
+    """Yield a row of A's real eigenvalues and parameter norms for every head, attacked or not."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

@@ -272,7 +272,7 @@ class ModelSource:
         return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
 
     def _inputs(self, length: int) -> Inputs:
-        """Return the model's inputs at one sequence of a length; seed, text and model fix where it begins."""
+        """Return the model's inputs at one sequence; its length, seed, text and model fix where it begins."""
         subject = replace(self._subject, lengths=(length,))
         check_fits(self._plan, subject, self._feed)
         start = place_sequences(self._plan, subject, self._feed, {})[length, 0]

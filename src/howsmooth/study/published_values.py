@@ -38,7 +38,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def read_rows(folder: Path) -> pd.DataFrame:
-    """Read the published values of the store in a folder, with the columns of ``published.csv``.
+    """Read the published code's values from the store in a folder, with the columns of ``published.csv``.
 
     Raises
     ------

@@ -166,7 +166,7 @@ class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
 
 @dataclass(frozen=True)
 class Measurement(Row, table="measurements", key=PLACE):
-    """A measured constant. The fields up to ``seed`` are the columns of ``measurements.csv``.
+    """A measured local Lipschitz constant. The fields up to ``seed`` are columns of ``measurements.csv``.
 
     ``start`` is the index of the sequence's first token in the tokenised text. ``seconds`` is the time of the
     batch divided by the number of its sequences.
@@ -256,7 +256,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class SiteBounds:
-    """The bounds on one attention at one sequence, and the radius of the ball of the global bounds."""
+    """The bounds on one attention at one sequence, and the radius of the ball on which global bounds hold."""
 
     radius: float
     bounds: tuple[SiteBound, ...]
@@ -264,7 +264,7 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A bound on one attention at one sequence of a study, with the radius of the ball of global bounds.
+    """A bound on one attention at one sequence of a study, with the radius of the ball for global bounds.
 
     ``seconds`` is the time of all bounds on this attention and sequence together.
     """
@@ -285,7 +285,7 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """The value of one quantity of the published code at one sequence: a row of ``published.csv``.
+    """A value that the paper's published code gives at one sequence, or the corrected constant beside it.
 
     ``quantity`` is ``corrected``, ``only`` followed by an item, or ``as published``; ``items`` lists the
     items that were used. ``lower`` and ``upper`` are ``None`` if the published power iteration computed the
@@ -340,7 +340,7 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A constant that was measured at some tokens, or an upper bound on all constants in the ball.
+    """A constant measured at tokens of an attack, or an upper bound on the constants at all tokens of a ball.
 
     ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from
     ``lower`` to ``upper``; for the kind ``upper`` it is the bound, which is ``None`` if it overflows.

@@ -30,7 +30,7 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """The progress of one model, text and scope; the scope ``as published`` stands for published values.
+    """The progress of one model, text and scope; ``as published`` stands for the published code's values.
 
     ``planned`` is ``None`` until a run has loaded the model, because its number of layers is not known
     before. ``failed`` counts measurements that are missing and failed when last tried. Published values are

@@ -1,4 +1,4 @@
-"""Draw figures of measurements, attacks and published values from the store. Nothing here measures."""
+"""Draw figures of measurements, attacks, flows and the published code's values. Nothing here measures."""
 
 from __future__ import annotations
 

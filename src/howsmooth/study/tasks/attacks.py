@@ -84,7 +84,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks have in common whose times differ only because of n: the table and the scope."""
+        """What tasks share if their times differ only because of n: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property

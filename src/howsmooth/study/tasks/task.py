@@ -97,7 +97,7 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks have in common whose times differ only because of n, such as table, model and scope."""
+        """What tasks share if their times differ only because of n, such as table, model and scope."""
         return (self.kind.table,)
 
     @property
@@ -164,7 +164,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks have in common whose times differ only because of n: table, model and scope."""
+        """What tasks share if their times differ only because of n: table, model and scope."""
         return self.kind.table, self.model, self.scope
 
     @property
