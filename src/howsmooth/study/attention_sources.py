@@ -80,7 +80,7 @@ class Target:
 
     @property
     def place(self) -> str:
-        """The layer and head of the attention in words."""
+        """The layer and the head of the attention in words."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:

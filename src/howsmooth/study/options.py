@@ -234,7 +234,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """In the ``with`` block, give each ArgumentError the name that the user knows the argument by."""
+    """Rename the argument that each ArgumentError names, from the field to the user's name for the field."""
     try:
         yield
     except ArgumentError as error:
@@ -283,7 +283,7 @@ def whole(least: int, most: int | None = None) -> Kind:
 
 
 def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
-    """Return the kind of option that accepts numbers (with ``positive`` finite and > 0) or some words."""
+    """Return the kind of option that accepts numbers, or only numbers above zero, and the words ``among``."""
     wanted = "a finite number > 0" if positive else "a number"
     wanted += f", or {' or '.join(among)}" if among else ""
 
@@ -312,7 +312,7 @@ def _parsed(written: str) -> float | None:
 
 
 def flag() -> Kind:
-    """Return the kind of option that accepts true or false."""
+    """Return the kind of option that is true or false."""
 
     def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -323,7 +323,7 @@ def flag() -> Kind:
 
 
 def words(*, place: bool = False) -> Kind:
-    """Return the kind of option that accepts non-empty strings; with ``place`` also names of files."""
+    """Return the kind of option that accepts non-empty strings; with ``place`` they may be paths."""
 
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
@@ -334,7 +334,7 @@ def words(*, place: bool = False) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of option that accepts one of ``choices``."""
+    """Return the kind of option that accepts one of the strings ``choices``."""
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
@@ -345,7 +345,7 @@ def choice(*choices: str) -> Kind:
 
 
 def path() -> Kind:
-    """Return the kind of option that accepts paths of files or folders."""
+    """Return the kind of option that accepts the path of a file or a folder."""
     plain = words()
 
     def read(name: str, value: Any) -> Path:
@@ -355,7 +355,7 @@ def path() -> Kind:
 
 
 def size() -> Kind:
-    """Return the kind of option that accepts sizes in bytes, such as ``"8GiB"``."""
+    """Return the kind of option that accepts a size in bytes, such as ``"8GiB"``."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, str):
@@ -369,12 +369,12 @@ def size() -> Kind:
 
 
 def selection() -> Kind:
-    """Return the kind of option that accepts a selection of layers or heads, such as ``"0,6"``, ``"all"``."""
+    """Return the kind of option that accepts a selection of layers or heads, such as ``"0,-1"``."""
     return Kind(str, Ranges.read)
 
 
 def token_counts(least: int = 1) -> Kind:
-    """Return the kind of option that accepts sequence lengths, each at least ``least`` tokens."""
+    """Return the kind of option that accepts lengths of sequences, each at least ``least`` tokens."""
 
     def read(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, Sequence) and not value:
@@ -388,7 +388,7 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of option that accepts a list of values of one kind, with ``once`` all different."""
+    """Return the kind of option that accepts a list of values; with ``once`` no value may be repeated."""
 
     def read(name: str, value: Any) -> tuple[Any, ...]:
         values = [one.read(name, each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -401,7 +401,7 @@ def several(one: Kind, *, once: bool = True) -> Kind:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:
-    """Return the kind of option that accepts some of ``choices``, as "a,b" or as a list, or ``"all"``.
+    """Return the kind of option that accepts some of ``choices``, separated by commas or in a list, or "all".
 
     The field stores a comma-separated string.
 

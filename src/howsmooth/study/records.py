@@ -371,7 +371,7 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
 
 @dataclass(frozen=True)
 class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
-    """Eigenvalues and norms of one head's parameters, and the radius of the ball that its tokens lie in.
+    """Eigenvalues and norms of one head's parameters, and the radius of the ball in which it is attacked.
 
     The gammas are real eigenvalues of A, or ``None`` if A has none (see
     ``howsmooth.study.head_eigenvalues.HeadEigenvalues``).

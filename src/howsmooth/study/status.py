@@ -120,7 +120,7 @@ def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
 
 
 class _Comparison:
-    """A comparison of a plan with the rows of its store: what is done, failed and left."""
+    """The comparison of a plan with its store, which counts planned, done, failed and missing rows."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
@@ -157,7 +157,7 @@ class _Comparison:
         return Part(label, text, scope, len(asked), len(asked & done), failed)
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
-        """Return the keys of the layers and sequences whose published code's values are all in the store."""
+        """Return the (layer, n, sample) whose published values are all in the store."""
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
         wanted = {word.strip() for word in self._plan.as_published.split(",")}

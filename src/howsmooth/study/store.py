@@ -117,7 +117,7 @@ class Store:
         return {} if row is None else dict(json.loads(row[0]))
 
     def check(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Refuse settings other than the settings recorded with the rows in the store.
+        """Refuse settings that differ from the settings of the rows in the store.
 
         Raises
         ------
@@ -275,7 +275,7 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Return the first token of each sequence of a text at which a model was measured, by (n, sample)."""
+        """Return the position in the text of the first token of each measured sequence, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
@@ -358,7 +358,7 @@ class PendingStore:
             self.store.close()
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """If the store exists, refuse settings other than the recorded ones, as :meth:`Store.check` does."""
+        """Refuse settings that differ from the settings of the stored rows, as :meth:`Store.check` does."""
         if self.store is not None:
             self.store.check(self._kind, identity)
 

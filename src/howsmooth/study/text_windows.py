@@ -114,7 +114,7 @@ def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
 
 
 def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
-    """Return the gaps between windows that are placed already, as (first token, number of tokens)."""
+    """Return the gaps between the given windows, as (first token, number of tokens)."""
     gaps = []
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
@@ -175,7 +175,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, in this order, and share out the spare tokens between runs of them."""
+    """Place windows in one gap, in the given order; spare tokens of the gap lie between runs of windows."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

@@ -162,7 +162,7 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
 
 
 def _tick_lengths(lengths: list[int], gap: float) -> list[float]:
-    """Choose lengths for the ticks of an axis so that labels do not overlap; keep the first and the last."""
+    """Choose tick lengths whose labels do not overlap: the first, the last, and lengths that fit between."""
     width = math.log(lengths[-1] / lengths[0]) or 1.0
     chosen = [float(lengths[-1])]
     for n in reversed(lengths[:-1]):

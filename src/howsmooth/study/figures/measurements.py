@@ -270,7 +270,7 @@ def _radius_norm(radii: pd.Series) -> Normalize:
 
 
 def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Return colour limits for radii, at least 2 % apart, so that radii equal up to rounding look alike."""
+    """Return colour limits for the radius, at least 2 % apart: rounding alone must not change the colour."""
     low, high = float(radii.min()), float(radii.max())
     middle = (low + high) / 2
     half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)

@@ -38,7 +38,7 @@ class Frame:
     seconds: float = 0.0
 
     def row(self) -> FrameRow:
-        """Return the frame as a row of the store, with bytes in place of tensors."""
+        """Convert the frame to a row of the store."""
         n, d = self.x.shape
         mean = None if self.mean is None else _bytes(self.mean)
         covariance = None if self.covariance is None else _bytes(self.covariance)
@@ -48,7 +48,7 @@ class Frame:
 
     @classmethod
     def of(cls, row: FrameRow) -> Frame:
-        """Turn a row of the store into a frame, with tensors in place of bytes."""
+        """Convert a row of the store to a frame."""
         return cls(
             row.place,
             row.time,

@@ -249,7 +249,7 @@ def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]], pd.DataFrame]:
-    """Replace the names in some columns by indices; return the names, fit for display, and the table."""
+    """Replace the names in a table by indices; return the lists of names for display, and the table."""
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])

@@ -84,7 +84,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share if their times differ only because of n: the table and the scope."""
+        """The name of the table and the scope: tasks that share both differ in time only because of n."""
         return Attack.table, self.target.scope
 
     @property
@@ -104,7 +104,7 @@ class AttackTask(Task):
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return an error as the failure, to be recorded, of all attacks on this attention at this length."""
+        """Return a failure with one row, which stands for all attacks on this attention at this length."""
         one = self.target
         where = (self.source, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)
@@ -222,7 +222,7 @@ class AttackTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """Tokens that an attack tried, the constant measured there, and the row for the store."""
+    """An input that an attack tried, the constant measured there, and the row of the store for it."""
 
     row: Attack
     value: float

@@ -75,7 +75,7 @@ class BoundsTask(SequenceTask[Key]):
 
 
 def bounds_left(study: OpenStudy) -> Work:
-    """List the tasks for the bounds that the store lacks on measured attentions, from short to long."""
+    """Return the tasks of the bounds that the store does not have, from short sequences to long ones."""
     tasks: list[BoundsTask] = []
     kept = 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):

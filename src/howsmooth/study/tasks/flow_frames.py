@@ -89,7 +89,7 @@ class GrowthTask(_FlowTask):
 
 
 def frames_left(flow: Integration, store: Store) -> Work:
-    """List the task for the frames that a flow's store lacks; no task if the flow has ended."""
+    """Return the task of computing the frames that a store does not have; no task if the flow has ended."""
     kept = count_frames(store) - 1
     missing = len(flow.grid.times) - 1 - kept
     tasks = [FramesTask(flow, store, missing)] if missing and ending(store) is None else []
@@ -97,7 +97,7 @@ def frames_left(flow: Integration, store: Store) -> Work:
 
 
 def growth_left(flow: Integration, store: Store) -> Work:
-    """List the task of measuring how perturbations grow along a flow; no task if it was measured."""
+    """Return the task of measuring the growth of perturbations, if the store does not have it."""
     last = count_frames(store) - 1
     asked = flow.plan.growth and last > 0 and not store.count(GrowthRow)
     tasks = [GrowthTask(flow, store, min(_GROWTHS, last) + 1)] if asked else []

@@ -118,7 +118,7 @@ class Task(ABC):
         """Yield the rows that the store lacks, step by step, computed with this process's loaded models."""
 
     def failed(self, error: Exception) -> Failed:
-        """Return an error as the failure of the whole task, with the row that records it."""
+        """Return a failure with one row, which stands for all missing rows of the task."""
         return Failed([failure_row(error, self.kind, self.model)], error)
 
 
@@ -164,7 +164,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share if their times differ only because of n: table, model and scope."""
+        """The name of the table, the model and the scope: tasks that share them differ in time only by n."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -215,7 +215,7 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return an error as the failure of the task, or of one layer and head, at some samples or at all."""
+        """Return a failure of the whole task, or of one layer and head, at some samples or at all."""
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed(
             [failure_row(error, self.kind, *where, sample) for sample in samples or self.starts], error
