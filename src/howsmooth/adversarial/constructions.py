@@ -1,4 +1,4 @@
-"""Inputs with a provably large local constant: the paper's two clusters, and two more constructions.
+"""Inputs with a provably large local Lipschitz constant: the paper's two clusters, and two other kinds.
 
 Every input has its heavy tokens first. Causal attention needs this order, and for unmasked attention the
 order is irrelevant. ``howsmooth.bounds`` evaluates the theorems that give lower bounds at the same tokens.
@@ -225,7 +225,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Give:
-    """A function that makes a Construction from witness points, with the attention's dtype and device."""
+    """A function that makes a Construction from a Witness, in the attention's dtype and on its device."""
 
     def __init__(self, attention: object, head: int) -> None:
         f = _map_of(attention)
