@@ -208,7 +208,7 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at one heavy token and copies of a light token, for any matrix A.
+    """Bound Lip(f on B_R^n) from below at one much attended ("heavy") token and copies of a light token.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z = Ry/|y|, y = Aw + b, and w is sought
     by local ascent in the ball of radius R; every w gives a valid bound. p is the weight of z. Without bias
@@ -502,7 +502,7 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Return the logarithm of √(2Σp²) sinθ |y| R |Vv|, for exactly equal scores of the two heavy tokens.
+    """Return the log of the formula of :func:`two_heavy_tokens_lower_bound` for exactly equal scores.
 
     At huge radii rounding makes the two scores differ, so that the norm of the heavy columns is smaller.
     """
@@ -524,13 +524,13 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the pair of tokens for γ_max and the pair for γ_min; empty if A has no real eigenvalue."""
+    """Return Proposition 3.4's two tokens for the eigenvalues γ_max and γ_min of A; empty if none is real."""
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a lower bound on the norm of the n × n Cesàro matrix, close to the norm.
+    """Return a lower bound, close to the norm, on the norm of the Cesàro matrix of means of first entries.
 
     For large n the power method is used: each ratio |Px|/|x| is a lower bound.
     """

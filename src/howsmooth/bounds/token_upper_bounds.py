@@ -288,7 +288,7 @@ def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d
 
 
 def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
-    """Return ‖leftᵀ right‖, from triangular QR factors if the matrices have few rows."""
+    """Return the spectral norm of leftᵀ right, from triangular QR factors if the matrices have few rows."""
     m = len(left)
     if m < min(left.shape[1], right.shape[1]):
         left = torch.linalg.qr(left.mT, mode="r").R.mT
