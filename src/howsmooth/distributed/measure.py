@@ -136,7 +136,7 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Do the work of :func:`local_lipschitz` with any implementation of the collective operations."""
+    """Do what :func:`local_lipschitz` does, with any implementation of the collective operations."""
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
