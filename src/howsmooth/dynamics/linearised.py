@@ -173,9 +173,9 @@ class LinearisedFlow:
         operator = StepJacobian(self.stages(i), self.tableau, one.length)
         if not isinstance(self.system.field, Sphere):
             return operator
-        projection = ProjectionJacobian(one.before_projection[None], radius=self.system.field.radius)
+        after = ProjectionJacobian(one.before_projection[None], radius=self.system.field.radius)
         # ``points[0]`` is the start of the step, because the first stage of every method is there.
-        return ComposedJacobian(projection, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
+        return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
         """Return the Jacobian of the flow map from the first time to time number ``frame`` >= 1."""
