@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """How :func:`howsmooth.local_lipschitz` would measure one sequence.
+    """How :func:`howsmooth.local_lipschitz` would measure one sequence: with kept probabilities or not.
 
     Attributes
     ----------

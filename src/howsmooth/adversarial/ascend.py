@@ -453,7 +453,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis (d, r) of the rows of all query, key and value matrices; None if no use.
+    """Return a basis (d, r) of all rows of the query, key and value matrices; None where it would not help.
 
     f depends on X B only, and X B Bᵀ is no longer than X, so a search over X B in a ball about zero loses
     no inputs. None means that the matrices have at least d rows, that f is not attention, or that the

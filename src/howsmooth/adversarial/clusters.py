@@ -168,7 +168,7 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the problem for a batch of multiplicities of atoms, which must be equal if f is causal."""
+        """Return the fixed data of a search for a batch of multiplicities, equal ones if f is causal."""
         m = torch.tensor(counts, dtype=torch.float64, device=f.device)
         batch, c = m.shape
         if not f.causal:

@@ -86,7 +86,7 @@ class Ball(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius R."""
+        """The radius R of the ball that contains every token."""
         return self._radius
 
     def describe(self) -> str:
@@ -94,7 +94,7 @@ class Ball(Domain):
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return u with every token of norm above R scaled down to norm R."""
+        """Return tokens u with every token of norm above R scaled down to norm R."""
         return _shrink(u, self.radius)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
@@ -131,7 +131,7 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius 1 of the unit ball that contains u."""
+        """The radius 1 of the unit ball that contains the coordinates u of every token."""
         return 1.0
 
     def describe(self) -> str:
@@ -139,17 +139,17 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates u of tokens x; entries with zero gain get u = 0."""
+        """Return the coordinates u of tokens x = β + √d γ∘u; entries with γ = 0 get u = 0."""
         # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the tokens β + √d γ∘u."""
+        """Return the tokens β + √d γ∘u with coordinates u."""
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient √d γ∘gradient with respect to u, centred for LayerNorm."""
+        """Return √d γ∘gradient, the gradient with respect to the coordinates u, centred for LayerNorm."""
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class Around(Domain):
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return u moved towards X0 where its distance from X0 is more than the radius."""
+        """Return tokens u moved towards X0 where their distance from X0 is more than the radius."""
         centre = self.X0.to(u)
         difference = u - centre
         if self.per_token:

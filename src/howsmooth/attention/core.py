@@ -83,7 +83,7 @@ class ScoreFeatures:
     seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether any modification is set."""
+        """Return whether any modification of the scores is set."""
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:

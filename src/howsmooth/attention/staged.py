@@ -162,7 +162,7 @@ class SoftmaxCore:
         return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
-        """Return the core of head ``h`` alone, for queries, keys and values of one head."""
+        """Return the softmax of head ``h`` alone, a function of the queries, keys and values of one head."""
 
         def pick(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
@@ -180,7 +180,7 @@ class SoftmaxCore:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
-        """Return the core with its tensors converted to another dtype or device."""
+        """Return the softmax with its tensors converted to another dtype or device."""
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
@@ -365,7 +365,7 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if there is a weighting, since this map does not act on measures."""
+        """Raise ArgumentError if tokens are atoms of a measure (``weighting``), where this map cannot act."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",

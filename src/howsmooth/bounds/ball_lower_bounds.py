@@ -296,7 +296,7 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at two heavy tokens of equal score and copies of a light token.
+    """Bound Lip(f on B_R^n) from below at two equally attended heavy tokens and copies of a light token.
 
     The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
     n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and
@@ -341,7 +341,7 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below at two heavy tokens of equal score.
+    """Bound Lip(f^m on B_R^n) of causal attention from below at two equally attended heavy tokens.
 
     The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
     √(2Σ_{i=3}^n p_i²) sinθ |y| R

@@ -145,7 +145,7 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by Theorem A, which is sharper than Theorem 3.3 and allows a query bias.
+    """Bound Lip(f on B_R^n) by howsmooth's Theorem A, sharper than Theorem 3.3 and with a query bias allowed.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
     :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
@@ -309,7 +309,7 @@ def no_query_bias(head: Head) -> Hypothesis:
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper bound whose logarithm is rounded up by a few ulps, for logarithms with many digits."""
+    """Return an upper Bound from the logarithm of its formula, after rounding that up by a few ulps."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)

@@ -137,7 +137,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
 
 def causal_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) of one head with a causal mask by Theorem A, which is sharper than Theorem 4.3.
+    """Bound Lip(f^m on B_R^n) of one head with a causal mask by howsmooth's Theorem A.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
     a₃ = (‖A‖R + |b|)R, the function h* of :func:`row_norm_maximum`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
@@ -177,7 +177,7 @@ def causal_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def masked_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of one head with any mask by Theorem A.
+    """Bound Lip(f on B_R^n) of one head with any mask by howsmooth's Theorem A.
 
     The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
     that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`causal_ball_upper_bound`. Without a mask

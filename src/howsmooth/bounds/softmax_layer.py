@@ -47,7 +47,7 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball by Theorem A for several heads.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball, as Theorem A does for one head.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
@@ -173,13 +173,13 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖² if ‖F_h‖ <= c_h; :meth:`together` takes the smaller."""
+        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h."""
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices with ‖F_h‖ <= c_h."""
+        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h."""
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
@@ -210,7 +210,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Return whether all heads have the same known mask, which the second bound of a layer requires."""
+    """Return whether all heads have the same known mask, which a bound of :func:`softmax_layer` requires."""
     return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
 
 
@@ -218,7 +218,7 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Return, for each kind of row, whether it may see several keys."""
+    """Return, for each kind of row in ``rows``, whether such a row may see several keys."""
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 

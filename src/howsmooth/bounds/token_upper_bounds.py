@@ -283,7 +283,7 @@ def _at(attention: object, X: object, name: str) -> _At:
 
 
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the rows Aᵀ x_i."""
+    """Return the rows Aᵀ x_i of a head for tokens x_i."""
     return (x @ head.left) @ head.right
 
 

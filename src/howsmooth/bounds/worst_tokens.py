@@ -62,7 +62,7 @@ class OneHeavyToken(Witness):
 
 
 class Tie(Witness):
-    """A sequence of two heavy tokens, whose scores with a light token are equal, and copies of the latter."""
+    """A sequence of two heavy tokens that a light token attends to equally, and copies of the light token."""
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
@@ -148,7 +148,7 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
 
 
 def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Return sequences with two heavy tokens of equal score that give a large lower bound, best first.
+    """Return sequences with two equally attended heavy tokens that give a large lower bound, best first.
 
     The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv|
     with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over

@@ -52,7 +52,7 @@ class Plan:
         return self.method in ADAPTIVE
 
     def refined(self) -> Plan:
-        """Return the plan with half the step, or with a tenth of the tolerances."""
+        """Return a more accurate plan: with half the step, or with a tenth of the tolerances."""
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)

@@ -131,7 +131,7 @@ class LinearisedFlow:
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at the stages of step ``i``."""
+        """Return the Jacobians of the velocity at the Runge–Kutta stages of step ``i``."""
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field
@@ -146,7 +146,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians whose norms bound the growth in step ``i``: of the velocity at its stages.
+        """Return the Jacobians of the velocity at the stages of step ``i``; on a sphere, of its tangent part.
 
         On a sphere they are projected onto the tangent spaces.
         """
@@ -168,7 +168,7 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of step ``i``."""
+        """Return the Jacobian of the map that step ``i`` computes."""
         one = self.steps[i]
         operator = StepJacobian(self.stages(i), self.tableau, one.length)
         if not isinstance(self.system.field, Sphere):

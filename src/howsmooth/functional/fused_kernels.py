@@ -114,7 +114,7 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return this program's head, and the first row (or key) of its block.
+    """Return this Triton program's head, and the first row (or key) of its block.
 
     With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
     """
@@ -281,7 +281,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of the first tile of keys, (1, WIDTH), which is near the common part of all keys."""
+    """Return the mean of the first tile of keys, (1, WIDTH), an estimate of what all keys have in common."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 
@@ -400,7 +400,7 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the queries' cotangents in one block of rows; ``moved`` is that of ⟨u, O⟩."""
+    """Write the tangents of the queries' cotangents in one block of rows; ``moved`` is d⟨u, O⟩."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -456,7 +456,7 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the cotangents of one block of keys and values; ``moved`` is that of ⟨u, O⟩."""
+    """Write the tangents of the cotangents of one block of keys and values; ``moved`` is d⟨u, O⟩."""
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     dks = _load(dk + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)

@@ -196,7 +196,7 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return ``at`` with its products in Triton kernels if there are kernels for it, else ``at`` itself.
+    """Return the streamed derivative ``at`` with its products in Triton kernels, if these exist for it.
 
     The kernels get as few parts as keep the relative rounding error within ``allowance``; if three parts do
     not, ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at``
@@ -206,7 +206,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return what :func:`fused` returns for ``at`` on a device with kernels, without looking for one."""
+    """Return the derivative in Triton kernels within the error ``allowance``, or ``at``; nothing is run."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

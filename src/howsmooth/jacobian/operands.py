@@ -55,7 +55,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands of given unscaled queries, keys and values; keys and values are centred."""
+        """Return the operands from unscaled queries, and from keys and values that are then centred."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -64,7 +64,7 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Return the operands of the attention layer ``f`` at tokens ``x``."""
+        """Return the operands of the attention layer ``f`` at tokens ``x``: its queries, keys and values."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)

@@ -167,7 +167,7 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Error bounds for queries, keys or values, and for the map from tangents of tokens to tangents of them.
+    """Error bounds for queries, keys or values, and for the linear map from tangents of tokens to theirs.
 
     Parameters
     ----------

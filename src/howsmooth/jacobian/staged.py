@@ -77,7 +77,7 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a layer at one sequence.
+    """The Jacobian of a layer of attention in stages at one sequence.
 
     Parameters
     ----------

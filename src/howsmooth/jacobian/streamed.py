@@ -349,7 +349,7 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return one piece's summand of dO: the sum over the keys of the piece."""
+        """Return one piece's summand of the tangent dO: the sum over the keys of the piece."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -475,7 +475,7 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j and the sinks' probabilities of a block's rows.
+        """Compute log Σ_j e^{S_ij}, averages of ``table`` under P, and sink probabilities for a block's rows.
 
         ``table`` has the rows t_j. The results are written to the block's part of ``lse``, ``averages`` and
         ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.

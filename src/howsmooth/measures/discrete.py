@@ -171,7 +171,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure with coinciding atoms merged into one atom, whose weight is their sum.
+        """Return the measure with coinciding atoms merged into one atom, which has the sum of their weights.
 
         Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
         are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the

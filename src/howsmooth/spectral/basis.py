@@ -111,7 +111,7 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from z its projection on the first ``count`` rows; if ``more``, only where that is True."""
+        """Subtract from z its projection on the first ``count`` rows, where ``more`` is True or None."""
         if not count:
             return
         some = pieces(z.shape[1], z.device)

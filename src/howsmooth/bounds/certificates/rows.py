@@ -29,7 +29,7 @@ _POWER_STEPS = 5
 
 
 def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by Theorem R, including all rounding.
+    """Bound ‖D_X f‖ of one head at given tokens by howsmooth's Theorem R, including all rounding.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
     B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a

@@ -42,7 +42,7 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Return weights q of the tokens for which ν is small, Theorem N's bound on the part with moving keys.
+    """Return weights q_j of the tokens that make ν of :func:`moving_keys_norm` small.
 
     The iteration is q ← √(q Φ(q)) for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ).
     Eigenvalues are estimated by power steps, which need products with P but no matrix for every row.
