@@ -127,7 +127,7 @@ class _Group:
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Yield batches of member numbers, given members (n_i, d), from short to long.
+    """Yield batches of sequences (n_i, d), as lists of their numbers, from short to long sequences.
 
     Each batch is a list of lists: the members of an inner list are padded to one length.
     """

@@ -87,7 +87,7 @@ class ScoreFeatures:
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the features for one block of scores: the given leading indices, heads, rows and keys."""
+        """Return the score features for one block of scores: given leading indices, heads, rows and keys."""
         place = (lead, heads, rows, keys)
         sinks = None if self.sinks is None else self.sinks[heads]
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))

@@ -146,7 +146,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the SelfAttention of a site; raise ArgumentError if the map of the site is another one."""
+    """Return the SelfAttention of a captured site; raise ArgumentError if the site has another map."""
     if isinstance(site.map, SelfAttention):
         return site.map
     require_formula(site.map, "absorbed parameters")

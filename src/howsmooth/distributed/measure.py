@@ -191,7 +191,7 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Solve in float32 and check the result with float64 products; solve in float64 if the check fails."""
+    """Solve for ‖J‖ in float32 and check by float64 products; solve in float64 if the check fails."""
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()

@@ -266,7 +266,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Compute the leading singular triplet of the flow map up to each time after the first."""
+    """Return the leading singular triplet of the flow map's Jacobian up to each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -280,7 +280,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Return the integral of the velocity's local constant over step ``i``, by the method's quadrature.
+    """Return the integral of the velocity's local Lipschitz constant over step ``i``, by quadrature.
 
     The random starts of the stages have the numbers after ``index``.
     """

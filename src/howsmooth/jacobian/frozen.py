@@ -33,7 +33,7 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivatives D Γ_μ(x_i) of all atoms in their order, one block of atoms at a time.
+    """Yield the derivatives D Γ_μ(x_i) at all atoms x_i of a fixed measure μ, one block of atoms at a time.
 
     Parameters
     ----------

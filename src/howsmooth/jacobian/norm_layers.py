@@ -95,7 +95,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Apply (√d/s)(H − h hᵀ/s²), the norm layer's Jacobian without its gain Γ, which is symmetric."""
+        """Apply the symmetric matrix (√d/s)(H − h hᵀ/s²), the norm layer's Jacobian without its gain Γ."""
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))

@@ -77,7 +77,7 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a layer of attention in stages at one sequence.
+    """The Jacobian at one sequence of an attention layer given in stages.
 
     Parameters
     ----------

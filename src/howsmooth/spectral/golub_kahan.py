@@ -241,7 +241,7 @@ def _tridiagonal(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the leading left and right singular vectors of B; the left one is zero if B is."""
+    """Return the leading left and right singular vectors of a bidiagonal B; the left one is zero if B is."""
     unit, last = max(alphas.max(), betas[:-1].max(initial=0.0)) or 1.0, len(alphas) - 1
     alphas, betas = alphas / unit, betas / unit
     _, vectors = linalg.eigh_tridiagonal(*_tridiagonal(alphas, betas), select="i", select_range=(last, last))
