@@ -143,7 +143,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
+        """Return the tangents of the cotangents that :meth:`adjoint` returns; ``du`` is u's tangent, None for 0."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.

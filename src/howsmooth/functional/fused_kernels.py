@@ -268,7 +268,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error that rounding D∘G, the cotangent of q kᵀ, to ``dtype`` causes in its row sums.
+    """Return the error that rounding D∘G, the cotangent of scale · q kᵀ, to ``dtype`` causes in its row sums.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.
@@ -374,7 +374,7 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return P and its tangent dP, and D∘G, the cotangent of q kᵀ, and its tangent, for one tile.
+    """Return, for one tile, P, its tangent dP, the cotangent D∘G of scale · q kᵀ, and the tangent of D∘G.
 
     ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its tangent.
     """
