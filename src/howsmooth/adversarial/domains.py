@@ -41,7 +41,7 @@ class Domain(abc.ABC):
         """Return random tokens in the domain, float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates, in which the domain consists of balls, of tokens x (..., n, d)."""
+        """Return the coordinates u of tokens x (..., n, d), in which the domain consists of balls."""
         return x
 
     def tokens(self, u: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the cotangents that :meth:`adjoint` returns; ``du`` is u's tangent, None for 0."""
+        """Return the tangents of the cotangents of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
@@ -234,7 +234,7 @@ def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner product of ``u`` and ``of_queries`` in each row, (lead, kv_heads, group, m, 1)."""
+    """Return the inner products of the rows of ``u`` and ``of_queries``, (lead, kv_heads, group, m, 1)."""
     common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
     return common[..., None]
 

@@ -183,7 +183,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobians of a float64 map at float64 tokens, one in the dtype of each entry of ``made``.
+    """Return Jacobians of a float64 map at float64 tokens, one for the dtype of each :class:`Projections`.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

@@ -206,7 +206,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative in Triton kernels within the error ``allowance``, or ``at``; nothing is run."""
+    """Return ``at`` with products in Triton kernels if their error is within ``allowance``, else ``at``."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.
