@@ -143,7 +143,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the cotangents of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
+        """Return the tangents of the cotangents of :meth:`adjoint`; ``du`` is u's tangent or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
