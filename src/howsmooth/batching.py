@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """How :func:`howsmooth.local_lipschitz` would measure one sequence.
+    """How :func:`howsmooth.local_lipschitz` would measure one sequence: with kept probabilities or not.
 
     Attributes
     ----------
@@ -96,18 +96,21 @@ def footprint(
 
 
 @dataclass(frozen=True)
-class _Lot:
-    """Members of a batch that are padded to one length, the length of the last and longest member."""
+class _Group:
+    """Members of a batch that are padded with zeros to one length, that of the longest one."""
 
     count: int = 0
     probabilities: int = 0  # bytes of the last member's probabilities
     basis: int = 0  # bytes of the last member's Krylov basis
     own: int = 0  # bytes of all members without padding
-    members: list[int] = field(default_factory=list)  # the same list object as in the next larger lot
+    members: list[int] = field(default_factory=list)  # the same list object as in the next larger group
 
-    def with_one(self, probabilities: int, basis: int) -> _Lot:
-        """Return the lot with one more member; the caller appends the member's number to ``members``."""
-        return _Lot(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
+    def with_member(self, probabilities: int, basis: int) -> _Group:
+        """Return these members with one more, from the bytes of its probabilities and of its Krylov basis.
+
+        The caller appends the member's number to ``members``.
+        """
+        return _Group(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
 
     @property
     def all_probabilities(self) -> int:
@@ -119,12 +122,12 @@ class _Lot:
 
     @property
     def filled(self) -> int:
-        """Bytes of padding."""
+        """Bytes that padding adds to the probabilities and Krylov bases of these members."""
         return self.all_probabilities + self.all_bases - self.own
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Yield batches of member numbers, given members (n_i, d), from short to long.
+    """Yield batches of sequences (n_i, d), as lists of their numbers, from short to long sequences.
 
     Each batch is a list of lists: the members of an inner list are padded to one length.
     """
@@ -132,36 +135,36 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
     on_cpu = device.type == "cpu"
     most_basis = _BASIS_BYTES if on_cpu else max(_BASIS_BYTES, int(_BASIS_SHARE * budget))
     most_filled = _FILLED_BYTES.get(device.type, _FILLED_ELSEWHERE)
-    lots: list[_Lot] = []
+    groups: list[_Group] = []
     for i in sorted(range(len(members)), key=lambda i: members[i].shape[0]):
         if runs_members_alone(double) or is_streamed(double, members[i][None], budget):
-            if lots:
-                yield [lot.members for lot in lots]
+            if groups:
+                yield [group.members for group in groups]
             yield [[i]]
-            lots = []
+            groups = []
             continue
         n, dtype = members[i].shape[0], members[i].dtype
         basis = n * (double.d + double.d_out) * dtype.itemsize * _EXPECTED_STEPS
         one = cached_bytes(double, n, dtype), basis
-        longer = _with_one(lots, one, most_filled)
+        longer = _with_member(groups, one, most_filled)
         full = (
-            sum(lot.all_probabilities for lot in longer) > budget
-            or sum(lot.all_bases for lot in longer) > most_basis
+            sum(group.all_probabilities for group in longer) > budget
+            or sum(group.all_bases for group in longer) > most_basis
         )
-        if lots and full:
-            yield [lot.members for lot in lots]
-            longer = _with_one([], one, most_filled)
-        lots = longer
-        lots[-1].members.append(i)
-    if lots:
-        yield [lot.members for lot in lots]
+        if groups and full:
+            yield [group.members for group in groups]
+            longer = _with_member([], one, most_filled)
+        groups = longer
+        groups[-1].members.append(i)
+    if groups:
+        yield [group.members for group in groups]
 
 
-def _with_one(lots: list[_Lot], one: tuple[int, int], most_filled: int) -> list[_Lot]:
-    """Return the lots with one more member, which joins the last lot if that takes little padding."""
-    if lots and (joined := lots[-1].with_one(*one)).filled <= most_filled:
-        return [*lots[:-1], joined]  # the padding is small enough
-    return [*lots, _Lot().with_one(*one)]
+def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
+    """Return ``groups`` with one more member, which joins the last group if that adds little padding."""
+    if groups and (joined := groups[-1].with_member(*one)).filled <= most_filled:
+        return [*groups[:-1], joined]  # the padding is small enough
+    return [*groups, _Group().with_member(*one)]
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
@@ -174,7 +177,7 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return how many bytes of the budget remain for the Krylov basis of one streamed member of x.
+    """Return how many bytes of the budget remain for the Krylov basis, if probabilities are recomputed.
 
     Raises
     ------
@@ -196,7 +199,7 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
 
 
 def beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Return the bytes that one member needs besides the basis, in the dtype of x.
+    """Return the bytes that one member of x needs in addition to the Krylov basis, in the dtype of x.
 
     They hold the member's operator, five vectors of the solver, and the tokens.
     """
@@ -207,12 +210,12 @@ def beside_the_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Return the bytes of the smallest basis that is worth trying, for one member of x."""
+    """Return the bytes of the smallest Krylov basis that is worth trying, for one member of x."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Return the least bytes with which one member can be streamed.
+    """Return the least bytes with which one member can be measured without keeping its probabilities.
 
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """

@@ -82,7 +82,7 @@ def _free_in_system() -> int:
 
 
 def _free_in_control_group() -> int | None:
-    """Return how many bytes the container's limit leaves, or None if no limit is known."""
+    """Return how many bytes the container's memory limit leaves free; None if no limit is known."""
     # The first row names the files of control groups version 2, the second those of version 1.
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),

@@ -18,7 +18,7 @@ _fitted: dict[object, int] = {}
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and keys of the tiles of a kernel, and its numbers of warps and of pipeline stages."""
+    """Numbers of rows and of keys in a kernel's tiles, and its numbers of warps and of pipeline stages."""
 
     rows: int
     keys: int
@@ -27,7 +27,7 @@ class Tile:
 
 
 def padded_width(key_dim: int, value_dim: int) -> int:
-    """Return the padded number of columns of all operands: a power of two, at least 16."""
+    """Return the number of columns to which a kernel pads its operands: a power of two, at least 16."""
     return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 

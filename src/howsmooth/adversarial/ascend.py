@@ -226,7 +226,7 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the ascent and return the best tokens and the name of their start."""
+        """Run the ascent; return the tokens with the largest constant, and the name of their start."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -291,7 +291,7 @@ class _Climb:
         return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
 
     def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
-        """Return the gradient of log σ in the domain's coordinates at ``u``.
+        """Return the gradient of log ‖D_X f‖₂ with respect to the domain's coordinates, at coordinates ``u``.
 
         The estimates of the members of ``u`` are the rows ``rows`` of ``found``.
         """
@@ -310,7 +310,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the part of the gradient that projection onto the domain keeps, with long rows shortened.
+        """Return the ascent direction: the gradient projected to stay in the domain, long rows shortened.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -362,7 +362,7 @@ def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) ->
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide each member by the norm of its longest token; members that are zero stay zero."""
+    """Divide each sequence of a batch by the norm of its longest token; zero sequences stay zero."""
     top = torch.linalg.vector_norm(x, dim=-1).amax(dim=-1)[:, None, None]
     return x / torch.where(top > 0, top, 1.0)
 
@@ -453,7 +453,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis (d, r) of the row space of all query, key and value matrices, or None.
+    """Return a basis (d, r) of all rows of the query, key and value matrices; None where it would not help.
 
     f depends on X B only, and X B Bᵀ is no longer than X, so a search over X B in a ball about zero loses
     no inputs. None means that the matrices have at least d rows, that f is not attention, or that the
@@ -469,7 +469,7 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Return the map on coordinates X B, that is X ↦ f(X Bᵀ), whose Jacobian has the same norm."""
+    """Return X ↦ f(X Bᵀ) for the basis B, whose Jacobian has the same norm as that of f; f if B is None."""
     if basis is None:
         return f
     assert isinstance(f, SelfAttention)

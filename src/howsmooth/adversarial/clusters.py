@@ -1,4 +1,4 @@
-"""Search among inputs that consist of few distinct tokens ("atoms"), each repeated many times.
+"""Search for worst inputs among those that consist of few distinct tokens ("atoms"), some repeated often.
 
 The cost of evaluating such an input does not depend on its length. If atoms x_1..x_c occur with
 multiplicities m, then ‖D_X f‖ is at least the norm of a c × c block matrix (documentation page "Worst
@@ -31,7 +31,7 @@ _GROUPS = 48
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Distinct tokens with their multiplicities; in a causal sequence the last one is the light token.
+    """Few distinct tokens (atoms) with the number of copies of each, which stand for a long sequence.
 
     A heavy token occurs once or a few times and attracts much attention; a light token is repeated many
     times.
@@ -63,7 +63,7 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of a search among few atoms.
+    """The result of :func:`search_atoms`: the atoms found, the value of ‖D_X f‖ at each, and the history.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class AtomSearch:
 
 
 def can_search_atoms(f: object, domain: Domain) -> bool:
-    """Tell whether the formula for few atoms holds for ``f`` and the domain contains such inputs."""
+    """Tell whether :func:`search_atoms` supports ``f`` (plain or causal softmax attention) and the domain."""
     return (
         isinstance(f, SelfAttention)
         and f.rotary is None
@@ -103,7 +103,7 @@ def search_atoms(
     steps: int,
     generator: torch.Generator,
 ) -> AtomSearch:
-    """Increase the lower limit over atoms, first with long steps from random atoms, then with short steps.
+    """Search for atoms where ‖D_X f‖ is large, with long steps from random atoms, then with short steps.
 
     The short steps start from the best quarter of the atoms that the long steps found, and from ``starts``,
     because long steps would move away from a good start. Restarts with the same number of atoms form a
@@ -154,13 +154,11 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The data of a search that do not change: groups of rows, what each group sees, and weights.
+    """What stays fixed in a search over atoms: how often each row sees each atom, and the Jacobian's weights.
 
     ``row_atom`` says which atom each row belongs to. ``log_counts`` has the logarithm of how often each row
     sees each atom. The weights scale rows and columns of the Jacobian. All but ``row_atom`` have a leading
     axis for the members.
-
-    All but the first have a leading axis for the members.
     """
 
     row_atom: Int[Tensor, " rows"]
@@ -170,7 +168,7 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the problem of members with equally many atoms, and equal multiplicities if f is causal."""
+        """Return the fixed data of a search for a batch of multiplicities, equal ones if f is causal."""
         m = torch.tensor(counts, dtype=torch.float64, device=f.device)
         batch, c = m.shape
         if not f.causal:
@@ -201,7 +199,7 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩ for each member, where J is the weighted Jacobian of the problem.
+    """Return ⟨u, J v⟩ for each member, J the Jacobian of ``f`` at atoms x with the weights of ``problem``.
 
     Shapes are x and v (batch, c, d), u (batch, rows, d_out).
     """
@@ -241,7 +239,7 @@ def _raise(
     rate: float,
     generator: torch.Generator,
 ) -> _Raised:
-    """Improve the atoms by Adam on their coordinates, with one power step for u and v in each step."""
+    """Move atoms to larger ‖J‖ by Adam, with one power step for the singular vectors u and v in each step."""
     batch, c, d = points.shape
 
     def noise(*shape: int) -> Tensor:
@@ -297,7 +295,7 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Return random atoms: a few heavy ones, each once or twice, and one to three light ones."""
+    """Return ``restarts`` sets of random atoms in the domain, with multiplicities from :func:`_patterns`."""
     found = []
     for i in range(restarts):
         patterns = [p for p in _patterns(length, causal=f.causal) if all(count >= 1 for count in p)]
@@ -309,7 +307,7 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return the multiplicities that the search tries; the heavy atoms come first."""
+    """Return lists of multiplicities with sum n that the search tries; atoms with few copies come first."""
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]
     if causal:

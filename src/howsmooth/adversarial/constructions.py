@@ -1,4 +1,4 @@
-"""Inputs with a provably large local constant: the paper's two clusters, and two more constructions.
+"""Inputs with a provably large local Lipschitz constant: the paper's two clusters, and two other kinds.
 
 Every input has its heavy tokens first. Causal attention needs this order, and for unmasked attention the
 order is irrelevant. ``howsmooth.bounds`` evaluates the theorems that give lower bounds at the same tokens.
@@ -57,7 +57,7 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the paper's two clusters: one token Ru and n − 1 tokens Ru/2, or one Ru and n − 1 tokens −Ru.
+    """Return the paper's two clusters on an eigenvector u of A: Ru and n − 1 copies of Ru/2, or of −Ru.
 
     In the first case u is a unit eigenvector of A for its largest real eigenvalue γ_max, in the second case
     for its smallest real eigenvalue γ_min.
@@ -110,7 +110,7 @@ def two_cluster(
 
 
 def heavy_token(attention: object, length: int, radius: float, head: int = 0) -> Construction:
-    """Return one token R y/|y| and copies of a token w, where y = Aw + b, for any matrix A.
+    """Return one token R y/|y| and copies of w, where y = Aw + b, for a head with scores ⟨A x_i + b, x_j⟩.
 
     w maximises the gap of scores R|y| − ⟨y, w⟩. A needs no real eigenvalue.
 
@@ -142,7 +142,7 @@ def heavy_token(attention: object, length: int, radius: float, head: int = 0) ->
 
 
 def two_heavy_tokens(attention: object, length: int, radius: float, head: int = 0) -> Construction:
-    """Return two heavy tokens R(cosθ ŷ ± sinθ v) and copies of a token w whose scores for them are equal.
+    """Return two tokens R(cosθ ŷ ± sinθ v) and copies of a token w, which attends to both equally.
 
     Here y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that were tried, the result takes those with the
     largest certified lower bound under the attention's masking.
@@ -225,7 +225,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Give:
-    """A function that makes a Construction from witness points, with the attention's dtype and device."""
+    """A function that makes a Construction from a Witness, in the attention's dtype and on its device."""
 
     def __init__(self, attention: object, head: int) -> None:
         f = _map_of(attention)

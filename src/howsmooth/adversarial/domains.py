@@ -21,12 +21,12 @@ __all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
 
 
 class Domain(abc.ABC):
-    """A set of token sequences."""
+    """A set of token sequences in which worst inputs are searched, described by coordinates of the tokens."""
 
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """Radius of the domain's balls, in coordinates."""
+        """Radius of the balls that bound the coordinates of the tokens."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -34,14 +34,14 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the coordinates in the domain that are nearest to u."""
+        """Return the coordinates in the domain that are nearest to the coordinates u."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
         """Return random tokens in the domain, float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates of tokens x (..., n, d)."""
+        """Return the coordinates u of tokens x (..., n, d), in which the domain consists of balls."""
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Domain(abc.ABC):
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
-        """Tell whether tokens X lie in the domain, up to ``tol`` times its size."""
+        """Tell whether tokens X lie in the domain, up to ``tol`` times their largest entry or the radius."""
         x = X.detach().double()
         size = max(float(x.abs().max()), self.radius)
         return bool(((self.project(x) - x).abs() <= tol * size).all())
@@ -86,7 +86,7 @@ class Ball(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius R."""
+        """The radius R of the ball that contains every token."""
         return self._radius
 
     def describe(self) -> str:
@@ -94,7 +94,7 @@ class Ball(Domain):
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return u with every token of norm above R scaled down to norm R."""
+        """Return tokens u with every token of norm above R scaled down to norm R."""
         return _shrink(u, self.radius)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
@@ -131,7 +131,7 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius 1 of the unit ball that contains u."""
+        """The radius 1 of the unit ball that contains the coordinates u of every token."""
         return 1.0
 
     def describe(self) -> str:
@@ -139,21 +139,21 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates u of tokens x; entries with zero gain get u = 0."""
+        """Return the coordinates u of tokens x = β + √d γ∘u; entries with γ = 0 get u = 0."""
         # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the tokens β + √d γ∘u."""
+        """Return the tokens β + √d γ∘u with coordinates u."""
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient √d γ∘gradient with respect to u, centred for LayerNorm."""
+        """Return √d γ∘gradient, the gradient with respect to the coordinates u, centred for LayerNorm."""
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return u inside the unit ball (on its surface if ε = 0), centred for LayerNorm."""
+        """Return coordinates u moved into the unit ball (to its surface if ε = 0), centred for LayerNorm."""
         u = self._centred(u)
         if self.norm.eps > 0:
             return _shrink(u, 1.0)
@@ -163,7 +163,7 @@ class Ellipsoid(Domain):
         return on_surface
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens with |u| = 1."""
+        """Return random tokens β + √d γ∘u with |u| = 1."""
         u = self._centred(torch.randn(n, d, generator=generator, dtype=torch.float64))
         u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
         return self.tokens(self.project_coordinates(u))
@@ -176,7 +176,7 @@ class Ellipsoid(Domain):
 
 
 class Around(Domain):
-    """The set of tokens near given tokens X0.
+    """The set of tokens X at most a given distance away from given tokens X0.
 
     X belongs to it if |X − X0| <= radius in the Frobenius norm or, with ``per_token``, if |x_i − x0_i| <=
     radius for each token i.
@@ -211,7 +211,7 @@ class Around(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius of the ball."""
+        """The largest distance from X0."""
         return self._radius
 
     def describe(self) -> str:
@@ -221,7 +221,7 @@ class Around(Domain):
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return u with its difference from X0 scaled down where it is longer than the radius."""
+        """Return tokens u moved towards X0 where their distance from X0 is more than the radius."""
         centre = self.X0.to(u)
         difference = u - centre
         if self.per_token:
@@ -229,7 +229,7 @@ class Around(Domain):
         return centre + _shrink(difference.flatten(-2), self.radius).reshape(u.shape)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return tokens at distance ``radius`` in random directions."""
+        """Return tokens at distance ``radius`` from X0, in random directions."""
         if (n, d) != tuple(self.X0.shape):
             raise ArgumentError("n", expected=f"tokens of shape {tuple(self.X0.shape)}", got=f"({n}, {d})")
         x = torch.randn(n, d, generator=generator, dtype=torch.float64)

@@ -17,7 +17,7 @@ __all__ = ["Compose", "Residual"]
 
 
 class _Around(TokenMap):
-    """The part that Residual and Compose share: dimension, dtype and device of the inner map."""
+    """Base class of Residual and Compose, with the dimension, dtype and device of their inner map."""
 
     inner: TokenMap
 

@@ -83,11 +83,11 @@ class ScoreFeatures:
     seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether any modification is set."""
+        """Return whether any modification of the scores is set."""
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the features restricted to given rows, keys, key heads and entries of the leading axis."""
+        """Return the score features for one block of scores: given leading indices, heads, rows and keys."""
         place = (lead, heads, rows, keys)
         sinks = None if self.sinks is None else self.sinks[heads]
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
@@ -177,7 +177,7 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Return blocks of the attention probabilities, shape (lead, group, m, n), that fit in memory one by one.
+    """Return slices that cut probabilities (lead, group, m, n) into blocks that fit in memory one by one.
 
     Each entry of the list is a slice of ``lead`` and the slices of the m rows. A block holds a bounded number
     of probabilities. Under a ``window`` blocks have few rows, so that the keys visible to a block are not

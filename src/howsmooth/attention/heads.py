@@ -102,7 +102,7 @@ class HeadsAttention(TokenMap):
     def _arguments(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
-        """Return the arguments that construct a converted copy; a subclass adds its further arguments."""
+        """Return the arguments that construct a copy in another dtype or on another device."""
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 

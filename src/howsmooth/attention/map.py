@@ -115,7 +115,7 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Return the atoms (n, d) of the measure and their weighting.
+        """Return the atoms (n, d) of the measure, with their weights and positions.
 
         Raises
         ------

@@ -85,7 +85,7 @@ class LayerNorm(_Norm):
         return "LayerNorm"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerNorm:
-        """Return the norm with its parameters converted to another dtype or device."""
+        """Return the norm layer with its parameters converted to another dtype or device."""
         bias = None if self.bias is None else self.bias.to(dtype=dtype, device=device)
         return LayerNorm(self.weight.to(dtype=dtype, device=device), bias, self.eps)
 
@@ -112,5 +112,5 @@ class RMSNorm(_Norm):
         return "RMSNorm"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> RMSNorm:
-        """Return the norm with its parameters converted to another dtype or device."""
+        """Return the norm layer with its parameters converted to another dtype or device."""
         return RMSNorm(self.weight.to(dtype=dtype, device=device), self.eps)

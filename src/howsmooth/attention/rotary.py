@@ -41,7 +41,7 @@ class Rotary:
 
     @property
     def n_max(self) -> int:
-        """Number of positions in the tables."""
+        """Number of positions in the tables of cosines and sines."""
         return self.cos.shape[0]
 
     @property
@@ -50,11 +50,11 @@ class Rotary:
         return self.cos.shape[1]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Rotary:
-        """Return the tables converted to another dtype or device."""
+        """Return the rotary embedding with its tables converted to another dtype or device."""
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
     def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Return queries, keys or their tangents t (..., n, dim) after the rotation, which is linear."""
+        """Return queries, keys or their tangents t (..., n, dim) rotated by their positions, a linear map."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)

@@ -259,18 +259,18 @@ class SelfAttention(HeadsAttention):
         Float[Tensor, "*batch kv_heads n key_dim"],
         Float[Tensor, "*batch kv_heads n value_dim"],
     ]:
-        """Return the queries, keys and values of tokens X, after biases, norms and rotary positions."""
+        """Return the queries, keys and values of tokens X, after biases, norm layers and rotary positions."""
         q, k, v = self._project(X)
         return *self._placed(q, k), v
 
     def queries_and_keys(
         self, X: Float[Tensor, "*batch n d"]
     ) -> tuple[Float[Tensor, "*batch heads n key_dim"], Float[Tensor, "*batch kv_heads n key_dim"]]:
-        """Return the queries and keys of tokens X, after biases, norms and rotary positions."""
+        """Return the queries and keys of tokens X, after biases, norm layers and rotary positions."""
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply norms and rotary positions to projected queries and keys."""
+        """Apply norm layers and rotary positions to projected queries and keys."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
@@ -311,7 +311,7 @@ class SelfAttention(HeadsAttention):
         return SelfAttention(**(self._arguments() | changes))
 
     def without_output(self) -> SelfAttention:
-        """Return the attention with concatenated heads and without output projection (scope ``heads``)."""
+        """Return the attention without output projection: it outputs concatenated heads (scope ``heads``)."""
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
@@ -357,7 +357,7 @@ class SelfAttention(HeadsAttention):
 def _normed(
     t: Float[Tensor, "*batch heads n key_dim"], norm: LayerNorm | RMSNorm | None
 ) -> Float[Tensor, "*batch heads n key_dim"]:
-    """Apply a norm to queries or keys, to each head separately or to the concatenated heads."""
+    """Apply a norm layer to queries or keys, to each head separately or to the concatenated heads."""
     if norm is None:
         return t
     if norm.d == t.shape[-1]:

@@ -118,7 +118,7 @@ class SinkhornAttention(HeadsAttention):
         k: Float[Tensor, "*batch kv_heads n key_dim"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Return potentials g such that P_ij ∝ a_j e^{S_ij + g_j} satisfies Σ_i a_i P_ij = a_j.
+        """Return potentials g for which P_ij ∝ a_j e^{S_ij + g_j} is doubly stochastic: Σ_i a_i P_ij = a_j.
 
         The equation holds within the tolerance. One iteration passes over the scores in blocks of rows; if
         there are several blocks, each is computed anew in every iteration to save memory.
@@ -171,7 +171,7 @@ class SinkhornAttention(HeadsAttention):
         offsets: Float[Tensor, "*batch kv_heads group 1 n"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Return the offsets log a + g after one Newton step for the equations Σ_i a_i P_ij / a_j = 1.
+        """Return log a + g after one Newton step on the potentials g, for the equations Σ_i a_i P_ij = a_j.
 
         With c_j the left side, ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij / a_j. This matrix is singular,
         since a constant added to g does not change P; adding 1 aᵀ makes it invertible.

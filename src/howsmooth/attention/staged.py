@@ -1,4 +1,4 @@
-"""Attention layers of any architecture as PyTorch code around one or more softmax cores.
+"""Attention layers of any architecture as PyTorch code around one or more softmax attentions, the "cores".
 
 The softmax cores belong to this library, so that their derivatives have a closed form. The code before them
 (projections, norms of queries and keys, positions, windows) and after them (gates, norms, the output
@@ -125,7 +125,7 @@ class SoftmaxCore:
         return out.flatten(-4, -3)
 
     def rules(self, q: Tensor, k: Tensor) -> tuple[Visibility, ScoreFeatures]:
-        """Return the mask and the score features for given queries and keys, as ``core.attend`` takes them.
+        """Return the mask and the score features (soft cap, bias, sinks) for given queries and keys.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class SoftmaxCore:
         return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
-        """Return the core of head ``h`` alone, for queries, keys and values of one head."""
+        """Return the softmax of head ``h`` alone, a function of the queries, keys and values of one head."""
 
         def pick(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
@@ -180,7 +180,7 @@ class SoftmaxCore:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
-        """Return the core with its tensors converted to another dtype or device."""
+        """Return the softmax with its tensors converted to another dtype or device."""
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
@@ -201,10 +201,10 @@ class CoreShape(NamedTuple):
 
 @runtime_checkable
 class Layer(Protocol):
-    """The interface of the code around the softmaxes of an attention layer."""
+    """The interface of the PyTorch code before and after the softmax attentions of a layer."""
 
     def run(self, x: Tensor, core: Core) -> Tensor:
-        """Return the outputs (n_out, d_out) for the tokens ``x`` (n, d) of one sequence.
+        """Return the outputs (n_out, d_out) for one sequence ``x`` (n, d), calling ``core`` for each softmax.
 
         Instead of its i-th softmax attention (i counts from 0 in the order of the calls) the layer calls
         ``core(i, q, k, v)`` with q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim) and v
@@ -217,7 +217,7 @@ class Layer(Protocol):
 
 
 class StagedAttention(TokenMap):
-    """Self-attention given as a PyTorch layer around softmax cores, X (..., n, d) -> (..., n_out, d_out).
+    """Self-attention as PyTorch code around softmax attentions (cores), X (..., n, d) -> (..., n_out, d_out).
 
     The Jacobian of the cores, which take most of the time, has a closed form; PyTorch differentiates the
     layer around them. A core may depend on the outputs of earlier cores. Members of a batch run one by one.
@@ -308,7 +308,7 @@ class StagedAttention(TokenMap):
         return f"StagedAttention({self.describe()}, n={self.n}, d={self.d}, d_out={self.d_out})"
 
     def check_length(self, n: int) -> None:
-        """Raise ArgumentError unless ``n`` is the length of the layer."""
+        """Raise ArgumentError unless ``n`` is the number of tokens for which the layer was made."""
         if n != self.n:
             raise ArgumentError("X", expected=f"n = {self.n} tokens, the length of the layer", got=f"n = {n}")
 
@@ -365,7 +365,7 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if there is a weighting, since this map does not act on measures."""
+        """Raise ArgumentError if tokens are atoms of a measure (``weighting``), where this map cannot act."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",
@@ -410,7 +410,7 @@ class StagedAttention(TokenMap):
         )
 
     def without_output(self) -> StagedAttention:
-        """Return the concatenated heads, without the layer after the softmax (scope ``heads``).
+        """Return the map to the concatenated heads, without the code after the softmax (scope ``heads``).
 
         Raises
         ------
@@ -427,7 +427,7 @@ class StagedAttention(TokenMap):
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return head ``h`` alone, without the layer after the softmax (scope ``head``).
+        """Return the map to the output of head ``h``, without the code after the softmax (scope ``head``).
 
         Raises
         ------
@@ -445,7 +445,7 @@ class StagedAttention(TokenMap):
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of each core, found by running the layer once without evaluating its softmaxes."""
+        """Return the sizes of the layer's softmaxes, found by running it once without evaluating them."""
         if self._shapes:
             return tuple(self._shapes)
         found: list[CoreShape] = []
@@ -464,7 +464,7 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return value_dim, after checking that the layer has one softmax and that it acts on all tokens."""
+        """Return the dimension of values, after checking that the layer has one softmax, on all tokens."""
         if len(self.cores) > 1:
             raise ArgumentError(
                 "scope",

@@ -38,7 +38,7 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """True for the causal mask alone, False if every query sees every key, else None."""
+        """True for the causal mask alone, False if every query sees every key, None for any other mask."""
         return self.causal if self.window is None and self.mask is None else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
@@ -47,7 +47,7 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of keys that order and window let at least one query of ``rows`` see."""
+        """Return the range of keys that causal order and window let at least one query of ``rows`` see."""
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.stop)
@@ -57,7 +57,7 @@ class Visibility:
         return slice(min(first, last), last)
 
     def shared_keys(self, rows: slice) -> slice:
-        """Return the range of keys that order and window let every query of ``rows`` see."""
+        """Return the range of keys that causal order and window let every query of ``rows`` see."""
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.start + 1)

@@ -16,7 +16,7 @@ __all__ = ["EarlierAtoms", "Weighting"]
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """The weights and positions of the n atoms of a measure; all members of a batch share them.
+    """The weights and positions of the n atoms of a discrete measure, by which attention acts on the measure.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class Weighting:
         return self.log_weights.shape[0]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Weighting:
-        """Return the weighting with its logarithms converted to another dtype, or on another device."""
+        """Return the weighting with its log-weights in another dtype, or on another device."""
         positions = None if self.positions is None else self.positions.to(device=device)
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return the mask between atoms: all atoms, or for a causal map those with no later position.
+        """Return the mask between atoms: each sees all, or for a causal map those at no later position.
 
         Raises
         ------

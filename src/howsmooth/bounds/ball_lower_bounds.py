@@ -208,7 +208,7 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at one heavy token and copies of a light token, for any matrix A.
+    """Bound Lip(f on B_R^n) from below at one much attended ("heavy") token and copies of a light token.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z = Ry/|y|, y = Aw + b, and w is sought
     by local ascent in the ball of radius R; every w gives a valid bound. p is the weight of z. Without bias
@@ -296,7 +296,7 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at two heavy tokens of equal score and copies of a light token.
+    """Bound Lip(f on B_R^n) from below at two equally attended heavy tokens and copies of a light token.
 
     The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
     n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and
@@ -341,7 +341,7 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below at two heavy tokens of equal score.
+    """Bound Lip(f^m on B_R^n) of causal attention from below at two equally attended heavy tokens.
 
     The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
     √(2Σ_{i=3}^n p_i²) sinθ |y| R
@@ -502,7 +502,7 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Return the logarithm of √(2Σp²) sinθ |y| R |Vv|, for exactly equal scores of the two heavy tokens.
+    """Return the log of the formula of :func:`two_heavy_tokens_lower_bound` for exactly equal scores.
 
     At huge radii rounding makes the two scores differ, so that the norm of the heavy columns is smaller.
     """
@@ -524,13 +524,13 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the pair of tokens for γ_max and the pair for γ_min; empty if A has no real eigenvalue."""
+    """Return Proposition 3.4's two tokens for the eigenvalues γ_max and γ_min of A; empty if none is real."""
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a lower bound on the norm of the n × n Cesàro matrix, close to the norm.
+    """Return a lower bound, close to the norm, on the norm of the Cesàro matrix of means of first entries.
 
     For large n the power method is used: each ratio |Px|/|x| is a lower bound.
     """

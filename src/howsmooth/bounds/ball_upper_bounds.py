@@ -145,7 +145,7 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by Theorem A, which is sharper than Theorem 3.3 and allows a query bias.
+    """Bound Lip(f on B_R^n) by howsmooth's Theorem A, sharper than Theorem 3.3 and with a query bias allowed.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
     :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
@@ -252,7 +252,7 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return w = 2p − 1 for the p that attains the maximum h*(a); 0 for a > 1e8 and for NaN."""
+    """Return w = 2p − 1 for the p that attains h*(a) of :func:`row_norm_maximum`; 0 for a > 1e8 or NaN."""
     if a <= 0.5:
         return 1.0
     if not a <= 1e8:  # also true for NaN
@@ -265,12 +265,12 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return log h*(a), also where h*(a) overflows."""
+    """Return log h*(a) of :func:`row_norm_maximum`, also where h*(a) overflows."""
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the logarithm of Theorem A's bound min{h*(a₃), (1 + a₃²) P̄(n, a₃)} for a row of n tokens."""
+    """Return the log of min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, Theorem A's bound on a row that sees n tokens."""
     if n <= 1:
         return 0.0  # a row that sees one token is the identity
     return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
@@ -309,7 +309,7 @@ def no_query_bias(head: Head) -> Hypothesis:
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper bound whose logarithm is rounded up by a few ulps, for logarithms with many digits."""
+    """Return an upper Bound from the logarithm of its formula, after rounding that up by a few ulps."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)

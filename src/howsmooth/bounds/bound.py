@@ -20,7 +20,7 @@ _MARGIN = 1e-12
 
 
 class Quantity(StrEnum):
-    """The Lipschitz constant that a bound limits."""
+    """Which Lipschitz constant a bound limits: on a ball, in mean field, at given tokens, or everywhere."""
 
     #: Lipschitz constant of f on all sequences of n tokens in the ball of radius R, in Frobenius norms.
     GLOBAL = "Lip(f on B_R^n)"

@@ -45,17 +45,17 @@ def table(
         ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
 
     """
-    question = Problem.of(source, X, length, radius)
+    problem = Problem.of(source, X, length, radius)
     rows: list[tuple[str, float, str, str, float, bool, str]] = []
-    for bound in all_bounds(question):
+    for bound in all_bounds(problem):
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         where = f"{bound.source} (needs: {failed})" if failed else bound.source
         rows.append(
             (str(bound.quantity), bound.log_value, bound.name, bound.side, bound.value, bound.holds, where)
         )
-    if question.X is not None and isinstance(question.attention, SelfAttention):
-        f = question.attention.to(dtype=torch.float64, device="cpu")
-        found = local_lipschitz(f, question.X, rtol=rtol, confidence=confidence, seed=seed)
+    if problem.X is not None and isinstance(problem.attention, SelfAttention):
+        f = problem.attention.to(dtype=torch.float64, device="cpu")
+        found = local_lipschitz(f, problem.X, rtol=rtol, confidence=confidence, seed=seed)
         status = "" if bool(found.converged) else ", not converged"
         words = f"local_lipschitz, {found.confidence:.4g} confidence{status}"
         for side, end in (("lower", found.lower), ("upper", found.upper)):
@@ -67,9 +67,9 @@ def table(
         [row[2:] for row in rows], columns=COLUMNS, index=pd.Index([row[0] for row in rows], name="quantity")
     )
     frame.attrs = {
-        "length": question.length,
-        "radius": question.radius,
-        "radius_from": question.radius_from,
+        "length": problem.length,
+        "radius": problem.radius,
+        "radius_from": problem.radius_from,
         "log_values": [row[1] for row in rows],
     }
     return frame

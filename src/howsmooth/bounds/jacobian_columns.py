@@ -1,4 +1,4 @@
-"""Lower bounds on ‖D_X f‖ from the columns of the Jacobian that belong to few heavy tokens.
+"""Lower bounds on ‖D_X f‖ from the columns of the Jacobian that belong to few much attended ("heavy") tokens.
 
 X consists of heavy tokens z_1, …, z_c, once each and first, and of copies of one light token w. The blocks of
 the Jacobian in the columns of the heavy and the rows of the light tokens are known in closed form
@@ -33,7 +33,7 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the logarithm of a lower bound on ‖D_X f‖ at n tokens: the norm of the heavy columns."""
+    """Return the log of the norm of the Jacobian's columns of heavy tokens, a lower bound on ‖D_X f‖."""
     c, d = points.heavies.shape
     if n <= c:
         return -math.inf if p.masking != "causal" else log_norm(total_value(p))
@@ -77,7 +77,7 @@ def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log weights of each heavy token (rows, H, c) and of all light tokens together (rows, H)."""
+    """Return the log attention weights of each heavy token (rows, H, c) and of all light ones (rows, H)."""
     gaps = _forms(heads, light) @ (heavies - light).mT  # (H, c)
     log_m = torch.as_tensor(log_copies, dtype=torch.float64).reshape(-1, 1)  # (rows, 1)
     total = torch.logaddexp(torch.logsumexp(gaps, dim=1)[None], log_m)  # (rows, H)

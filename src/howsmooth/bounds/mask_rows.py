@@ -26,7 +26,7 @@ Mask = Literal["none", "causal", "any"] | Tensor
 
 @dataclass(frozen=True, eq=False)
 class VisibleRows:
-    """The number of keys visible to each row of an attention with a mask, grouped into kinds of rows.
+    """How many keys each row of an attention's mask sees; rows that see equally many can share one entry.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_{i sees j} r_i, for a number r_i >= 0 given for each kind of row."""
+        """Return the largest column sum max_j Σ_{i sees j} r_i of the mask, r_i >= 0 given by kind of row."""
         if self.kind == "causal":  # every row sees the first token
             return rows.sum()
         if self.seen is None:
@@ -66,7 +66,7 @@ class VisibleRows:
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
-    """Return the rows of a mask and the number of keys that each of them sees.
+    """Return how many keys each row of a mask sees, as a :class:`VisibleRows`.
 
     Parameters
     ----------

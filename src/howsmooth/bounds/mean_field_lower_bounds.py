@@ -202,7 +202,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The chosen eigenvalue, the positions of the two atoms, and the hypotheses of the bounds."""
+    """The eigenvalue of A and the positions of the two atoms that a bound uses, and its hypotheses."""
 
     #: γ R².
     curvature: float
@@ -268,7 +268,7 @@ def _shares(log_odds: float) -> tuple[float, float]:
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the logarithm of the local constant of :func:`two_dirac` without |Vu|, with positions over R."""
+    """Return the log of the local constant of :func:`two_dirac`, without its factor |Vu|."""
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]
     log_a = (log_p, log_rest)

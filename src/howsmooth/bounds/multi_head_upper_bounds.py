@@ -192,7 +192,7 @@ def gram_upper_bound(
 def folded_gram_upper_bound(
     attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention after value matrices are moved from the heads into the output maps.
+    """Bound multi-head attention as :func:`gram_upper_bound`, with value matrices moved into output maps.
 
     The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
     matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h

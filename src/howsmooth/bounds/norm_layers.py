@@ -1,4 +1,4 @@
-"""The ellipsoid and ball that contain the outputs of a norm layer, and its absorption into an attention.
+"""The ellipsoid and ball that contain a norm layer's outputs, and its absorption into the next attention.
 
 A norm layer computes N(x) = √d Γ u + β with u = h/s in the unit ball, mean-zero for LayerNorm (Definition 2.3
 of Castin et al., 2024). So its outputs lie in an ellipsoid for all inputs, and its gain Γ and shift β can be
@@ -146,7 +146,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the SelfAttention of a site; raise ArgumentError if the map of the site is another one."""
+    """Return the SelfAttention of a captured site; raise ArgumentError if the site has another map."""
     if isinstance(site.map, SelfAttention):
         return site.map
     require_formula(site.map, "absorbed parameters")

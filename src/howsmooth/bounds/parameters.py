@@ -239,7 +239,7 @@ class Parameters:
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The interface of a captured site (``howsmooth.Site``): its map, its tokens and the norm before it."""
+    """The interface of a captured site (``howsmooth.Site``): map, tokens, and the norm layer before it."""
 
     @property
     def map(self) -> object:

@@ -36,7 +36,7 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The norm of the limit Π⊗V of the Jacobian at tokens R·X, and a bound on the distance from the limit.
+    """The norm of the limit Π⊗V of the Jacobian at tokens R·X for R → ∞, and a bound on the distance from it.
 
     Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
 
@@ -141,7 +141,7 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
 
 
 def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> LargeRadius:
-    """Return the norm of the limit Jacobian for R → ∞ and a bound on its distance at ``radius``.
+    """Return the norm of the Jacobian's limit for R → ∞, and a bound on its distance at R = ``radius``.
 
     Parameters
     ----------

@@ -70,25 +70,25 @@ Statement = Callable[[], Bound]
 """A function without arguments that computes a bound."""
 
 
-def all_bounds(question: Problem, *, side: str | None = None) -> list[Bound]:
-    """Return all bounds that apply to the attention of a question, also those whose hypotheses fail.
+def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
+    """Return all bounds that apply to the attention of ``problem``, also those whose hypotheses fail.
 
     They are local bounds at tokens X if X is given, bounds on the ball for n tokens if a length is given, and
     bounds on the ball for every length.
     """
-    return [evaluate() for _, evaluate in applicable_bounds(question, side=side)]
+    return [evaluate() for _, evaluate in applicable_bounds(problem, side=side)]
 
 
-def applicable_bounds(question: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
-    """Return the bounds of :func:`all_bounds` without computing them, as pairs (name, function)."""
+def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
+    """Return the bounds of :func:`all_bounds` uncomputed, as pairs of a name and a function for the bound."""
     found: list[tuple[str, Statement]] = []
-    rotary = isinstance(question.attention, SelfAttention) and question.attention.rotary is not None
+    rotary = isinstance(problem.attention, SelfAttention) and problem.attention.rotary is not None
     if side != "lower":
-        found += _at_tokens(question, rotary=rotary)
+        found += _at_tokens(problem, rotary=rotary)
         if not rotary:
-            found += _on_the_ball(question)
+            found += _on_the_ball(problem)
     if side != "upper" and not rotary:
-        found += _from_below(question)
+        found += _from_below(problem)
     return found
 
 
@@ -96,15 +96,15 @@ def _each(statements: Iterable[Callable[..., Bound]], *arguments: object) -> lis
     return [(statement.__name__, partial(statement, *arguments)) for statement in statements]
 
 
-def _on_the_ball(question: Problem) -> list[tuple[str, Statement]]:
-    parameters = _parameters(question)
-    n, radius = question.length, question.radius
+def _on_the_ball(problem: Problem) -> list[tuple[str, Statement]]:
+    parameters = _parameters(problem)
+    n, radius = problem.length, problem.radius
     if len(parameters.heads) > 1:
         if n is None:
             return []
         several = (lemma_3_8, output_norm_upper_bound, gram_upper_bound, folded_gram_upper_bound)
         return _each(several, parameters, n, radius)
-    head = question.attention if isinstance(question.attention, Head) else parameters
+    head = problem.attention if isinstance(problem.attention, Head) else parameters
     if parameters.masking == "none":
         free = _each((theorem_3_5, mean_field_upper_bound), head, radius)
         return (
@@ -118,8 +118,8 @@ def _on_the_ball(question: Problem) -> list[tuple[str, Statement]]:
     return [] if n is None else _each((masked_ball_upper_bound,), head, n, radius)
 
 
-def _at_tokens(question: Problem, *, rotary: bool) -> list[tuple[str, Statement]]:
-    X, attention = question.X, question.attention
+def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]:
+    X, attention = problem.X, problem.attention
     if X is None:
         return []
 
@@ -132,7 +132,7 @@ def _at_tokens(question: Problem, *, rotary: bool) -> list[tuple[str, Statement]
     local = [certified(one) for one in (certificate_parts, certificate_rows, certificate_frobenius)]
     if rotary:
         return local
-    limit = theorem_4_5 if _parameters(question).masking == "causal" else theorem_3_7
+    limit = theorem_4_5 if _parameters(problem).masking == "causal" else theorem_3_7
     local += _each((limit,), attention, X, 1.0)
     return local + _each(
         (theorem_c_3, diameter_upper_bound, covariance_upper_bound, yudin_theorem_3), attention, X
@@ -143,8 +143,8 @@ def _heads(attention: Head | SelfAttention) -> int:
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
-def _from_below(question: Problem) -> list[tuple[str, Statement]]:
-    parameters, n, radius = _parameters(question), question.length, question.radius
+def _from_below(problem: Problem) -> list[tuple[str, Statement]]:
+    parameters, n, radius = _parameters(problem), problem.length, problem.radius
     if parameters.masking == "other":
         return []
     if n is None:
@@ -163,14 +163,14 @@ def _from_below(question: Problem) -> list[tuple[str, Statement]]:
     if len(parameters.heads) == 1:
         one_head = [causal_two_cluster_lower_bound] if causal else [proposition_3_4, two_cluster_lower_bound]
         found += _each((*one_head, quadratic_growth), parameters, n, radius)
-        if question.X is not None:
+        if problem.X is not None:
             limit = theorem_4_5 if causal else theorem_3_7
-            found.append((limit.__name__, partial(limit, parameters, question.X, 1.0, side="lower")))
+            found.append((limit.__name__, partial(limit, parameters, problem.X, 1.0, side="lower")))
     return found
 
 
-def _parameters(question: Problem) -> Parameters:
-    return parameters_of(question.attention)
+def _parameters(problem: Problem) -> Parameters:
+    return parameters_of(problem.attention)
 
 
 def best(
@@ -215,8 +215,8 @@ def best(
     """
     if side not in ("upper", "lower"):
         raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
-    question = Problem.of(source, X, length, radius)
-    if side == "lower" and question.X is not None:
+    problem = Problem.of(source, X, length, radius)
+    if side == "lower" and problem.X is not None:
         raise ArgumentError(
             "side",
             expected="'upper' with X",
@@ -224,14 +224,14 @@ def best(
             remedy="local_lipschitz(attention, X).lower is a lower bound at X; "
             "for a bound on B_R^n, pass a length instead of X.",
         )
-    candidates = [bound for bound in all_bounds(question, side=side) if bound.holds]
+    candidates = [bound for bound in all_bounds(problem, side=side) if bound.holds]
     if not candidates:
-        if isinstance(question.attention, SelfAttention) and question.attention.rotary is not None:
-            parameters_of(question.attention)  # raises an error about rotary positions
+        if isinstance(problem.attention, SelfAttention) and problem.attention.rotary is not None:
+            parameters_of(problem.attention)  # raises an error about rotary positions
         raise ArgumentError(
             "length",
             expected=f"a number of tokens, as no {side} bound for this attention holds for every length",
-            got="None" if question.length is None else str(question.length),
+            got="None" if problem.length is None else str(problem.length),
         )
     choose = min if side == "upper" else max
     return choose(candidates, key=lambda bound: bound.log_value)

@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return rows for which the bounds of this module hold for every boolean mask of n tokens.
+    """Return a :class:`VisibleRows` for which this module's bounds hold under every boolean mask of n tokens.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -47,7 +47,7 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball by Theorem A for several heads.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball, as Theorem A does for one head.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
@@ -173,18 +173,18 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖² if ‖F_h‖ <= c_h; :meth:`together` takes the smaller."""
+        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h."""
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices with ‖F_h‖ <= c_h."""
+        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h."""
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Return the term √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)) of :func:`softmax_layer`."""
+        """Return √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), a term of :func:`softmax_layer`."""
         rest = _root(rho - 1 / m)
         mean = self.total.square() / m
         return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
@@ -210,7 +210,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Return whether all heads have the same known mask, so that the bound around the mean applies."""
+    """Return whether all heads have the same known mask, which a bound of :func:`softmax_layer` requires."""
     return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
 
 
@@ -218,22 +218,22 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Return True for each kind of row that may see several keys."""
+    """Return, for each kind of row in ``rows``, whether such a row may see several keys."""
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the upper bound 1/(1 + (m−1)e^{−2a}) on one of m attention weights, of shape (heads, rows)."""
+    """Return the largest weight 1/(1 + (m−1)e^{−2a}) among m scores in [−a, a], of shape (heads, rows)."""
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return max_j Σ_{i sees j} w_i, the largest sum over the rows that see one key, for each head."""
+    """Return for each head the largest sum of ``weights`` over all rows that see the same key."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) for each head, with a gradient that holds the maximiser fixed."""
+    """Return h*(a) of :func:`row_norm_maximum` for each head, with a gradient for a fixed maximiser."""
     w = torch.tensor(
         [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
         dtype=a.dtype,
@@ -245,7 +245,7 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return ‖W_h‖ and the largest norm of a normalised query or key on the ball, for each head."""
+    """Return the norm of each head's query or key matrix, and of its largest normalised row on the ball."""
     norms = _norm(weight)
     reach = radius * norms
     if bias is not None:
@@ -280,7 +280,7 @@ def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Te
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return differentiable spectral norms ⟨u, M v⟩, rounded up, with the singular vectors held fixed."""
+    """Return spectral norms ⟨u, M v⟩, rounded up, differentiable with singular vectors u, v held fixed."""
     with torch.no_grad():
         u, v = _singular_vectors(matrix)
     norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)

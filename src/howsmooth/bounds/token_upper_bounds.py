@@ -283,12 +283,12 @@ def _at(attention: object, X: object, name: str) -> _At:
 
 
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the rows Aᵀ x_i."""
+    """Return the rows Aᵀ x_i of a head for tokens x_i."""
     return (x @ head.left) @ head.right
 
 
 def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
-    """Return ‖leftᵀ right‖, from triangular QR factors if the matrices have few rows."""
+    """Return the spectral norm of leftᵀ right, from triangular QR factors if the matrices have few rows."""
     m = len(left)
     if m < min(left.shape[1], right.shape[1]):
         left = torch.linalg.qr(left.mT, mode="r").R.mT

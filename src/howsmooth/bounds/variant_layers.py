@@ -1,7 +1,7 @@
 """Differentiable bounds on a ball for layers of L2, scaled cosine, Sinkhorn and LipschitzNorm attention.
 
 A layer is X ↦ W_O · concat_h(head h) + b_O with several heads and a mask. For one head without a mask and for
-R → ∞ the bounds are the ones of ``other_attentions``. They are differentiable functions of the parameters,
+R → ∞ the bounds are those of ``variant_upper_bounds``. They are differentiable functions of the parameters,
 because ``howsmooth.nn`` divides layers by their bounds during training. Proofs: documentation page "Enforce:
 layers with a constant that is proved", section "Other attentions as layers".
 """

@@ -136,7 +136,7 @@ def l2_attention_upper_bound(query: object, value: object, output: object, lengt
 
 
 def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor, Tensor, float]:
-    """Return Q and V in float64 and log ‖W_O‖ after checking the arguments."""
+    """Return Q and V of L2 attention in float64 and log ‖W_O‖, after checking the arguments."""
     q = as_parameter("query", query, ("heads", "key_dim", "d"))
     v = as_parameter("value", value, (q.shape[0], "value_dim", q.shape[2]))
     if output is None:
@@ -272,7 +272,7 @@ def scaled_cosine_upper_bound(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Return log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, τ and log(ν/√ε) after checking the arguments."""
+    """Return log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, τ and log(ν/√ε) of scaled cosine attention, after checks."""
     q = as_parameter("query", query, ("key_dim", "d"))
     k = as_parameter("key", key, tuple(q.shape))
     v = as_parameter("value", value, ("value_dim", q.shape[1]))

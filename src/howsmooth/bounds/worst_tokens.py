@@ -1,4 +1,4 @@
-"""Tokens at which ‖D_X f‖ is provably large: one or two heavy tokens and many copies of one light token.
+"""Tokens at which ‖D_X f‖ is provably large: one or two much attended (heavy) tokens, and many light ones.
 
 The lower bounds in ``howsmooth.bounds.ball_lower_bounds`` evaluate a lemma at these tokens, and
 ``howsmooth.adversarial`` uses them as inputs. Derivations: documentation page "Worst inputs, and lower
@@ -52,7 +52,7 @@ class OneHeavyToken(Witness):
 
     @classmethod
     def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
-        """Return the sequence of a heavy and a light token, both (d,)."""
+        """Return the sequence with the given heavy token and light token, both (d,)."""
         return cls(heavy[None], light)
 
     @property
@@ -62,11 +62,11 @@ class OneHeavyToken(Witness):
 
 
 class Tie(Witness):
-    """A sequence of two heavy tokens with equal scores for a light token, and copies of the light token."""
+    """A sequence of two heavy tokens that a light token attends to equally, and copies of the light token."""
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
-        """Return the sequence of two heavy tokens and a light token, all (d,)."""
+        """Return the sequence with the two given heavy tokens and the light token, all (d,)."""
         return cls(torch.stack([heavy_1, heavy_2]), light)
 
     @property
@@ -148,7 +148,7 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
 
 
 def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Return sequences with two heavy tokens of equal score that give a large lower bound, best first.
+    """Return sequences with two equally attended heavy tokens that give a large lower bound, best first.
 
     The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv|
     with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over
@@ -209,7 +209,7 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
 
 @dataclass(frozen=True)
 class _Copies:
-    """The logarithms of numbers of visible light tokens, and of the numbers of rows that see so many."""
+    """Numbers m of light tokens that rows see, and the numbers of rows that see m of them, as logarithms."""
 
     log_copies: Tensor
     log_weights: Tensor
@@ -230,7 +230,7 @@ def _copies(length: int, masked: bool) -> _Copies:
 
 
 def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return y = A x + b for each row of x."""
+    """Return y = A x_i + b for each row x_i of ``x``, with A and b of the head."""
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
 
@@ -242,7 +242,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return unit vectors w, with both signs, for which |Aw| is large or ⟨Aw, w⟩ small, and eigenvectors."""
+    """Return unit vectors w to start searches from: |Aw| is large, ⟨Aw, w⟩ small, or w an eigenvector."""
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
     both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q

@@ -18,7 +18,7 @@ __all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The three collective operations; all processes of a group must call them together."""
+    """The interface of the three collective operations, which all processes of a group must call together."""
 
     @property
     def rank(self) -> int:
@@ -32,10 +32,10 @@ class Collectives(Protocol):
         """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Write into ``out`` the sum over processes of their ``t[rank]``, t (world, ...)."""
+        """Write into ``out`` the sum over processes of their ``t[rank]``, for the rank of this process."""
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the small objects of all processes."""
+        """Return the objects ``value`` of all processes, in the order of the ranks; they should be small."""
 
 
 class ProcessGroupCollectives:
@@ -77,24 +77,24 @@ class ProcessGroupCollectives:
             )
 
     def all_gather(self, out: Tensor, t: Tensor) -> None:
-        """Write the tensors of all processes into ``out``."""
+        """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
         _newest("all_gather_single", "all_gather_into_tensor")(out.flatten(), t.flatten(), group=self.group)
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Write into ``out`` the sum, over processes, of the parts that they hold for this process."""
+        """Write into ``out`` the sum over processes of their ``t[rank]``, for the rank of this process."""
         _newest("reduce_scatter_single", "reduce_scatter_tensor")(
             out.flatten(), t.flatten(), group=self.group
         )
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the small objects of all processes."""
+        """Return the objects ``value`` of all processes, in the order of the ranks; they should be small."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """Return the first of these functions that the installed PyTorch has; PyTorch 2.13 renamed two."""
+    """Return the first function among ``names`` that torch.distributed has; PyTorch 2.13 renamed two."""
     found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return found
 
@@ -128,7 +128,7 @@ class Exchange:
     def scatter_sum(
         self, first: Float[Tensor, "b n dim_1"], second: Float[Tensor, "b n dim_2"]
     ) -> tuple[Float[Tensor, "b own dim_1"], Float[Tensor, "b own dim_2"]]:
-        """Return this process's rows of the sums over processes; this is the adjoint of ``gather``."""
+        """Return this process's rows of two tensors summed over processes, the adjoint of :meth:`gather`."""
         b, width = first.shape[0], first.shape[2]
         sent = first.new_zeros(self.shares.world, b, self.shares.longest, width + second.shape[2])
         for rank, place, part in self._places():

@@ -1,4 +1,4 @@
-"""Memory of a process for its share of a sequence, and the number of heads that it gathers at a time."""
+"""Memory of a process for its share of a sequence, and the number of heads whose keys it gathers at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEWEST_VECTORS = 2
 
 @dataclass(frozen=True)
 class Room:
-    """The division of memory that all processes agreed on.
+    """The division of memory between gathered keys and Krylov basis on which all processes agreed.
 
     It consists of the number of heads gathered at a time, the number of vectors in the Krylov basis, and the
     dtype of that basis.
@@ -40,7 +40,7 @@ class Room:
     basis_dtype: torch.dtype
 
     def basis_bytes(self, own: int, d: int) -> int:
-        """Return the bytes of the basis in a process that holds ``own`` tokens."""
+        """Return the bytes of the Krylov basis in a process that holds ``own`` tokens of dimension ``d``."""
         return self.vectors * own * d * self.basis_dtype.itemsize
 
 
@@ -56,14 +56,14 @@ def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
 
 
 def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a process needs for one gathered key head, for the attention that needs most."""
+    """Return the bytes for the gathered keys and values of one head, in the layer that needs most."""
     # With one head alone, each thread accumulates cotangents in a buffer of its own.
     tensors = GATHERED + batches_apart(1, device) - 1
     return max((tensors * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a process needs for its rows: operator, tiles, five vectors of the solver."""
+    """Return the bytes for a process's rows: operator, tiles and five vectors of the solver."""
     tiles = sum(
         working_bytes(a.heads, own, n, dtype.itemsize, device, capped=a.softcap is not None)
         for a in _attentions(f)

@@ -102,7 +102,7 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Return the Jacobian of a float64 map at this process's float64 tokens (1, own, d), in ``dtype``.
+        """Return the Jacobian of a float64 map at this process's float64 tokens (1, own, d), for ``dtype``.
 
         The operator takes and returns this process's rows. All processes compute its products together.
 
@@ -157,7 +157,7 @@ class SharedMap:
         return StreamedAttentionJacobian.at(local, x, dtype, core)
 
     def _placed(self, f: SelfAttention) -> SelfAttention:
-        """Return the attention with the rotary angles of this process's rows."""
+        """Return the attention with its rotary tables cut to the positions of this process's rows."""
         if f.rotary is None:
             return f
         shares = self.exchange.shares

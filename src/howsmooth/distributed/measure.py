@@ -136,7 +136,7 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Do the work of :func:`local_lipschitz` with any implementation of the collective operations."""
+    """Do what :func:`local_lipschitz` does, with any implementation of the collective operations."""
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
@@ -191,7 +191,7 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Solve in float32 and check the result with float64 products; solve in float64 if the check fails."""
+    """Solve for ‖J‖ in float32 and check by float64 products; solve in float64 if the check fails."""
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()

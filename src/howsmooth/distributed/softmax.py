@@ -20,7 +20,7 @@ __all__ = ["SharedSoftmax", "shared_softmax"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """The derivatives of some key heads at each range of this process's queries.
+    """The derivative of softmax attention for some key heads, in one part for each range of own query rows.
 
     If keys and values are not kept, the derivatives hold none. Then ``own`` has this process's rows of the
     keys and values, and ``own_exact`` its float64 keys if any process needs them. ``value_mean`` is the mean
@@ -119,7 +119,7 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Apply the derivative, then ``through`` to the result, then the adjoint, and return the cotangents.
+        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, for this process's rows.
 
         If all heads are gathered at once, this takes one pass over the tiles. ``through`` mixes heads, so if
         heads are taken in turn, the product of all heads is computed before the adjoint.
@@ -156,7 +156,7 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return the derivative itself, because it has a single member to select."""
+        """Return the derivative itself, because it has a single batch member."""
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class SharedSoftmax:
         return self.exchange.scatter_sum(*parts)
 
     def _pieces(self, part: _Heads) -> Iterator[tuple[StreamedDerivative, slice]]:
-        """Yield the derivatives of some heads, each with the rows of this process that it covers."""
+        """Yield the derivatives for the heads of ``part``, each with the rows of this process it covers."""
         pieces = part.pieces
         if part.own is not None:
             # Keys and values were not kept: gather them for the time of this iteration.
@@ -195,7 +195,7 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Return the derivative at this process's float64 queries, keys and values, for products in ``dtype``.
+    """Return the derivative of attention at this process's float64 queries, keys and values, for ``dtype``.
 
     If ``heads_together`` is the number of all key heads, the gathered keys and values are kept. Otherwise
     each use gathers them again, for ``heads_together`` heads at a time.
@@ -273,7 +273,7 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return the derivative with other keys and values; float64 keys are replaced if ``exact`` is given."""
+    """Return the derivative ``piece`` with other keys and values; ``exact`` are its float64 keys, if any."""
     keys = piece.exact
     if keys is not None and exact is not None:
         keys = (keys[0], exact)

@@ -22,7 +22,7 @@ _GROUP = 16
 def own_start(
     n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
 ) -> Float[Tensor, "own d"]:
-    """Return the rows ``ranges`` of the Gaussian start (n, d) for ``seed``, float64 on the CPU.
+    """Return the rows ``ranges`` of the Gaussian start (n, d) of a measurement, float64 on the CPU.
 
     They equal, bit for bit, the rows that one process draws with ``torch.randn(n, d)``, so the result does
     not depend on the number of processes. Every process draws all numbers, but keeps only its rows and one

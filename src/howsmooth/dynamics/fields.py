@@ -45,18 +45,18 @@ class Field(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the function (t, x) -> velocity for times from ``begin`` to ``end``, with no switch between.
+        """Return the velocity, a function of (t, x), from ``begin`` to ``end``; there is no jump in between.
 
         If ``weighting`` is given, the tokens are atoms of a measure, whose weights and positions do not
         change.
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v of residual layers x ← settle(x + h v); by default the flow's velocity."""
+        """Return the velocity v of residual layers x ↦ x + h v(x), for times from ``begin`` to ``end``."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map whose value is the velocity between these times.
+        """Return the map f with velocity x' = f(x) at times from ``begin`` to ``end``.
 
         Raises
         ------
@@ -72,12 +72,12 @@ class Field(abc.ABC):
             remedy="Draw a sample of it, gaussian.sample(n, seed), and let that flow.",
         )
 
-    def settle(self, x: Tensor) -> Tensor:
-        """Return tokens projected onto the set that the flow preserves; without such a set, ``x`` itself."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return tokens projected onto the set that the flow preserves, such as a sphere; else ``x``."""
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return the relative distance of tokens from the set that the flow preserves, if there is one."""
+        """Return how far tokens are, relatively, from the set that the flow preserves; None without one."""
         return None
 
     @abc.abstractmethod
@@ -92,15 +92,15 @@ class MapField(Field):
         self.map = _square(f, "field")
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the map accepts ``x``."""
+        """Raise ArgumentError unless the map accepts tokens ``x``."""
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the map as a velocity that does not depend on time."""
+        """Return the map as a velocity, a function of (t, x) that does not depend on t."""
         return lambda t, x: self.map._forward(x, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map."""
+        """Return the map whose values are the velocity."""
         return self.map
 
     def describe(self) -> str:
@@ -158,7 +158,7 @@ class Layers(Field):
         return self.total_time
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless every layer accepts ``x``."""
+        """Raise ArgumentError unless every layer accepts tokens ``x``."""
         for f in self.maps:
             check_tokens(x, f)
 
@@ -168,7 +168,7 @@ class Layers(Field):
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the layer that is active in this time, as a velocity."""
+        """Return the layer that is active between ``begin`` and ``end``, as a function of (t, x)."""
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
 
@@ -204,16 +204,16 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the inner field jumps."""
+        """The times at which the unprojected velocity jumps."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """The time up to which the inner field is defined."""
+        """The time up to which the unprojected velocity is defined."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the inner field accepts ``x`` and every token is on the sphere."""
+        """Raise ArgumentError unless the unprojected field accepts ``x`` and all tokens are on the sphere."""
         self.field.check(x)
         off = self.drift(x)
         if not off <= _ON_SPHERE:
@@ -226,11 +226,11 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the inner velocity without projection, because :meth:`settle` projects after each layer."""
+        """Return the velocity without projection, because :meth:`project` acts after each residual layer."""
         return self.field.velocity(begin, end, weighting)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity projected onto the tangent spaces."""
+        """Return the velocity projected onto the tangent spaces of the sphere."""
         inner = self.field.velocity(begin, end, weighting)
 
         def tangent(t: Tensor, x: Tensor) -> Tensor:
@@ -240,8 +240,8 @@ class Sphere(Field):
 
         return tangent
 
-    def settle(self, x: Tensor) -> Tensor:
-        """Return the tokens scaled to the sphere's radius."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return the tokens scaled to the norm ``radius``."""
         scale: Tensor = self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * scale
 
@@ -251,7 +251,7 @@ class Sphere(Field):
         return float((norms / self.radius - 1).abs().max())
 
     def describe(self) -> str:
-        """Return the description of the inner field and of the sphere."""
+        """Return the description of the unprojected field and of the sphere."""
         return f"{self.field.describe()}, on the sphere of radius {self.radius:g}"
 
 
@@ -262,7 +262,7 @@ class CallableField(Field):
         self.function = function
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless ``x`` has the shape (..., n, d).
+        """Raise ArgumentError unless the shape of ``x`` is that of tokens, (..., n, d).
 
         The callable's results are checked at every evaluation.
         """
@@ -270,7 +270,7 @@ class CallableField(Field):
             raise ArgumentError("start", expected="tokens (..., n, d)", got=f"shape {tuple(x.shape)}")
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the callable with a check of its results."""
+        """Return the callable as a velocity, with a check of its results."""
         if weighting is not None:
             raise ArgumentError(
                 "start",

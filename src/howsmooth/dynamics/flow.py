@@ -39,7 +39,7 @@ def flow(
     max_steps: int = 100_000,
     on_progress: Callable[[float, State], None] | None = None,
 ) -> Trajectory:
-    """Integrate tokens or a measure along a velocity, x' = f(X)_x, and return the states at given times.
+    """Integrate tokens or a measure along a velocity field, x_i' = f(X)_i; return the states at given times.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Return the status, the reason and the interval of a blow-up, given a run and a finer run."""
+    """Return how a flow ended: status, reason and time interval of a blow-up, from a run and a finer run."""
     if run.status == "finished" or run.ended is None:
         return "finished", "", None
     lower, upper = run.ended
@@ -173,7 +173,7 @@ def _ending(
 
 
 def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
-    """Estimate the error of the last kept state by Richardson extrapolation from a finer run."""
+    """Estimate the error of the last kept state by Richardson extrapolation, from a second, finer run."""
     last = min(kept, len(second.states)) - 1
     difference = system.distance(run.states[last].detach(), second.states[last])
     if plan.adaptive:

@@ -1,4 +1,4 @@
-"""The Jacobian of a discrete flow map as a chain of linear operators.
+"""The Jacobian of a discretised flow's map, as a chain of the Jacobians of its steps.
 
 Each Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at the stage's
 point. The chain rule multiplies the steps, and the adjoint runs backward through them. Derivation:
@@ -84,7 +84,7 @@ class TangentJacobian(LinearOperator):
 
 
 class ProjectionJacobian(LinearOperator):
-    """The Jacobian of x ↦ radius · x/|x| for each token, or the tangent projection if no radius is given."""
+    """The Jacobian of x ↦ radius · x/|x| for each token; without a radius, the projection orthogonal to x."""
 
     def __init__(self, x: Tensor, *, radius: float | None = None) -> None:
         batch, n, d = x.shape
@@ -102,7 +102,7 @@ class ProjectionJacobian(LinearOperator):
 
 
 class ChainJacobian(LinearOperator):
-    """The product of the Jacobians of successive steps.
+    """The product of the Jacobians of a flow's successive steps.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plus(base: Tensor, factor: float, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Return base + factor · Σ weights · terms."""
+    """Return base + factor · Σ_i weights_i terms_i."""
     for weight, term in zip(weights, terms, strict=True):
         if weight:
             base = base + (factor * weight) * term

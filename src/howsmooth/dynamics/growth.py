@@ -266,7 +266,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Compute the leading singular triplet of the flow map up to each time after the first."""
+    """Return the leading singular triplet of the flow map's Jacobian up to each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -280,7 +280,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Return the integral of the velocity's local constant over step ``i``, by the method's quadrature.
+    """Return the integral of the velocity's local Lipschitz constant over step ``i``, by quadrature.
 
     The random starts of the stages have the numbers after ``index``.
     """
@@ -310,7 +310,7 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return for each time the flow map's product with e, and the sum of the rounding errors of its steps."""
+    """Return, at each time, the flow map's Jacobian times e, and the sum of the steps' rounding errors."""
     rounding = torch.zeros(1, dtype=torch.float64)
     frames = [(e, rounding)]
     for first, last in pairwise(trajectory.steps_until):
@@ -339,7 +339,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Return the field and the start in float64, after checking that they fit each other."""
+    """Return the flow's system, field and start, in float64, after checking that both fit each other."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__
@@ -350,7 +350,7 @@ def _in_double(field: Field, start: object) -> Tokens:
             remedy="Measure one sequence at a time.",
         )
     exact = field if system.start.dtype == torch.float64 else _field_in_double(field)
-    return Tokens(exact, exact.settle(system.start.detach().double()), system.weighting)
+    return Tokens(exact, exact.project(system.start.detach().double()), system.weighting)
 
 
 def _field_in_double(field: Field) -> Field:

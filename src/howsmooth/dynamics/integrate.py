@@ -1,6 +1,6 @@
 """Integration between output times with torchdiffeq, with a check of every step.
 
-Each stretch between two output times or switches of the field is integrated separately, from its first state
+Each interval between two output times or switches of the field is integrated separately, from its first state
 alone. Therefore a flow that is continued from one of its states gives the same numbers as an uninterrupted
 flow, and the states before a blow-up are kept.
 """
@@ -52,13 +52,13 @@ class Plan:
         return self.method in ADAPTIVE
 
     def refined(self) -> Plan:
-        """Return the plan with half the step, or with a tenth of the tolerances."""
+        """Return a more accurate plan: with half the step, or with a tenth of the tolerances."""
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return the number of equal steps that a fixed-step method takes in a stretch of this length."""
+        """Return the number of equal steps that a fixed-step method takes in a time of this length."""
         assert self.step is not None
         return max(1, math.ceil(length / self.step - 1e-6))
 
@@ -167,7 +167,7 @@ def integrate(
     plan: Plan,
     on_output: Callable[[float, Tensor], None] | None = None,
 ) -> Run:
-    """Integrate from times[0] and keep the state at each time, until the last time or the end of the flow."""
+    """Integrate from times[0] on; return the state at each time until the last, or until the flow's end."""
     run = Run([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
@@ -189,7 +189,7 @@ def integrate(
             drift = system.drift(y)
             if drift is not None and plan.method != "residual":
                 run.drift = max(drift, run.drift or 0.0)
-            reached = system.settle(y)
+            reached = system.project(y)
             y = system.restart(reached)
         run.states.append(reached)
         if on_output is not None:
@@ -198,7 +198,7 @@ def integrate(
 
 
 def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
-    """Apply the residual layers y ← settle(y + h v(y)) of one stretch."""
+    """Apply the residual layers of one time interval: y ↦ y + h v(y), then projection if the flow has one."""
     count = watch.plan.steps(end - begin)
     h = (end - begin) / count
     watch.velocity = system.layer(begin, end)
@@ -206,12 +206,12 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
     for i in range(count):
         t = torch.tensor(begin + i * h, dtype=torch.float64, device=y.device)
         watch.callback_step(t, y, torch.tensor(h))
-        y = system.settle(y + h * watch(t, y))
+        y = system.project(y + h * watch(t, y))
     return y
 
 
 def _ode(watch: _Watch, end: float) -> Tensor:
-    """Integrate one stretch with torchdiffeq; if a trial step overflows, resume there with a smaller step."""
+    """Integrate one time interval by torchdiffeq; if a trial step overflows, resume with a smaller step."""
     first: float | None = None
     while True:
         begin, y = watch.time, watch.state

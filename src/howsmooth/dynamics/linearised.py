@@ -43,16 +43,16 @@ _AUTODIFF_COPIES = 6
 class _Step:
     """One step: its times, the points (n, d) where the velocity was evaluated, and the point it led to.
 
-    ``stretch`` is the interval between switches of the field in which the step lies. ``before_settling`` is
-    the result before the projection onto a sphere.
+    ``interval`` is the interval between switches of the field in which the step lies. ``before_projection``
+    is the point it led to before the projection onto a sphere.
     """
 
     begin: float
     end: float
-    stretch: tuple[float, float]
+    interval: tuple[float, float]
     times: list[float]
     points: list[Tensor]
-    before_settling: Tensor
+    before_projection: Tensor
 
     @property
     def length(self) -> float:
@@ -71,7 +71,7 @@ class LinearisedFlow:
     times
         Increasing times, the first of which is the time of the start.
     plan
-        A plan with a fixed-step method. Each stretch between two times or switches of the field is divided
+        A plan with a fixed-step method. Each interval between two times or switches of the field is divided
         into equal steps.
     kept_bytes
         Bytes for Jacobians that are kept. A Jacobian that is not kept is computed again for each use.
@@ -95,7 +95,7 @@ class LinearisedFlow:
             for left, right in pairwise([begin, *(s for s in system.switches if begin < s < end), end]):
                 residual = plan.method == "residual"
                 # Residual layers add the unprojected velocity; the projection onto a sphere follows in
-                # `settle`.
+                # `project`.
                 velocity = (system.layer if residual else system.velocity)(left, right)
                 grid = torch.linspace(left, right, plan.steps(right - left) + 1, dtype=torch.float64).tolist()
                 for a, b in pairwise(grid):
@@ -106,7 +106,7 @@ class LinearisedFlow:
         self._keep = kept_bytes // (len(self.tableau.b) * _bytes(system))
 
     def _advance(
-        self, velocity: Velocity, stretch: tuple[float, float], begin: float, end: float, x: Tensor
+        self, velocity: Velocity, interval: tuple[float, float], begin: float, end: float, x: Tensor
     ) -> Tensor:
         length = end - begin
         times = [begin + node * length for node in self.tableau.c]
@@ -119,7 +119,7 @@ class LinearisedFlow:
                 points.append(point)
             before = x + length * _combined(self.tableau.b, slopes, x)
             # Tokens return to the sphere after each step.
-            x = self.system.settle(before)
+            x = self.system.project(before)
         if not bool(torch.isfinite(x).all()):
             raise NonFiniteError(
                 "times",
@@ -127,18 +127,18 @@ class LinearisedFlow:
                 got=f"NaN or infinity between t = {begin:.6g} and t = {end:.6g}",
                 remedy="End earlier; flow() says when it blows up.",
             )
-        self.steps.append(_Step(begin, end, stretch, times, points, before))
+        self.steps.append(_Step(begin, end, interval, times, points, before))
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at the stages of step ``i``."""
+        """Return the Jacobians of the velocity at the Runge–Kutta stages of step ``i``."""
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field
         if self.plan.method == "residual" and isinstance(field, Sphere):
             field = field.field
         made = [
-            _linearise(field, step.stretch, t, x, self.system.weighting)
+            _linearise(field, step.interval, t, x, self.system.weighting)
             for t, x in zip(step.times, step.points, strict=True)
         ]
         if len(self._kept) < self._keep:
@@ -146,7 +146,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity whose norms bound the growth at the stages of step ``i``.
+        """Return the Jacobians of the velocity at the stages of step ``i``; on a sphere, of its tangent part.
 
         On a sphere they are projected onto the tangent spaces.
         """
@@ -158,7 +158,7 @@ class LinearisedFlow:
             # along the sphere is the projected one, so it is differentiated here.
             step = self.steps[i]
             stages = [
-                _linearise(self.system.field, step.stretch, t, x, self.system.weighting)
+                _linearise(self.system.field, step.interval, t, x, self.system.weighting)
                 for t, x in zip(step.times, step.points, strict=True)
             ]
         along = [ProjectionJacobian(x[None]) for x in self.steps[i].points]
@@ -168,14 +168,14 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of step ``i``."""
+        """Return the Jacobian of the map that step ``i`` computes."""
         one = self.steps[i]
         operator = StepJacobian(self.stages(i), self.tableau, one.length)
         if not isinstance(self.system.field, Sphere):
             return operator
-        settling = ProjectionJacobian(one.before_settling[None], radius=self.system.field.radius)
+        after = ProjectionJacobian(one.before_projection[None], radius=self.system.field.radius)
         # ``points[0]`` is the start of the step, because the first stage of every method is there.
-        return ComposedJacobian(settling, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
+        return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
         """Return the Jacobian of the flow map from the first time to time number ``frame`` >= 1."""
@@ -190,20 +190,20 @@ def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> 
 
 
 def _linearise(
-    field: Field, stretch: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
+    field: Field, interval: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
 ) -> LinearOperator:
-    """Return the Jacobian of the velocity at tokens (n, d), between weighted norms for atoms of a measure."""
+    """Return the Jacobian of the velocity at tokens (n, d); for a measure, in its weighted norms."""
     t = torch.tensor(time, dtype=torch.float64, device=x.device)
     if isinstance(field, Sphere):
         with torch.no_grad():
-            v = field.field.velocity(*stretch, weighting)(t, x)
-        return TangentJacobian(_linearise(field.field, stretch, time, x, weighting), x[None], v[None])
+            v = field.field.velocity(*interval, weighting)(t, x)
+        return TangentJacobian(_linearise(field.field, interval, time, x, weighting), x[None], v[None])
     if isinstance(field, MapField | Layers):
-        f = field.map_at(*stretch)
+        f = field.map_at(*interval)
         if has_closed_form(f):
             return closed_form_jacobian(f, x[None], weighting=weighting)
         return AutodiffJacobian(f, x) if weighting is None else weighted_autodiff_jacobian(f, x, weighting)
-    velocity = field.velocity(*stretch, weighting)
+    velocity = field.velocity(*interval, weighting)
     if weighting is None:
         return AutodiffJacobian(lambda y: velocity(t, y), x)
     # In coordinates √a_i x_i, the Euclidean norm is the weighted norm of displacements.
@@ -212,7 +212,7 @@ def _linearise(
 
 
 def _bytes(system: Tokens) -> int:
-    """Estimate the bytes of one Jacobian from the number of its attention matrices."""
+    """Estimate the bytes of one Jacobian of the velocity from the number of its attention matrices."""
     field = system.field.field if isinstance(system.field, Sphere) else system.field
     if isinstance(field, MapField):
         matrices = _matrices(field.map)

@@ -84,7 +84,7 @@ class Rescaled(Field):
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:
-        """Return the attention between rescaled tokens at time t, without the constant c.
+        """Return the attention between rescaled tokens at time t, without its value and output biases.
 
         Its queries and keys are those of e^{tV} z; the factor e^{2λt} is in its scale, bounded below
         overflow.

@@ -20,7 +20,7 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """A state represented as one tensor, with the velocity of that tensor along a field."""
+    """A flow's state (tokens or a measure) as one tensor, with the velocity of that tensor along a field."""
 
     start: Tensor
 
@@ -29,27 +29,27 @@ class System(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the field jumps."""
+        """The times at which the velocity field jumps."""
         return self.field.switches
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tensor between two times that have no switch between them."""
+        """Return the tensor's velocity for times from ``begin`` to ``end``; there is no jump in between."""
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity that a residual layer adds to the tensor."""
+        """Return the velocity v of the tensor in a residual layer, which adds h v to it."""
 
-    def settle(self, y: Tensor) -> Tensor:
-        """Return the tensor projected onto the set that the flow preserves."""
-        return self.field.settle(y)
+    def project(self, y: Tensor) -> Tensor:
+        """Return the tensor projected onto the set that the flow preserves, such as tokens on a sphere."""
+        return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return the relative distance of the tensor from the set that the flow preserves, or None."""
+        """Return the tensor's relative distance from the set that the flow preserves; None without one."""
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor from which the next stretch starts: the one that a new flow would start from."""
+        """Return the tensor with which a new flow from the same state would start, to go on from there."""
         return y
 
     def finite(self, y: Tensor) -> bool:
@@ -70,7 +70,7 @@ class System(abc.ABC):
 
 
 class Tokens(System):
-    """A state of tokens (..., n, d), which are the tensor itself."""
+    """The state of a flow of tokens (..., n, d): the tensor is the tokens themselves."""
 
     def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
         super().__init__(field)
@@ -83,11 +83,11 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the field, with the weights of atoms if there are any."""
+        """Return the velocity of the tokens, which depends on the atoms' weights if they are atoms."""
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the field's residual layer, with the weights of atoms if there are any."""
+        """Return the velocity of a residual layer, which depends on the weights if tokens are atoms."""
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
@@ -109,10 +109,10 @@ class Tokens(System):
 
 
 class Atoms(Tokens):
-    """A discrete measure, represented by its atoms (n, d); its weights and positions do not change."""
+    """The state of a flow of a discrete measure: the tensor is its atoms (n, d), whose weights are fixed."""
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the measure with its atoms at y."""
+        """Return the measure whose atoms are the rows of ``y``."""
         assert self.weighting is not None
         return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
 
@@ -122,7 +122,7 @@ class Atoms(Tokens):
 
 
 class Moments(System):
-    """A Gaussian N(α, Σ), represented by a tensor (d, 1 + d): its mean α, then a square root L of Σ.
+    """The state of a flow of a Gaussian N(α, Σ): the tensor (d, 1 + d) is the mean α beside a root L of Σ.
 
     If a map acts on N(α, Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The
     second equation follows from L' = M L. Integrating L instead of Σ ensures that Σ = L Lᵀ has no negative
@@ -144,7 +144,7 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity M (α, L) + (c, 0) of mean and square root."""
+        """Return the velocity (M α + c, M L) of the mean α and the root L, if the map acts as x ↦ M x + c."""
         f = self.field.map_at(begin, end)
 
         def affine(t: Tensor, y: Tensor) -> Tensor:
@@ -160,15 +160,15 @@ class Moments(System):
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor with the symmetric square root in place of L, as a new flow would start."""
+        """Return the tensor with Σ's symmetric square root in place of L, as a new flow would start with."""
         return _pack(*_unpack(y))
 
-    def settle(self, y: Tensor) -> Tensor:
-        """Return the tensor unchanged."""
+    def project(self, y: Tensor) -> Tensor:
+        """Return the tensor unchanged, because a flow of Gaussians preserves no set."""
         return y
 
     def drift(self, y: Tensor) -> None:
-        """Return None, because no set is preserved."""
+        """Return None, because a flow of Gaussians preserves no set."""
 
     def finite(self, y: Tensor) -> bool:
         """Tell whether mean and covariance are finite; a covariance overflows before its square root."""

@@ -192,7 +192,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
-    """Return a tensor that broadcasts to ``axes`` with five axes (lead, kv_heads, group, m, n).
+    """Return ``t``, which broadcasts to ``axes``, reshaped to five axes (lead, kv_heads, group, m, n).
 
     Each axis has its full length or 1; ``axes`` are (*lead, heads, m, n).
     """

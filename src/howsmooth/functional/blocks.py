@@ -42,7 +42,7 @@ _FEWEST_ROWS = 32
 
 @dataclass(frozen=True)
 class Block:
-    """A range of query rows with the keys that they see, for some key heads and some leading indices."""
+    """A range of query rows with the keys that they see, for some key heads and leading indices."""
 
     lead: slice
     heads: slice
@@ -65,7 +65,7 @@ class Block:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the ranges of this block in the last five axes of a tensor; all of an axis of length 1."""
+        """Return the block's index ranges in the last five axes of a tensor; all of an axis of length 1."""
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -81,7 +81,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The cut of attention scores (lead, kv_heads, group, m, n) into blocks.
+    """The rule that cuts attention scores (lead, kv_heads, group, m, n) into blocks of query rows.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """A function of tensors that is a sum over blocks.
+    """A function of tensors, such as attention or its derivative, that is a sum over blocks of query rows.
 
     Parameters
     ----------
@@ -170,11 +170,11 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of a block's contributions to the results, with the axes ``extra`` in front."""
+        """Return the shapes of one block's summands of the results, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results and, with a kernel, its further results, without recording a graph."""
+        """Compute the results, and what a kernel keeps for derivatives, without an autograd graph."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
@@ -206,7 +206,7 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the map (tensors, tangents) ↦ tangents of the results.
+        """Return the derivative as a BlockMap: (tensors, tangents) ↦ tangents of the results.
 
         ``moved`` marks the tensors that have a tangent.
         """
@@ -241,7 +241,7 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the map (tensors, cotangents of results) ↦ cotangents of tensors.
+        """Return the adjoint as a BlockMap: (tensors, cotangents of the results) ↦ cotangents of tensors.
 
         Parameters
         ----------
@@ -287,7 +287,7 @@ def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...])
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if a new tensor must not be changed in place.
+    """Return True if a transform of torch.func forbids that the new tensor ``t`` be changed in place.
 
     This is so in a transform of torch.func, which differentiates the operations on it, and under
     torch.func.linearize, whose record of operations loses in-place changes of views.
@@ -301,11 +301,11 @@ def reduced(t: Tensor, shape: Shape) -> Tensor:
 
 
 class _OverBlocks(torch.autograd.Function):
-    """The autograd function of a :class:`BlockMap`; its derivatives are this function of other BlockMaps."""
+    """The autograd function that computes a :class:`BlockMap`; its derivatives compute other BlockMaps."""
 
     @staticmethod
     def forward(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute the BlockMap."""
+        """Return the results of the BlockMap ``function``."""
         return function.run(tensors)
 
     @staticmethod
@@ -344,7 +344,7 @@ class _OverBlocks(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], function: BlockMap, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Compute the BlockMap with one more axis in front of all tensors and results."""
+        """Return the results of the BlockMap with one more axis, that of vmap, in front of all tensors."""
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))

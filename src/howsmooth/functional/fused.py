@@ -67,7 +67,7 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(x: Mapping[str, Tensor]) -> str | None:
-    """Return the reason why the kernels do not support the tensors ``x``, in words; None if they do."""
+    """Return in words why the Triton kernels do not support the tensors ``x``; None if they do."""
     q, v = x["q"], x["v"]
     if q.dtype not in _DTYPES:
         return f"{q.dtype}"
@@ -97,7 +97,7 @@ def _obstacle_of(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Attention and its derivatives for all blocks at once, with scores as ``scores`` says.
+    """Attention and its derivatives by Triton kernels, for scores formed by the rule ``scores``.
 
     Tensors have five axes, of which the first has its full length. In the methods, ``x`` are the tensors by
     name, ``d`` tangents of some of them, ``kept`` the tensors that :meth:`value` returns, and ``u`` a
@@ -107,7 +107,7 @@ class Kernels:
     scores: Scores
 
     def value(self, x: Mapping[str, Tensor]) -> Kept:
-        """Return the output O and the logarithms of the softmax denominators."""
+        """Return the attention output O and the logarithms of the softmax denominators."""
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
@@ -115,13 +115,13 @@ class Kernels:
         return mean, lse
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent dO of the output."""
+        """Return the tangent dO of the attention output, for tangents ``d`` of tensors by name."""
         return self._tangent(x, kept, _filled(x, d))[0]
 
     def adjoint(
         self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the cotangents of the tensors ``which`` by name: of queries, keys, values and sinks."""
+        """Return the cotangents of the tensors ``which`` by name, for the cotangent ``u`` of the output."""
         common = _common(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
@@ -143,7 +143,7 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`; ``du`` is the tangent of ``u`` or None."""
+        """Return the tangents of the cotangents of :meth:`adjoint`; ``du`` is u's tangent or None."""
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
@@ -166,7 +166,7 @@ class Kernels:
         return found
 
     def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return dO and μ = rowsum(P∘dS); ``d`` has a tangent for each tensor."""
+        """Return the output's tangent dO and μ = rowsum(P∘dS), for a tangent in ``d`` of every tensor."""
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
         # Without sinks the kernel does not read this argument.
@@ -214,7 +214,7 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tiles to try for a kernel with operands of padded width ``width``, from large to small."""
+    """Return the tile sizes to try for a kernel with operands of padded width ``width``, large ones first."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
@@ -234,7 +234,7 @@ def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner product of ``u`` and ``of_queries`` in each row, (lead, kv_heads, group, m, 1)."""
+    """Return the inner products of the rows of ``u`` and ``of_queries``, (lead, kv_heads, group, m, 1)."""
     common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
     return common[..., None]
 

@@ -76,7 +76,7 @@ def _scores(
     BY_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile of products in units of log 2, D, and tanh(s/c); hidden keys have −∞."""
+    """Return a tile's scores in units of log 2, −∞ where hidden, the cap's derivative D, and tanh(s/c)."""
     rows = first_row + tl.arange(0, ROWS)
     keys = first_key + tl.arange(0, KEYS)
     if BY_KEYS:
@@ -114,7 +114,7 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return this program's head, and the first row (or key) of its block.
+    """Return this Triton program's head, and the first row (or key) of its block.
 
     With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
     """
@@ -130,7 +130,7 @@ def _keys_of(
     start, m, n, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of keys that a block of rows sees; it begins at a multiple of KEYS."""
+    """Return the range of keys that a block of rows sees; the range begins at a multiple of KEYS."""
     low, high = 0, n
     last = min(start + ROWS, m)
     if CAUSAL:
@@ -146,7 +146,7 @@ def _rows_of(
     start, m, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of rows that see a block of keys; it begins at a multiple of ROWS."""
+    """Return the range of rows that see a block of keys; the range begins at a multiple of ROWS."""
     low, high = 0, m
     if CAUSAL:
         low = start // ROWS * ROWS
@@ -166,7 +166,7 @@ def value(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write O and the logarithms of the softmax denominators of one block of rows."""
+    """Write the attention output O and the logarithms of the softmax denominators of one block of rows."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -214,7 +214,7 @@ def tangent(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangent dO of the output, and μ, of one block of rows."""
+    """Write the output's tangent dO and μ = rowsum(P∘dS), of one block of rows."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -268,7 +268,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error of the row sums of D∘G if D∘G is rounded to ``dtype``.
+    """Return the error that rounding D∘G, the cotangent of scale · q kᵀ, to ``dtype`` causes in its row sums.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.
@@ -281,7 +281,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of the first tile of keys, (1, WIDTH), which is near the common part of all keys."""
+    """Return the mean of the first tile of keys, (1, WIDTH), an estimate of what all keys have in common."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 
@@ -295,7 +295,7 @@ def adjoint_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries in one block of rows; ``common`` is r."""
+    """Write the cotangents of the queries in one block of rows; ``common`` is ⟨u, O⟩ in each row."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -339,7 +339,7 @@ def adjoint_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and of their values, summed over all rows and the group."""
+    """Write the cotangents of one block of keys and of their values, summed over all rows and query heads."""
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     vs = _load(v + key_head * n * VALUE, start, n, KEYS, VALUE, WIDTH)
@@ -374,7 +374,7 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return P, dP, D∘G and the tangent of D∘G.
+    """Return, for one tile, P, its tangent dP, the cotangent D∘G of scale · q kᵀ, and the tangent of D∘G.
 
     ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its tangent.
     """
@@ -400,7 +400,7 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the queries' cotangents of one block of rows; ``moved`` is dr."""
+    """Write the tangents of the queries' cotangents in one block of rows; ``moved`` is d⟨u, O⟩."""
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -456,7 +456,7 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the cotangents of one block of keys and their values; ``moved`` is dr."""
+    """Write the tangents of the cotangents of one block of keys and values; ``moved`` is d⟨u, O⟩."""
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     dks = _load(dk + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)

@@ -1,4 +1,4 @@
-"""Attention and its derivatives as sums over blocks: the inputs and the results of each.
+"""Attention and its first and second derivatives, each as a :class:`BlockMap` with its inputs and results.
 
 Each function below builds a :class:`BlockMap`. Its inputs are the tensors x of :class:`Scores` by name, then
 the further results of the kernel for the value (``kept``), if there are kernels, and then tangents and
@@ -27,7 +27,7 @@ _Item = TypeVar("_Item")
 
 
 def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
-    """Return the map x ↦ O = P v of the tensors ``scores.names``, in which O has shape ``shape``.
+    """Return attention as a BlockMap: the tensors ``scores.names`` ↦ the output O = P v of shape ``shape``.
 
     With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
     and biases. All else is computed block by block.
@@ -55,7 +55,7 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
 
 def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | None) -> BlockMap:
-    """Return the map (x, dx) ↦ dO, where the tensors ``moved`` have tangents."""
+    """Return attention's derivative as a BlockMap: (tensors x, tangents dx of ``moved``) ↦ dO."""
     given = _Given(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -63,7 +63,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
     def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
-        """Return the map (x, dx, U) ↦ gradients of ⟨U, dO⟩ in x and in dx."""
+        """Return the BlockMap (x, dx, U) ↦ gradients of ⟨U, dO⟩ in x and in dx, for a cotangent U of O."""
         of_x, of_d = given.chosen(wanted)
         both = _Given(scores, kernels, (*moved, "u"))
 
@@ -99,7 +99,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
 
 
 def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | None) -> BlockMap:
-    """Return the map (x, U) ↦ cotangents of the tensors ``which``, a mapping from names to shapes."""
+    """Return attention's adjoint as a BlockMap: (tensors x, cotangent U of O) ↦ cotangents of ``which``."""
     given = _Given(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -112,7 +112,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """Return the derivative of (x, U) ↦ cotangents along (dx, dU), as a map of (x, U, dx, dU)."""
+        """Return the adjoint's derivative as a BlockMap: (x, U, dx, dU) ↦ tangents of the cotangents."""
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
         both = _Given(scores, kernels, ("u", *tangents))
@@ -132,7 +132,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """Return the map (x, U, W) ↦ gradients of ⟨W, cotangents⟩ in x and in U.
+        """Return the adjoint's own adjoint as a BlockMap: (x, U, W) ↦ gradients of ⟨W, cotangents⟩ in x, U.
 
         ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
         """
@@ -171,7 +171,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Given:
-    """The inputs of a derivative: the tensors x, those that the kernel has kept, and tangents or cotangents.
+    """The inputs of a derivative of attention: tensors x, tensors that a kernel kept, tangents or cotangents.
 
     ``more`` names the further tensors: a tangent has the name of its tensor, ``u`` is the cotangent of the
     output and ``du`` the tangent of ``u``.
@@ -187,19 +187,19 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Kind of each input tensor."""
+        """Kind of each input tensor: with a row for each query, for each key, or with axes as the scores."""
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Split the input tensors into x by name, those that the kernel has kept, and the others by name."""
+        """Split the input tensors into the tensors x by name, those a kernel kept, and the others by name."""
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))
         more = dict(zip(self.more, tensors[count + kept :], strict=True))
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of the marked tensors in x, and of the marked tensors in ``more``."""
+        """Return the names of the tensors that ``flags`` marks: of those in x, and of those in ``more``."""
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]
         return _chosen(self.scores.names, flags[:count]), _chosen(self.more, more)
@@ -207,7 +207,7 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return a function that runs ``kernel`` on the input tensors, or None.
+        """Return a function of the input tensors that runs ``kernel``; None if no kernel has this derivative.
 
         The result is None without kernels, and for tangents or cotangents of a mask or bias.
         """

@@ -89,12 +89,12 @@ class Weights:
 
     @property
     def slope(self) -> Tensor | None:
-        """The derivative D of the cap; None without a cap, where it is 1."""
+        """The derivative D of the soft cap at each score; None without a cap, where it is 1."""
         return None if self.tanh is None else (1 - self.tanh) * (1 + self.tanh)
 
 
 def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
-    """Return the probabilities of a block, from its parts ``x`` of the tensors."""
+    """Return the probabilities P of a block, from the block's parts ``x`` of the tensors."""
     s = _products(scores.scale * x["q"], x["k"])
     tanh = None
     if scores.softcap is not None:
@@ -146,7 +146,7 @@ def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
 
 
 def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
-    """Return the tangent dO of the output, for tangents ``d`` of tensors by name; others count as zero."""
+    """Return a block's tangent dO of the output, for tangents ``d`` by name; missing ones count as zero."""
     do: Tensor | None = None
     dp = _dp(at, _ds(at, d), d)
     if dp is not None:
@@ -182,7 +182,7 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the tangents of the results of :func:`adjoint`, by name.
+    """Return the tangents of the cotangents that :func:`adjoint` returns, by name.
 
     ``d`` are tangents of the tensors, ``du`` is the tangent of ``u`` or None for zero.
     """
@@ -235,7 +235,7 @@ def second(
 
 
 def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of s = scale · q kᵀ; None if it is zero."""
+    """Return the tangent of the products s = scale · q kᵀ; None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
         ds = _products(at.scale * d["q"], at.x["k"])
@@ -243,7 +243,7 @@ def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tensor | None:
-    """Return the tangent of S; None if it is zero. ``raw`` is the tangent of s, if the caller has it."""
+    """Return the tangent of the scores S; None if it is zero. ``raw`` is the tangent of s, if known."""
     ds = _products_moved(at, d) if raw is None else raw
     slope = at.slope
     if ds is not None and slope is not None:
@@ -255,7 +255,7 @@ def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tens
 
 
 def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of P; None if it is zero."""
+    """Return the tangent of the probabilities P; None if it is zero."""
     dp = None if ds is None else _of_softmax(ds, at.p)
     if at.sink is not None and "sinks" in d:
         dp = _sum(dp, -at.p * (at.sink * d["sinks"]))

@@ -154,7 +154,7 @@ class AutodiffJacobian(LinearOperator):
         return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
 
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
-        """Estimate the relative error of J by rounding inside f, where intermediate results are not known.
+        """Estimate the relative error of J e that rounding inside f causes, from J e at tokens nearby.
 
         Rounding inside f acts like a rounding error of its input. So J e, which is ``je``, is computed four
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
@@ -199,7 +199,7 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if J is not zero and row i of its image depends on row i of the input only.
+        """Return True if J ≠ 0 and row i of an output depends on row i of the input only.
 
         The operator must have one member; with fewer than two rows the result is False.
         """
@@ -212,7 +212,7 @@ class AutodiffJacobian(LinearOperator):
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if product(e)[i] depends on e[j] for some i ≠ j, indices along the first axis.
+    """Return True if product(e)[i] depends on e[j] for some i ≠ j, for a linear map ``product``.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -234,7 +234,7 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
-    """Return sixteen times the largest relative change of each member's product ``je``.
+    """Return the relative rounding error to allow for: sixteen times the largest change of ``je`` in reruns.
 
     ``je`` is (batch, ...), and ``moved`` are the same products computed anew. The result is (batch,), float64
     on the CPU.

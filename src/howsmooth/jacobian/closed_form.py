@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """The choices that hold for all attention layers in a map.
+    """The choices that hold for all attention layers of a map: how to form P, and how to bound rounding.
 
     ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps the norms of
     matrices that proofs of rounding errors have computed.
@@ -122,7 +122,7 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at several batches of tokens, in several dtypes.
+    """Return the Jacobians of ``f`` at each of several batches of tokens, in each of several dtypes.
 
     The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
     length n. The Jacobians are as from :func:`closed_form_jacobian`. Those of one dtype share their
@@ -157,7 +157,7 @@ def _linearised(
 
 
 def in_double(f: TokenMap) -> TokenMap:
-    """Return the map in float64, in which every linearisation is computed.
+    """Return the map converted to float64, in which every linearisation is computed.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobians of a float64 map at float64 tokens, one for the dtype of each of ``made``.
+    """Return Jacobians of a float64 map at float64 tokens, one for the dtype of each :class:`Projections`.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

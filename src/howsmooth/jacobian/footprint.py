@@ -21,7 +21,7 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors of one sequence: probabilities, and temporaries of a product.
+    """Return the bytes of all n × n tensors of one sequence: the probabilities, and temporaries of a product.
 
     If ``dtype`` is float32, they are counted in float32 and in float64, because the value of a float32
     measurement is computed again in float64 while the float32 operator is in memory.
@@ -47,7 +47,7 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes for one sequence of n tokens without probabilities in memory.
+    """Return the bytes of the Jacobian at one sequence of n tokens if probabilities are not kept in memory.
 
     It is the peak of linearising the map and of one product.
     """
@@ -66,7 +66,7 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that Triton kernels take beside :func:`streamed_bytes`; 0 where there are none.
+    """Return the bytes that Triton kernels take in addition to :func:`streamed_bytes`; 0 without kernels.
 
     They hold all operands of their matrix products, split into bfloat16 parts.
     """

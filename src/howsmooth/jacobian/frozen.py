@@ -33,7 +33,7 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivatives D Γ_μ(x_i) of all atoms in their order, one block of atoms at a time.
+    """Yield the derivatives D Γ_μ(x_i) at all atoms x_i of a fixed measure μ, one block of atoms at a time.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return the number of entries that a block holds for each pair of an own atom and a seen atom."""
+    """Return how many numbers a block of atoms holds for each pair of one of its atoms and a seen atom."""
     match f:
         case SelfAttention():
             return f.heads * (f.key_dim + f.value_dim)
@@ -92,7 +92,7 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return the derivatives Σ_h W_h Cov_i(v, k) · scale Q_h of attention, as a function of the rows i.
+    """Return a function of rows i that computes attention's derivatives Σ_h W_h Cov_i(v, k) · scale Q_h.
 
     Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
     derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
@@ -136,7 +136,7 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return the derivatives of any map by automatic differentiation, as a function of the rows.
+    """Return a function of rows i that computes the derivatives D Γ_μ(x_i) of any map, by autodiff.
 
     Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
     Γ_μ at the places where they are.

@@ -45,7 +45,7 @@ _SMALLER = (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16,
 
 @dataclass(frozen=True)
 class FusedDerivative(StreamedDerivative):
-    """A streamed derivative in float32 whose products are computed by Triton kernels.
+    """The derivative of softmax attention in float32, whose products are computed by Triton kernels.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, called once for each member."""
+        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, called once a batch member."""
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
@@ -142,7 +142,7 @@ class FusedDerivative(StreamedDerivative):
 
     @property
     def _width(self) -> int:
-        """Number of columns of all operands, padded.
+        """Common number of columns to which queries, keys and values are padded for the kernels.
 
         Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
         their widths differ.
@@ -175,7 +175,7 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
-        """Run a kernel on all blocks of rows or keys (``of``) of all heads."""
+        """Run a kernel on all blocks of query rows or of keys, as ``of`` says, of all heads."""
         heads, length = self.k.shape[:2]
         if of == "rows":
             heads, length = heads * self.q.shape[1], self.q.shape[2]
@@ -196,7 +196,7 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative with its products in kernels if there are kernels for it, else ``at`` itself.
+    """Return the streamed derivative ``at`` with its products in Triton kernels, if these exist for it.
 
     The kernels get as few parts as keep the relative rounding error within ``allowance``; if three parts do
     not, ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at``
@@ -206,7 +206,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return what :func:`fused` returns if kernels can run for ``at``; that they can is not checked."""
+    """Return ``at`` with products in Triton kernels if their error is within ``allowance``, else ``at``."""
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

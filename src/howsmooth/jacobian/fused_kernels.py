@@ -107,7 +107,7 @@ def image(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangent dO of the output of one block of rows."""
+    """Write the tangent dO of the attention output for one block of query rows."""
     # Blocks are taken from the last on: in causal order the last rows see most keys and take longest.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
@@ -190,7 +190,7 @@ def adjoint_keys(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and of their values, summed over all rows and the group."""
+    """Write the cotangents of one block of keys and of their values, summed over all rows and query heads."""
     start = tl.program_id(0) * KEYS
     key_head = tl.program_id(1).to(tl.int64)
     keys = start + tl.arange(0, KEYS)

@@ -16,7 +16,7 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds of moments of each row of P, and of the norm of P.
+    """Upper bounds of the moments of keys and values under each row of P, and of the norm of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
@@ -106,5 +106,5 @@ def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
 
 
 def moment_width(operands: Operands) -> int:
-    """Return the number of columns of :func:`moment_columns`."""
+    """Return the number of columns that :func:`moment_columns` returns."""
     return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

@@ -18,7 +18,7 @@ __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 def norm_jacobian(
     norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> NormJacobian | None:
-    """Return the Jacobian of the norm of queries or keys at tokens ``x``; None if there is no norm.
+    """Return the Jacobian of the norm layer of queries or keys at tokens ``x``; None without norm layer.
 
     The rows of the Jacobian are the tokens if the norm is over all heads side by side, and the pairs of token
     and head if it is over each head.
@@ -72,7 +72,7 @@ class NormJacobian(LinearOperator):
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Return the Jacobian of a float64 norm at float64 tokens (batch, n, d), for products in ``dtype``.
+        """Return the Jacobian of a float64 norm layer at float64 tokens, for products in ``dtype``.
 
         ``off`` (batch, n) bounds the distance of each token from its exact value, for a proof of the error.
 
@@ -95,7 +95,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Apply (√d/s)(H − h hᵀ/s²), which is symmetric."""
+        """Apply the symmetric matrix (√d/s)(H − h hᵀ/s²), the norm layer's Jacobian without its gain Γ."""
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
@@ -114,7 +114,7 @@ class NormJacobian(LinearOperator):
 
 
 class ScaleJacobian(LinearOperator):
-    """Jacobian of a layer scale: the diagonal matrix ``weight`` at each token."""
+    """Jacobian of a layer scale: the diagonal matrix of its factors ``weight`` at each token."""
 
     def __init__(self, weight: Tensor, batch: int, n: int) -> None:
         shape = (n, weight.shape[0])

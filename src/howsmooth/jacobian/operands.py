@@ -1,4 +1,4 @@
-"""Queries, keys and values at the point of linearisation, in float64, with keys and values centred.
+"""Queries, keys and values at the tokens where attention is linearised, with keys and values centred.
 
 The derivative does not change if all values of a head, or all its keys, are shifted by one vector. Such a
 common part may be far larger than the differences that matter, so it is subtracted before anything is
@@ -55,7 +55,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands of given unscaled queries, keys and values; keys and values are centred."""
+        """Return the operands from unscaled queries, and from keys and values that are then centred."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -64,7 +64,7 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Return the operands of the attention layer ``f`` at tokens ``x``."""
+        """Return the operands of the attention layer ``f`` at tokens ``x``: its queries, keys and values."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)
@@ -83,22 +83,22 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """Number of batch members times number of key heads."""
+        """Number of batch members times number of key heads, the length of the axis b of derivatives."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
     def whole_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The unshifted keys."""
+        """The keys before centring: ``k`` plus ``key_shift``."""
         return self.k + self.key_shift
 
     @property
     def whole_values(self) -> Float[Tensor, "batch kv_heads n value_dim"]:
-        """The unshifted values."""
+        """The values before centring: ``v`` plus ``value_shift``."""
         return self.v + self.value_shift
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which scores are formed: unshifted if there is a sink, whose score does not shift."""
+        """The keys that form scores: centred, or uncentred if there is a sink, whose score is fixed."""
         return self.k if self.features.sinks is None else self.whole_keys
 
     def outputs(
@@ -106,7 +106,7 @@ class Operands:
         averages: Float[Tensor, "b *rows value_dim"],
         total: Float[Tensor, "b *rows"],
     ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the outputs O_i = Σ_j P_ij v_j of unshifted values, from the averages of shifted values.
+        """Return the outputs O_i = Σ_j P_ij v_j of uncentred values, from averages under P of centred values.
 
         ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """

@@ -71,7 +71,7 @@ class Projection:
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Apply the adjoint of :meth:`into`."""
+        """Apply the adjoint of :meth:`into`, which takes tangents of queries, keys and values to tokens."""
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
@@ -79,7 +79,7 @@ class Projection:
         return heads if self.output is None else heads @ self.output.mT
 
     def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
-        """Apply the adjoint of :meth:`out`."""
+        """Apply the adjoint of the output projection."""
         return u if self.output is None else u @ self.output
 
     def through(
@@ -94,7 +94,7 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """W_Oᵀ W_O if one product with it is cheaper than two with W_O, else None.
+        """W_Oᵀ W_O for the output matrix W_O if a product with it is cheaper than two with W_O, else None.
 
         It is used in float32 only, where the final value is computed again in float64: if W_O nearly
         cancels, W_Oᵀ W_O loses twice as many digits.
@@ -127,7 +127,7 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projections of the layer ``f``, which must not be deleted before this object."""
+        """Return the projections of the layer ``f``, made once; ``f`` must outlive this object."""
         if id(f) not in self._made:
             self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
         return self._made[id(f)]

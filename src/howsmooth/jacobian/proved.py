@@ -60,14 +60,14 @@ def provable(f: TokenMap) -> bool:
 
 
 def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
-    """Return bounds of the error of a norm's products, at tokens with errors up to ``off``."""
+    """Return bounds on the errors of products with a norm layer's Jacobian; ``off`` bounds those of ``x``."""
     slope, turned = _norm_slopes(f, x, off)
     bounds = (slope * turned, slope * (3 * gamma(f.d + 8)), slope * (1 + turned))
     return ProductError(*(_refused(t, turned).amax(dim=1).cpu() for t in bounds))
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return (√d/s) max|γ| of each token, and the relative error of the Jacobian computed there."""
+    """Return, for each token, the norm layer's slope (√d/s) max|γ|, and its Jacobian's relative error."""
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
     # Relative error of s; that of h/s is as large. The last term is for squares of entries that underflow.
@@ -77,25 +77,25 @@ def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]
 
 
 def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
-    """Return a bound of the rounding error of h, the centred token."""
+    """Return a bound on the rounding error of subtracting each token's mean; zero for RMSNorm."""
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
 
 
 def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
-    """Return bounds of the error of a layer scale's products."""
+    """Return bounds on the errors of products with the Jacobian of a layer scale, a diagonal matrix."""
     size = weight.abs().amax().cpu().expand(batch)
     return ProductError(torch.zeros_like(size), U * size, size)
 
 
 def residual_error(inner: ProductError) -> ProductError:
-    """Return bounds of the error of products with I + J, from the bounds for J."""
+    """Return bounds on the errors of products with I + J, from the bounds ``inner`` for J."""
     size = up(1 + inner.size)
     return ProductError(inner.model, up(inner.rounding + 2 * U * (size + inner.rounding)), size)
 
 
 def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
-    """Return bounds of the error of products with J_outer J_inner, from the bounds for both."""
+    """Return bounds on the errors of products with J_outer J_inner, from the bounds for both factors."""
     model = outer.model * inner.size + outer.size * inner.model
     # The bound holds for both orders of the factors, as the adjoint applies them in the other order.
     rounding = outer.rounding * inner.size + outer.size * inner.rounding + 2 * outer.rounding * inner.rounding
@@ -105,7 +105,7 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return a bound of the error of each computed token of f(x), at tokens ``x`` with errors up to ``off``.
+    """Return a bound on the error of each computed token of f(x), at tokens ``x`` wrong by at most ``off``.
 
     ``image`` is the computed f(x), if the caller has it.
     """
@@ -132,7 +132,7 @@ def image_off(
 
 
 def _refused(error: Tensor, relative: Tensor) -> Tensor:
-    """Return the error with a factor for higher orders, rounded up; infinite if ``relative`` is too large."""
+    """Return ``error`` enlarged for higher orders and rounded up; infinite if ``relative`` exceeds 0.1."""
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
 
@@ -148,7 +148,7 @@ def attention_error(
     mean: Float[Tensor, "b m value_dim"],
     norms: MatrixNorms,
 ) -> ProductError:
-    """Return bounds of the error of products with the Jacobian of attention.
+    """Return bounds on the errors of products with the Jacobian of attention.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Bounds for queries, keys or values, and for the map from tangents of tokens to their tangents.
+    """Error bounds for queries, keys or values, and for the linear map from tangents of tokens to theirs.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ class _Rows:
 
 
 class _Attention:
-    """Bounds of the rounding errors of one attention layer at given tokens."""
+    """Bounds on the rounding errors of one attention layer and of its Jacobian at given tokens."""
 
     def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands, norms: MatrixNorms) -> None:
         self.f = f
@@ -210,7 +210,7 @@ class _Attention:
 
     @cached_property
     def queries(self) -> _Rows:
-        """Bounds for the scaled queries."""
+        """Error bounds for the scaled queries."""
         f = self.f
         scale = abs(f.scale)
         grouped = f.query.reshape(f.kv_heads, -1, f.d)
@@ -227,7 +227,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the keys; ``shifted`` says if their shift is subtracted."""
+        """Return error bounds for the keys; ``shifted`` says whether the mean key is subtracted."""
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
@@ -244,7 +244,7 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds for the values; ``shifted`` says if their shift is subtracted."""
+        """Return error bounds for the values; ``shifted`` says whether the mean value is subtracted."""
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
@@ -257,7 +257,7 @@ class _Attention:
     def _projected(
         self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
     ) -> Float[Tensor, "batch heads n"]:
-        """Return a bound of the error of W x + b for each head, W = ``weight`` and b = ``bias``.
+        """Return a bound on the error of W x + b for each head and token, W = ``weight`` and b = ``bias``.
 
         ``off`` bounds the error of each token x, and ``length`` its length.
         """
@@ -302,7 +302,7 @@ class _Attention:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound of the error of each row's scores, without scores of negligible probability."""
+        """Return a bound on the error of each row's scores, leaving out scores of negligible probability."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -334,7 +334,7 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return a bound of the error of each token of f(x)."""
+        """Return a bound on the error of each computed token of f(x)."""
         f, at = self.f, self.at
         relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
         rows = self.values(shifted=False)
@@ -353,7 +353,7 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound of the error that scores from unshifted keys have beside :meth:`score_off`.
+        """Return a bound on the score errors that uncentred keys add to those of :meth:`score_off`.
 
         The map itself forms scores from unshifted keys, its Jacobian does not.
         """
@@ -364,7 +364,7 @@ class _Attention:
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds of the error of products with the Jacobian of the layer.
+        """Return bounds on the errors of products with the Jacobian of the layer.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
@@ -445,7 +445,7 @@ class _Attention:
         return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
-        """Return a bound of the error of the projected mean token.
+        """Return a bound on the error of the projection of the mean token, W x̄ + b.
 
         The mean token itself counts as exact, because any vector may serve as the shift.
         """
@@ -454,7 +454,7 @@ class _Attention:
 
 
 def _turn(f: SelfAttention) -> float:
-    """Return a bound of the norm of the rotations by position, at least 1."""
+    """Return a bound, at least 1, on the norms of the rotary maps."""
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2

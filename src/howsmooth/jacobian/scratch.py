@@ -1,4 +1,4 @@
-"""Scratch memory for tiles, which is reused from tile to tile and from pass to pass."""
+"""Scratch memory for tiles of the attention matrix, reused from tile to tile and from pass to pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEFT = 1 << 23
 
 
 class _Left(threading.local):
-    """Scratch memory that the last pass of the current thread has left."""
+    """The scratch memory that the last pass over tiles left in the current thread, for the next pass."""
 
     memory: dict[object, Tensor] | None = None
 
@@ -36,7 +36,7 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor.
+        """Return an uninitialised tensor, in the memory of an earlier tensor of the same name if that fits.
 
         It lies in the memory of an earlier tensor of the same name, if that is large enough.
         """
@@ -49,7 +49,7 @@ class Scratch:
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Leave the memory to the next pass of this thread, unless it is more than 8 MiB."""
+        """Leave the scratch memory to the next pass of this thread, unless it is more than 8 MiB."""
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

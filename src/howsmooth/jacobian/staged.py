@@ -35,7 +35,7 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """Jacobian of attention in stages at a batch of sequences, each of which has its own graph."""
+    """Jacobian of attention in stages at a batch of sequences, each of which has its own autograd graph."""
 
     def __init__(self, members: tuple[_Member, ...]) -> None:
         first = members[0]
@@ -77,7 +77,7 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a layer at one sequence.
+    """The Jacobian at one sequence of an attention layer given in stages.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class _Member:
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Return the Jacobian of ``f`` in float64 at float64 tokens (n, d).
+        """Return the Jacobian at one sequence: float64 tokens (n, d), with ``f`` in float64.
 
         ``rounded`` is the same layer in ``dtype``, the dtype of the products.
         """
@@ -125,7 +125,7 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the stored output of softmax number ``i``, with its closed-form derivative in the graph."""
+        """Return the stored output of softmax number ``i``, with its closed-form derivative for autograd."""
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
@@ -142,7 +142,7 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u as a function of u, with its graph; None if the layer's derivatives have no graph."""
+        """Return Jᵀ u as a function of u, with its autograd graph; None if PyTorch cannot make that graph."""
         if not self.y.requires_grad:
             return None
         try:
@@ -172,7 +172,7 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the layer's derivatives as for any other map, and set the rounding error to allow for.
+        """Check the layer's derivatives, as those of any other map, and set the rounding error to allow for.
 
         ``y`` is the output in float64.
         """
@@ -206,7 +206,7 @@ class _Member:
         check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if J e by the graph of Jᵀ u equals ``je``, which forward mode has given."""
+        """Return True if J e, computed from the graph of Jᵀ u, equals ``je``, computed in forward mode."""
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative
@@ -283,7 +283,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """A softmax as an autograd function: a stored value, with derivative and adjoint in closed form."""
+    """A softmax as an autograd function: its stored output, with derivative and adjoint in closed form."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
@@ -309,7 +309,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of a softmax as an autograd function, whose adjoint is the derivative of the softmax."""
+    """The adjoint of a softmax's derivative, as an autograd function that PyTorch can differentiate again."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -138,7 +138,7 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative, then ``through``, then the adjoint, in one pass over blocks of rows.
+        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, in one pass over blocks of rows.
 
         ``through`` is called once for each member and block of rows, with all heads. It must map each row by
         itself.
@@ -179,7 +179,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """The tiling of the scores."""
+        """How the n × n scores are cut into blocks of rows, pieces and tiles."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         return Tiling(
@@ -196,7 +196,7 @@ class StreamedDerivative:
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return the score features of one tile."""
+        """Return the score features (soft cap, bias, sinks, masks) of one tile."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -223,7 +223,7 @@ class _Scored:
 
 
 class _Cotangents:
-    """Sums of the cotangents of queries, keys and values over the tiles.
+    """Sums over the tiles, while a pass runs, of the cotangents of queries, keys and values.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -263,7 +263,7 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cotangents of queries, keys and values as rows, and free the sums."""
+        """Return the cotangents of queries, keys and values, one row for each token, and free the sums."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -277,7 +277,7 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over the tiles of a derivative.
+    """One pass over the tiles of the attention matrix, in products with a streamed derivative.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ class _Tiles:
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangent dO of the output of a block."""
+        """Return the tangent dO of the output for a block of rows."""
         sink = self.at.sink
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
         if sink is not None:
@@ -317,7 +317,7 @@ class _Tiles:
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Write the block's cotangents of queries to ``parts``, and add its cotangents of keys and values."""
+        """Write a block's cotangents of queries to ``parts``, and add its summands for keys and values."""
         sink = self.at.sink
 
         def of_piece(number: int, piece: Piece) -> Tensor:
@@ -333,7 +333,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return, for all rows of a block, the sum of the results of ``of_piece`` for its pieces."""
+        """Return, for all rows of a block, the sum of the results of ``of_piece`` for the block's pieces."""
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -349,7 +349,7 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the contribution of a piece to dO."""
+        """Return one piece's summand of the tangent dO: the sum over the keys of the piece."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -371,7 +371,7 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return a piece's contribution to the cotangents of its queries; add those of keys and values."""
+        """Return one piece's summand of the cotangents of its queries; add those for keys and values."""
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
         scored = None if self.keep else self._scored(block)
@@ -396,7 +396,7 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows ``keys`` of ``t`` for the heads of a block, as a view that is made once."""
+        """Return the rows ``keys`` of ``t`` for the heads of a block, as a view made once and kept."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -404,13 +404,13 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name under which a tile is kept."""
+        """Return the name under which the probabilities of a tile are kept."""
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return P and P∘D of a tile, (b, r, keys); None if no query sees any of its keys."""
+        """Return P and P∘D of a tile, D the cap's derivative; None if all its keys are hidden."""
         kept = self._place(place, block)
         tile = self._formed(kept, block, keys, scored)
         if self.keep:
@@ -475,7 +475,7 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j and the sinks' probabilities of a block's rows.
+        """Compute log Σ_j e^{S_ij}, averages of ``table`` under P, and sink probabilities for a block's rows.
 
         ``table`` has the rows t_j. The results are written to the block's part of ``lse``, ``averages`` and
         ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
@@ -524,7 +524,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the numbers of a block's heads within their batch member."""
+        """Return which heads of its batch member a block has, as a slice of their numbers."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -535,7 +535,7 @@ class _Tiles:
 def streamed_derivative(
     operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
 ) -> StreamedDerivative:
-    """Return the streamed derivative at float64 queries, keys and values, for products in ``dtype``.
+    """Return the derivative of softmax attention without n × n matrices, at float64 queries, keys and values.
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ def shifted(rows: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of queries, of some key heads of one batch member.
+    """Some query rows, of some key heads of one batch member, whose scores are computed together.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
@@ -143,7 +143,7 @@ class Block:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return pairs (batches, keys) that say which keys of the sequence a tile has in which batches.
+        """Return pairs (batches, keys): which keys of the sequence a tile has in which matrix products.
 
         An integer stands for one batch, a slice for several batches with the same keys.
         """
@@ -177,12 +177,12 @@ class Stairs(Block):
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return these rows of all squares, of a tensor with a row for every query."""
+        """Return the block's rows of each square, from a tensor ``t`` that has a row for every query."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows ``keys`` of each square, of a tensor with a row for every key."""
+        """Return the rows ``keys`` of each square, from a tensor ``t`` that has a row for every key."""
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
@@ -191,22 +191,22 @@ class Stairs(Block):
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows, numbered from the first row of their square, as keys are here."""
+        """Return the block's rows as numbered from the first row of their square, as keys are here."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return these rows of all squares, of ``t`` (1, 1, rows, width), which has all rows of ``block``."""
+        """Return the block's rows of each square, from ``t`` (1, 1, rows, width), the rows of ``block``."""
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return each batch, and its keys as numbered in the sequence."""
+        """Return, for each square, its number and its keys as numbered in the sequence."""
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the rows ``own`` of each square as a view.
+        """Return the rows ``own`` of each square of ``t``, as one view.
 
         ``start`` is the offset of the head in the memory of ``t``, ``origin`` the first row of the first
         square, ``row`` and ``entry`` are strides of ``t``.
@@ -232,7 +232,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The cuts of the scores of m queries and n keys into blocks, pieces and tiles.
+    """The rules by which the scores of m queries and n keys are cut into blocks, pieces and tiles.
 
     Parameters
     ----------
@@ -274,11 +274,11 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """Number of parts into which the rows of one head are cut, if it has enough rows."""
+        """Number of equal parts into which the rows of a single head are cut, one for each thread; else 1."""
         return batches_apart(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
-        """Return the keys of all tiles of a row."""
+        """Return the ranges of keys of the tiles that make up one row of scores."""
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
@@ -327,7 +327,7 @@ class Tiling:
         ]
 
     def _has_stairs(self, block: Block) -> bool:
-        """Return True if each batch of a block can have a square at the diagonal."""
+        """Return True if each thread's part of the block's rows can have a square at the causal diagonal."""
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -336,7 +336,7 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Return the pieces of a block with the keys from its own first row to the diagonal.
+        """Return the pieces that cover the block's scores from its first row's key to the causal diagonal.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.

@@ -71,7 +71,7 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Masks of the atoms that solvers see, for both measures."""
+        """Masks of the atoms that solvers see, for both measures: those without negligible weight."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
@@ -154,7 +154,7 @@ class Pair:
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
     def in_units(self, scaled: float) -> float:
-        """Return a distance in the units of the points."""
+        """Return a distance between scaled points in the units of the points before scaling."""
         return in_units(scaled, self.exponent)
 
 
@@ -181,7 +181,7 @@ def _exponent(size: float) -> int:
 
 
 def _spread(values: ndarray, places: ndarray, n: int) -> ndarray:
-    """Return n numbers that are ``values`` at ``places`` and zero elsewhere."""
+    """Return n numbers, which are ``values`` at the indices ``places`` and zero elsewhere."""
     spread = np.zeros(n)
     spread[places] = values
     return spread

@@ -29,7 +29,7 @@ _STEEPEST = 1e-8
 
 @dataclass(frozen=True)
 class GaussianAnswer:
-    """W₂ in units of ``2**exponent``, and its derivatives with respect to means and covariances.
+    """W₂ between two Gaussians in units of ``2**exponent``, and its derivatives by means and covariances.
 
     The derivatives are in the units of the means and covariances.
     """
@@ -136,7 +136,7 @@ class _Spectrum:
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return eigenvalues and eigenvectors of the transport map T > 0 with T ``one`` T = ``other``.
+    """Return eigenvalues and eigenvectors of the map T > 0 that transports covariance ``one`` to ``other``.
 
     A small multiple of the identity is added to the covariances first. The eigenvalues are clipped, because
     directions in which a covariance is zero give no reliable eigenvalue of T.
@@ -151,7 +151,7 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return tr (I − T) one + tr (I − T⁻¹) other, less rounding, which is a lower bound of the squared W₂.
+    """Return tr (I − T) one + tr (I − T⁻¹) other less rounding, a lower bound of W₂² for any T > 0.
 
     The bound holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y. It is summed over the eigenvectors q of T
     as Σ (t − 1)(qᵀ other q / t − qᵀ one q). For close Gaussians both factors of each term are small, so

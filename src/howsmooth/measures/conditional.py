@@ -95,7 +95,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Return the distance over all positions, by adding their costs, weighted with their masses.
+    """Return the conditional distance: the sum of the positions' transport costs, weighted by their masses.
 
     Costs are added in logarithms, so that masses of any size count.
     """
@@ -136,7 +136,7 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return rows, columns and log-masses of the plan at positions where one measure has a single atom."""
+    """Return the plan (rows, columns, log-masses) at positions where a measure has a single atom."""
     rows, columns, logs = [], [], []
     for s in np.flatnonzero(forced):
         here, there = members[0][s], members[1][s]
@@ -190,7 +190,7 @@ def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return, for each position, the numbers of its atoms."""
+    """Return, for each position, the numbers of the atoms at it."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 

@@ -171,7 +171,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure with coinciding atoms merged and their weights added.
+        """Return the measure with coinciding atoms merged into one atom, which has the sum of their weights.
 
         Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
         are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the
@@ -202,7 +202,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return the group number of each atom and the number of groups.
+        """Return, for atoms to be merged, the group number of each atom, and the number of groups.
 
         Groups are numbered in the order of their first atoms.
         """
@@ -234,7 +234,7 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return the index of the first member of each group."""
+    """Return the index of the first atom of each group."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 

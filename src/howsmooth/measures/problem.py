@@ -122,7 +122,7 @@ class Problem:
     def cost_below(
         self, right: Float[ndarray, " m"]
     ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
-        """Return the value, rounded down, of feasible potentials f and g made from ``right``, and f and g.
+        """Return the dual value, rounded down, of feasible potentials f and g made from ``right``; and f, g.
 
         They are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij, the value
         Σ a_i f_i + Σ b_j g_j is at most the cost of any plan.
@@ -155,7 +155,7 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return the factors that scale rows with too much mass down to the wanted mass; 1 for other rows."""
+    """Return the factors that scale rows of a plan down to the wanted mass; 1 for rows with less mass."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 

@@ -1,4 +1,4 @@
-"""Linear operators and their leading singular triplet, with an interval that holds. Knows no attention."""
+"""Linear operators, and their leading singular triplets with intervals; nothing here knows of attention."""
 
 from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan

@@ -19,13 +19,13 @@ _PIECE_ELSEWHERE = 1 << 20
 
 
 def pieces(size: int, device: torch.device) -> list[slice]:
-    """Cut ``size`` entries into those that are turned into float64 at a time."""
+    """Return slices that cut ``size`` entries into pieces, which are converted to float64 one by one."""
     length = PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
     return [slice(low, low + length) for low in range(0, size, length)]
 
 
 def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
-    """Return the pieces of all rows."""
+    """Return ``x`` cut along its columns into the slices of :func:`pieces`."""
     return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 

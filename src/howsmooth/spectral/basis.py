@@ -1,4 +1,4 @@
-"""A Krylov basis that is kept for reorthogonalisation, in half precision where memory asks for it.
+"""A Krylov basis that is kept for reorthogonalisation, in half precision if memory is short.
 
 If processes share the vectors, each holds some coordinates of every vector, and a reduction sums over
 processes.
@@ -26,7 +26,7 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 
 
 class Basis:
-    """The vectors of all steps so far, (step, member, size), in a dtype that may differ from the operator's.
+    """The Lanczos vectors of all steps so far, (step, member, size), in the products' dtype or a smaller one.
 
     Where ``taken`` is set to a tensor (member,), it bounds the sum of squares of the components that were
     taken from the vectors of each member.
@@ -61,13 +61,13 @@ class Basis:
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Drop all other members."""
+        """Keep the vectors of the given members of the batch, and drop those of all others."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
-        """Take from z (member, size), in place, its projection on the basis; return what length is left.
+        """Subtract from z (member, size), in place, its projection on the basis; return the lengths left.
 
         The ``latest`` vectors, newest first, are at hand unrounded, and take the place of their rows: what is
         left along neighbours would enter in first order.
@@ -93,7 +93,7 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Write the unit vector along Σ_k weights_k row_k of one member to ``out``."""
+        """Write the unit vector along Σ_k weights_k row_k, the rows of one member's basis, to ``out``."""
         coefficients = torch.as_tensor(weights / self.scale, dtype=self.working, device=out.device)
         out.zero_()
         for piece in pieces(len(out), out.device):
@@ -102,7 +102,7 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Cut members into those whose projections are made at once.
+        """Return slices of the members whose projections are computed together.
 
         One by one on a processor, where the pieces of one stay in a core's cache while all rows pass over
         them; all on other devices, which would wait for each.
@@ -111,7 +111,7 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from some members, and of these from those alone that need ``more``, if given."""
+        """Subtract from z its projection on the first ``count`` rows, where ``more`` is True or None."""
         if not count:
             return
         some = pieces(z.shape[1], z.device)
@@ -131,7 +131,7 @@ class Basis:
                 _subtract_(z[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the first rows of some members' bases in the working dtype, a piece of their columns."""
+        """Yield, in the working dtype, blocks of the first rows of some members' bases, some columns only."""
         first = 0
         for block in self.blocks:
             last = min(first + len(block), count)
@@ -142,7 +142,7 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Inner products of rows (step, member, size) with vectors (member, size), (step, member)."""
+    """Return the inner products (step, member) of rows (step, member, size) with vectors z (member, size)."""
     if len(z) == 1:
         return torch.mv(rows[:, 0], z[0])[:, None]
     return torch.einsum("kmp,mp->km", rows, z)
@@ -162,5 +162,5 @@ def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum over processes; the values themselves where there is one."""
+    """Return the sum of ``values`` over all processes; ``values`` themselves if there is only one process."""
     return values if reduce is None else reduce(values)

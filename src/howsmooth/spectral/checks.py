@@ -13,7 +13,7 @@ __all__ = ["check_finite", "checked_rounding"]
 
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
-    """Return the relative rounding of each member's norm; raise NonFiniteError if it leaves one no digit."""
+    """Return the relative rounding of each member's norm; raise NonFiniteError if it leaves no digit."""
     slack: np.ndarray = operator.rounding.numpy()
     if operator.proved is not None:
         # Infinite where nothing is proved, because the scores have lost their digits.

@@ -15,7 +15,7 @@ __all__ = ["to_dense", "to_scipy"]
 
 
 def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"]:
-    """Return the matrices (batch, out_size, in_size), one product for each input coordinate."""
+    """Return an operator's matrices (batch, out_size, in_size), by one product for each input coordinate."""
     matrix = torch.empty(
         operator.batch, operator.out_size, operator.in_size, dtype=operator.dtype, device=operator.device
     )
@@ -29,7 +29,7 @@ def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"
 
 
 def to_scipy(operator: LinearOperator, member: int = 0) -> sparse_linalg.LinearOperator:
-    """Return one member as a ``scipy.sparse.linalg.LinearOperator`` of shape (out_size, in_size).
+    """Return one map of a batch as a ``scipy.sparse.linalg.LinearOperator`` of shape (out_size, in_size).
 
     Raises
     ------

@@ -31,7 +31,7 @@ _COMPACT_AT = 0.75
 
 @dataclass(frozen=True)
 class LeadingTriplet:
-    """The leading singular value of each member, its interval, and its directions.
+    """The leading singular value of each map of a batch, an interval for it, and its singular vectors.
 
     ``sigma``, ``lower`` and ``upper`` are float64; lower <= sigma <= upper. ``converged`` says that
     upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted, or that rounding
@@ -50,7 +50,7 @@ class LeadingTriplet:
 
 
 class _Basis:
-    """Orthonormal rows (step, member, size) that grow by one a step.
+    """Orthonormal vectors, the rows (step, member, size), to which each step adds one for each member.
 
     Steps come first so that the newest row is contiguous over the batch. Members are multiplied one by
     one: a batched matrix-vector product runs several times slower than the same vectors in turn.
@@ -61,7 +61,7 @@ class _Basis:
         self.count = 0
 
     def append(self, row: Tensor, length: Tensor) -> Tensor:
-        """Keep row / length (member, size), zero where the length is zero, and return it."""
+        """Append row / length (member, size) to the basis, zero where the length is zero, and return it."""
         capacity, members, size = self.rows.shape
         if self.count == capacity:
             grown = self.rows.new_empty(min(2 * capacity, size + 1), members, size)
@@ -72,13 +72,13 @@ class _Basis:
         return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
-        """Drop all other members."""
+        """Keep the vectors of the given members of the batch, and drop those of all others."""
         kept = self.rows.new_empty(self.rows.shape[0], len(members), self.rows.shape[2])
         kept[: self.count] = self.rows[: self.count, members]
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Take from w (member, size), in place, its projection on the basis; twice where needed."""
+        """Subtract from w (member, size), in place, its projection on the basis; repeat where needed."""
         if self.count == 0:
             return w
         length: Callable[[Tensor], Tensor] = _length
@@ -96,7 +96,7 @@ class _Basis:
         return w
 
     def combine(self, member: int, weights: np.ndarray) -> Tensor:
-        """Return Σ_k weights_k row_k of one member."""
+        """Return Σ_k weights_k row_k with the rows of one member's basis."""
         rows = self.rows[: len(weights), member]
         return torch.as_tensor(weights, dtype=rows.dtype, device=rows.device) @ rows
 
@@ -217,7 +217,7 @@ def golub_kahan(
 def _limits(
     alphas: np.ndarray, betas: np.ndarray, quantile: float, slack: float, *, complete: bool
 ) -> tuple[float, float]:
-    """Return σ̂ and the a-posteriori upper limit, widened by rounding, of one member."""
+    """Return σ̂ and the a-posteriori upper limit of ‖J‖, widened by rounding, for one member."""
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
     if unit == 0.0:
         return 0.0, 0.0
@@ -234,14 +234,14 @@ def _limits(
 
 
 def _tridiagonal(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Diagonal and off-diagonal of BᵀB, B upper bidiagonal."""
+    """Return the diagonal and the off-diagonal of BᵀB, for an upper bidiagonal matrix B."""
     diagonal = alphas**2
     diagonal[1:] += betas[:-1] ** 2
     return diagonal, alphas[:-1] * betas[:-1]
 
 
 def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Leading left and right singular vectors of B; the left one is zero if B is."""
+    """Return the leading left and right singular vectors of a bidiagonal B; the left one is zero if B is."""
     unit, last = max(alphas.max(), betas[:-1].max(initial=0.0)) or 1.0, len(alphas) - 1
     alphas, betas = alphas / unit, betas / unit
     _, vectors = linalg.eigh_tridiagonal(*_tridiagonal(alphas, betas), select="i", select_range=(last, last))
@@ -252,7 +252,7 @@ def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Lengths of rows (member, size), in their dtype."""
+    """Return the lengths of the rows (member, size), in their dtype."""
     if x.shape[1] > PIECE:
         return squared_lengths(x).sqrt().to(x.dtype)
     lengths: Tensor = torch.linalg.vector_norm(x, dim=1)

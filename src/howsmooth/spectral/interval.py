@@ -30,7 +30,7 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most δ.
+    """Return σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most δ after k steps.
 
     The limit needs only the leading Ritz value σ̂ of k steps. It sharpens Kuczyński and Woźniakowski (1992).
     """
@@ -56,7 +56,7 @@ def a_posteriori_upper(
     log_off_diagonals: float | Float[np.ndarray, "*members"],
     quantile: float | Float[np.ndarray, "*members"],
 ) -> float | Float[np.ndarray, "*members"]:
-    """Return the upper limit of λ_max(JᵀJ) of each member from the Lanczos polynomial of its very run.
+    """Return an upper limit of each member's λ_max(JᵀJ) from the Lanczos polynomial of its run.
 
     The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So
     |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
@@ -109,7 +109,7 @@ def rounded_upper(
     taken: float,
     rtol: float,
 ) -> tuple[float, float, bool]:
-    """Return the leading Ritz value and a limit of λ_max(JᵀJ) that is proved for a run whose products round.
+    """Return the leading Ritz value and an upper limit of λ_max(JᵀJ) that is proved despite rounded products.
 
     The last value is True if rounding decides the limit, so that further steps would not improve it.
 

@@ -136,7 +136,7 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Answer the requests of all runs that go on, until none does."""
+    """Compute the products that the runs ask for, step by step for all runs, until the last run ends."""
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
@@ -176,7 +176,7 @@ class _Settings:
 def _run(
     operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
 ) -> _Run:
-    """Run the recurrence until each member's interval is narrow enough, asking for the products."""
+    """Run the recurrence until each member's interval is narrow enough; yield a request for each product."""
     dtype, rows = _basis_form(operator, settings)
     in_sizes = _in_sizes(operator, start, sizes, settings.reduce)
     largest = int(in_sizes.max())
@@ -217,7 +217,7 @@ def _run(
 
 
 class _Members:
-    """The rows of T_k, the interval and the state of each member, as arrays over all members.
+    """The tridiagonal matrix T_k, the interval and the state of each member, as arrays over all members.
 
     Rounding enters in one of two ways. Where the operator proves how far its products are off
     (``operator.proved``), the interval contains ‖J‖ with all rounding enclosed. Elsewhere an estimate of the
@@ -267,7 +267,7 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: np.ndarray, k: int, taken: np.ndarray | None) -> None:
-        """Set σ̂, the upper limit and the state of some members from k rows of T.
+        """Set σ̂, the upper limit and the state of some members from k rows of their tridiagonal matrices T.
 
         ``taken`` bounds the sums of squares that reorthogonalisation took from their vectors; the proof of
         rounding needs it.
@@ -297,13 +297,13 @@ class _Members:
         return done
 
     def ritz_vector(self, member: int, k: int) -> np.ndarray:
-        """Return the leading eigenvector of a member's T_k."""
+        """Return the leading eigenvector of a member's tridiagonal matrix T_k."""
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
 
     def triplet(
         self, operator: LinearOperator, right: Tensor, left: Tensor, lengths: Tensor
     ) -> LeadingTriplet:
-        """Return the result, from the right vectors, the unit vectors along their images, and |J right|."""
+        """Return the result of a run, from the right and left singular vectors and the lengths |J right|."""
         sigma, upper, converged = self.sigma, self.upper, self.converged
         lower = sigma * (1 - self.slack)
         if self.proved is not None:
@@ -327,20 +327,20 @@ class _Members:
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
 ) -> np.ndarray:
-    """Dimension of the input space of each member, of all processes together."""
+    """Return the dimension of each member's input space, summed over all processes."""
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions
 
 
 def _quantiles(in_sizes: np.ndarray, confidence: float) -> np.ndarray:
-    """Return x_δ of each member."""
+    """Return the quantile x_δ of :func:`start_quantile` for each member."""
     distinct, places = np.unique(in_sizes, return_inverse=True)
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
 def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> tuple[Tensor, Tensor]:
-    """Return unit vectors along J v, zero where that is, and its length."""
+    """Return the unit vectors along J v, v = ``right``, and the lengths |J v|; zero vectors if J v = 0."""
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
     lengths = norms(image, reduce)
     return image * inverse(lengths).to(image.dtype)[:, None], lengths
@@ -354,7 +354,7 @@ def _proved_limits(
     taken: np.ndarray,
     rtol: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return leading Ritz values, proved upper limits of λ_max(JᵀJ), and whether rounding decides these."""
+    """Return leading Ritz values, proved upper limits of λ_max(JᵀJ), and whether rounding decides them."""
     found = []
     for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
         # Squares of what is small enough to be lost are not lost: T is brought near to one.

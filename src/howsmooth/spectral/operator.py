@@ -45,13 +45,13 @@ class ProductError:
         return (self.model + self.rounding) * (1 + 2.0**-50)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
-        """Return the bounds of some maps."""
+        """Return the bounds of the maps that ``members`` names."""
         members = members.cpu()
         return ProductError(*(t[members] for t in vars(self).values()))
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Return the bounds of the maps of several operators, if there are bounds for all."""
+        """Return the bounds of all maps of several operators; None unless every operator has bounds."""
         given = [part for part in parts if part is not None]
         if len(given) < len(parts):
             return None
@@ -181,7 +181,7 @@ def length_rounding(operator: LinearOperator) -> float:
 
 
 class Subset(LinearOperator):
-    """Some members of an operator that can only be applied as a whole."""
+    """Some members of an operator whose products can only be computed for all of its members together."""
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
         super().__init__(
@@ -197,7 +197,7 @@ class Subset(LinearOperator):
         self.members = members.to(whole.device)
 
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
-        """Return some of these members."""
+        """Return the operator of the given members, numbered within this subset."""
         return Subset(self.whole, self.members[members.to(self.members.device)])
 
     def _scattered(self, x: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Scaled(LinearOperator):
         self.factor = factor
 
     def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
-        """Return some of the members."""
+        """Return the scaled operator of the given members."""
         return Scaled(self.whole.select(members), self.factor)
 
     def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple
 
 
 class Recurrence:
-    """The state of the recurrence: v_{k−1}, the z of the last step, γ_{k−1} and the basis.
+    """The state of the Lanczos recurrence: the last vectors v and z, the last coefficient γ, and the basis.
 
     Vectors are rows (member, size); α and γ are (member,) in float64.
 
@@ -55,14 +55,14 @@ class Recurrence:
 
     @property
     def units(self) -> np.ndarray:
-        """The number by which σ of the recurrence is to be multiplied, for each member."""
+        """The factors that turn singular values of the scaled J, as in the recurrence, into those of J."""
         if self._factors is None:
             return np.ones(len(self._gamma))
         units: np.ndarray = 1.0 / self._factors.cpu().numpy()
         return units
 
     def step(self) -> Products:
-        """Carry out one step, asking for the product, and return α_k and γ_k."""
+        """Carry out one step, yielding a request for its product; return the entries α_k and γ_k of T."""
         v, before, gamma = self._normalised(), self._before, self._gamma
         self.basis.append(v)
         alpha, z = self._first_product(v) if before is None else (yield from self._product(v))
@@ -74,7 +74,7 @@ class Recurrence:
         return alpha, gamma
 
     def keep(self, rows: Tensor) -> None:
-        """Drop the members in all other rows."""
+        """Keep the given members of the batch, and drop all others."""
         assert self._z is not None
         assert self._before is not None
         self._operator = self._operator.select(rows)
@@ -83,13 +83,13 @@ class Recurrence:
         self.basis.keep(rows)
 
     def _normalised(self) -> Tensor:
-        """Return v = z / γ in the memory of z, which is let go of: a further vector may not fit."""
+        """Return v = z / γ, written over z, because memory for a further vector may be lacking."""
         assert self._z is not None
         z, self._z = self._z, None
         return z.mul_(inverse(self._gamma).to(z.dtype)[:, None])
 
     def _first_product(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return |J v|² and JᵀJ v of the first step, after the scale of J has been set by it."""
+        """Return |J v|² and JᵀJ v in the first step, which also chooses the power of two that scales J."""
         w, z = self._gram(v)
         self._factors = _factors(w, self.basis.reduce)
         if self._factors is not None:
@@ -109,7 +109,7 @@ class Recurrence:
 
 
 def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
-    """Return powers of two that keep ‖J‖⁴ in the range of float32; None where it is there already."""
+    """Return powers of two that bring ‖J‖⁴ into the range of float32; None if no member needs one."""
     largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
     exponents = torch.log2(largest).round()
     near = (largest == 0) | ~torch.isfinite(largest) | (exponents.abs() <= 20)

@@ -47,7 +47,7 @@ class Certificate:
     source: str
 
     def bound(self, *index: int) -> Bound:
-        """Return the bound for one sequence of the batch.
+        """Return the upper bound on ‖D_X f‖ for one sequence of the batch, as a :class:`Bound`.
 
         Raises
         ------
@@ -124,7 +124,7 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Return a SelfAttention with the given heads ⟨A x_i + b, x_j⟩.
+    """Return a SelfAttention with the given heads, whose scores are ⟨A x_i + b, x_j⟩.
 
     Query and key matrices are the factors of A. One more key row b with query bias 1 adds ⟨b, x_j⟩.
     """
@@ -197,7 +197,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on ‖J − J̃‖ for the exact Jacobian J and the Jacobian J̃ of rounded data."""
+    """Return an upper bound on ‖J − J̃‖, J the exact Jacobian and J̃ that of the rounded heads ``at``."""
     total = torch.tensor(0.0, dtype=torch.float64)
     for head, w in zip(at.heads, at.W, strict=True):
         total = total + norm(w[None]).upper[0] * head.error

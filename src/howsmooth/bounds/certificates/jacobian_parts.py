@@ -27,7 +27,7 @@ _SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
 def certificate_parts(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by Theorem N, including all rounding.
+    """Bound ‖D_X f‖ of one head at given tokens by howsmooth's Theorem N, including all rounding.
 
     The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
     c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), z_ij = x_j − m_i and weights q > 0. Every q gives a valid
@@ -65,7 +65,7 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_heads(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of any number of heads at given tokens by Theorem N, including all rounding.
+    """Bound ‖D_X f‖ of any number of heads at given tokens by howsmooth's Theorem N, including all rounding.
 
     The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in
     :func:`certificate_parts`, with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖,
@@ -134,7 +134,7 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return the bound of Theorem N on the norm of the Jacobian J̃ of the rounded data ``at``."""
+    """Return Theorem N's bound on the norm of J̃, the Jacobian of the rounded heads ``at``."""
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)
@@ -146,7 +146,7 @@ def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
-    """Return an upper bound on ‖Σ_h P^h ⊗ W_h V_h‖, the part of the Jacobian with fixed attention weights."""
+    """Return an upper bound on ‖Σ_h P^h ⊗ W_h V_h‖, the Jacobian's norm for fixed attention weights P^h."""
     p = [nonnegative_norm(head.P, rule) for head in at.heads]
     W = [shrink(torch.cat(at.W, dim=1))]
     W = list(W[0].split([w.shape[1] for w in at.W], dim=1))
@@ -171,7 +171,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Return ν of Theorem N, an upper bound on the part of the Jacobian in which the keys change."""
+    """Return ν of Theorem N, an upper bound on the norm of the Jacobian's part where the keys change."""
     q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]

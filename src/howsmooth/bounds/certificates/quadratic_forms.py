@@ -26,7 +26,7 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return the matrix Σ_j P_ij q_j w_ij w_ijᵀ for each row i, where w_ij is value j minus output i.
+    """Return Σ_j P_ij q_j w_ij w_ijᵀ for each row i, with weights q_j and w_ij = value j minus output i.
 
     The rounding error is at most γ_{n+8} times the trace.
     """
@@ -39,7 +39,7 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return the matrix Σ_i P_ij c_i q_i q_iᵀ for each key j, where q_i is query i.
+    """Return Σ_i P_ij c_i q_i q_iᵀ for each key j, where q_i is query i and c_i a given weight.
 
     The rounding error is at most γ_{n+8} times the trace.
     """

@@ -32,7 +32,7 @@ _BLOCK = 1 << 22  # number of entries in a block of rows
 
 @dataclass(frozen=True, eq=False)
 class HeadAt:
-    """The weights, values, queries and matrices of one head at given tokens.
+    """One head at given tokens, in float64: attention weights, values, queries and projection matrices.
 
     Attributes
     ----------
@@ -81,11 +81,11 @@ class HeadsAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the rotary maps R_j: √2 for rotations, from the Frobenius norm."""
+        """Upper bound on the norms of the rotary maps R_j, from Frobenius norms: √2 for rotations."""
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return the blocks R_jᵀ g_j R_j, where R_j is the rotary map at position j."""
+        """Return R_jᵀ g_j R_j for the matrix g_j of each key j, where R_j is the rotary map at position j."""
         if self.rotary is None:
             return g
         turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(
@@ -211,7 +211,7 @@ def _head_at(
 def _projected(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the projected and rotated tokens, and the same sums of absolute values for error bounds."""
+    """Return the tokens projected and rotated, and the same sums with the absolute value of every term."""
     t = x @ weight.mT + bias
     size = x.abs() @ weight.abs().mT + bias.abs()
     if rotary is None:

@@ -29,7 +29,7 @@ _POWER_STEPS = 5
 
 
 def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by Theorem R, including all rounding.
+    """Bound ‖D_X f‖ of one head at given tokens by howsmooth's Theorem R, including all rounding.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
     B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a
@@ -66,13 +66,13 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return the bound of Theorem R for weights q and τ that are found by a search."""
+    """Return the bound of Theorem R for positive weights q and τ of the rows, which are found by a search."""
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Return the bound of Theorem R on the norm of the Jacobian J̃ of ``at``, for given weights q and τ."""
+    """Return Theorem R's bound on ‖J̃‖, J̃ the Jacobian of the rounded head ``at``, for weights q and τ."""
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
     M, slack = row_squares(at, q)
@@ -85,7 +85,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Return weights q and τ for which the bound of Theorem R is small; all positive weights are valid."""
+    """Return weights q and τ of the rows for which Theorem R's bound is small; it holds for all q, τ > 0."""
     W = shrink(at.W[0])
     diagonal, _ = diagonal_squares(at)
     P = at.heads[0].P
@@ -121,7 +121,7 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return weighted Gram matrices of the Jacobian's block rows, and bounds on their rounding errors.
+    """Return Gram matrices of the Jacobian's rows of blocks, weighted by q, and bounds on their errors.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part.
@@ -164,7 +164,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrices F_i Q Qᵀ F_iᵀ of the diagonal blocks F_i Q, and bounds on their errors."""
+    """Return the Gram matrices F_i Q Qᵀ F_iᵀ of the Jacobian's diagonal blocks, with bounds on errors."""
     head = at.heads[0]
     squares = head.F @ (head.Q @ head.Q.mT) @ head.F.mT
     k, d = head.Q.shape

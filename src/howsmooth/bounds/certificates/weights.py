@@ -1,4 +1,7 @@
-"""The search for weights q that make certificates small. Every q > 0 gives a valid certificate."""
+"""The search for positive weights q_j of the tokens for which the bound of Theorem N is small.
+
+Every q > 0 gives a valid bound.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ _ABOVE = 1 + 1e-3
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the weights divided by the largest one, and at least a small positive number."""
+    """Return the weights q divided by the largest one, with a small positive number as the least value."""
     top = q.amax()
     return (q / top).clamp_min(_SMALLEST) if bool(torch.isfinite(top)) and top > 0 else torch.ones_like(q)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q for Theorem N, with estimates of the eigenvalues c_i and of ν² for these weights."""
+    """Weights q_j of the tokens in Theorem N, with estimates of its eigenvalues c_i and of ν² for these q."""
 
     q: Float[Tensor, " n"]
     c: Float[Tensor, " n"]
@@ -39,7 +42,7 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Return weights q for which the term ν of Theorem N is small.
+    """Return weights q_j of the tokens that make ν of :func:`moving_keys_norm` small.
 
     The iteration is q ← √(q Φ(q)) for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ).
     Eigenvalues are estimated by power steps, which need products with P but no matrix for every row.
@@ -78,7 +81,7 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 
 
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Return Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i for each row u_i; c_i is this operator's eigenvalue."""
+    """Return Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i for each u_i; c_i is its largest eigenvalue."""
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
         x = u @ w
@@ -89,7 +92,7 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 
 
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Return Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j for each row z_j; Φ_j is its eigenvalue."""
+    """Return Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j for each z_j; its top eigenvalue is Φ_j."""
     total = torch.zeros_like(z)
     for head in at.heads:
         x = z @ head.K.mT
